@@ -1,0 +1,68 @@
+# What one types here; `make` alone lists it.  Every target may be run again, and is quick then.
+
+PYTHON ?= python3
+ARGS    =
+
+VENV   := .venv
+RUN    := $(VENV)/bin/python -m
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-fast test-all lint types clean
+
+help:       ## list the targets
+	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"what the command gets besides\"]"
+	@sed -n 's/^\([a-z-]*\): .*## \(.*\)/  \1 - \2/p' Makefile | awk -F ' - ' '{ printf "%-11s  %s\n", $$1, $$2 }'
+
+demo: $(VENV)/demo.stamp  ## install splitc into .venv and train a small model on the ranks of this machine
+	@echo "demo: plan, compile and train a small model on this machine"
+	@$(VENV)/bin/splitc demo $(ARGS)
+
+test: $(VENV)/dev.stamp  ## run the everyday tests
+	@echo "test: the everyday tests"
+	@$(RUN) pytest $(ARGS)
+
+test-fast: $(VENV)/dev.stamp  ## run the tests that start no processes, as pre-commit does
+	@echo "test-fast: the tests that start no processes"
+	@$(RUN) pytest -q -m "not slow and not processes" $(ARGS)
+
+test-all: $(VENV)/dev.stamp  ## run all tests, the slow ones too
+	@echo "test-all: all tests, the slow ones too"
+	@$(RUN) pytest -m "" $(ARGS)
+
+lint: $(VENV)/dev.stamp  ## check style and form with ruff
+	@echo "lint: ruff check, ruff format --check"
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check
+
+types: $(VENV)/dev.stamp  ## check types with mypy
+	@echo "types: mypy, strict"
+	@$(RUN) mypy
+
+clean:      ## remove .venv, build/ and the caches
+	@echo "clean: remove .venv, build, dist and the caches"
+	@rm -rf .venv build dist splitc.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp says that .venv holds what pyproject.toml and constraints.txt ask for.
+$(VENV)/demo.stamp: EXTRAS := demo
+$(VENV)/dev.stamp:  EXTRAS := dev,demo
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt
+	$(install)
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt
+	$(install)
+	@touch $(VENV)/demo.stamp $@
+
+define install
+@command -v $(PYTHON) >/dev/null || { \
+	echo "splitc: there is no $(PYTHON) here; name another: make PYTHON=python3.12" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	echo "splitc: needs Python 3.11, 3.12 or 3.13, but $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+		"name another: make PYTHON=python3.12" >&2; exit 1; }
+@echo "install: splitc[$(EXTRAS)] into $(VENV); fetching torch takes a minute or two the first time"
+@$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
+endef

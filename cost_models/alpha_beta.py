@@ -1,0 +1,66 @@
+"""Seconds of messages and collectives: latency + bytes / bandwidth for each message.
+
+The model is Hockney's, with its alpha and beta.  `nbytes` is what the docstring says, `n` a number of
+ranks; n = 1 costs nothing.  A link that is not duplex takes twice as long wherever a rank sends and
+receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.
+"""
+
+from __future__ import annotations
+
+import math
+
+from splitc.cluster import Link
+
+
+def point_to_point(nbytes: float, link: Link) -> float:
+    """One message of `nbytes` from one rank to another."""
+    return link.latency + nbytes / link.bandwidth
+
+
+def many_to_one(nbytes: float, n: int, link: Link) -> float:
+    """`n` ranks send `nbytes` each to one other rank, whose link carries it all (Stanza 4.1.1)."""
+    return n * (link.latency + nbytes / link.bandwidth)
+
+
+def one_to_many(nbytes: float, n: int, link: Link) -> float:
+    """One rank sends `nbytes` to each of `n` others: `many_to_one` reversed."""
+    return many_to_one(nbytes, n, link)
+
+
+def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
+    return reduce_scatter(nbytes, n, link) + all_gather(nbytes, n, link)
+
+
+def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n."""
+    return (n - 1) * _exchange(nbytes / n, link)
+
+
+def all_gather(nbytes: float, n: int, link: Link) -> float:
+    """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n."""
+    return (n - 1) * _exchange(nbytes / n, link)
+
+
+def recursive_doubling_rounds(n: int) -> int:
+    """log2 n; floor(log2 n) + 2 when n is no power of two.
+
+    Stanza 4.1.2 says floor and means it: the surplus ranks send to others in one round, get the
+    result in one more, and 2^floor(log2 n) ranks do the doubling.  The ceil in the paper's equation
+    (3) is taken for a slip.
+    """
+    rounds = n.bit_length() - 1
+    return rounds if n == 1 << rounds else rounds + 2
+
+
+def recursive_doubling(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks, all of it in every round (Stanza 4.1.2)."""
+    doubling = int(math.log2(n))
+    surplus = recursive_doubling_rounds(n) - doubling  # 0 or 2 rounds, in one direction
+    return doubling * _exchange(nbytes, link) + surplus * point_to_point(nbytes, link)
+
+
+def _exchange(nbytes: float, link: Link) -> float:
+    """A rank sends `nbytes` and receives as many at the same time."""
+    directions = 1 if link.duplex else 2
+    return link.latency + directions * nbytes / link.bandwidth

@@ -1,0 +1,48 @@
+"""Clusters by name: the TOML files in `clusters/`, a user's own file, or this machine, measured."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from cost_models.local import THIS_MACHINE, measure_this_machine
+from splitc.cluster import Cluster, parse_cluster
+from splitc.errors import CostError
+
+_CLUSTERS = Path(__file__).parent / "clusters"
+
+
+def known_clusters() -> tuple[str, ...]:
+    """Names of the clusters that come with splitc, besides "this-machine"."""
+    return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.toml")))
+
+
+def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
+    """A known name, a `.toml` file, a Cluster, or this machine.
+
+    None and "this-machine" mean this machine; it is measured once, then cached.
+
+    Raises CostError for an unknown name, a file that is not there, and numbers that are missing or
+    make no sense.
+    """
+    if isinstance(cluster, Cluster):
+        parse_cluster(cluster.to_toml(), f"cluster {cluster.name}")
+        return cluster
+    if cluster is None or cluster == THIS_MACHINE:
+        return measure_this_machine()
+    if isinstance(cluster, str) and cluster in known_clusters():
+        cluster = _CLUSTERS / f"{cluster}.toml"
+    elif not isinstance(cluster, Path) and not cluster.endswith(".toml"):
+        names = (*known_clusters(), THIS_MACHINE)
+        near = difflib.get_close_matches(cluster, names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise CostError(
+            f"unknown cluster {cluster!r}; {hint}there are {', '.join(names)}; "
+            f"or give the path of a .toml file, which `splitc calibrate -o cluster.toml` writes"
+        )
+    path = Path(cluster)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostError(f"cannot read the cluster file {path}: {error}") from error
+    return parse_cluster(text, str(path))

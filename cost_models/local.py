@@ -1,0 +1,237 @@
+"""This machine as a cluster: its rates measured in a few seconds, and cached.
+
+What is measured, each in its share of the budget and the best of its runs (other processes only
+ever slow one down):
+
+    flop rates       square matrix products in every dtype; in float32 a 3x3 convolution too
+    memory           a copy larger than the caches, bytes read and written
+    launch           one small op under autograd
+    link             gloo over the loopback device, two groups in two threads; between GPUs a copy
+
+On a CPU all ranks share its cores; with CUDA each rank has a GPU of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from splitc.cluster import Cluster, Device, Link, parse_cluster
+from splitc.errors import CostError
+
+THIS_MACHINE = "this-machine"
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FORMAT = 1  # of the cache; a higher one measures again
+
+
+def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> Cluster:
+    """The cluster "this-machine", from the cache when this machine was measured before.
+
+    budget: seconds that measuring may take, about.  cache_dir: default `$XDG_CACHE_HOME/splitc` or
+    `~/.cache/splitc`. The cache is keyed by processor, cores and torch version; one that cannot be
+    read is measured anew.
+    """
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
+    key = _key()
+    path = cache_dir / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    with contextlib.suppress(OSError, UnicodeDecodeError, CostError):
+        return parse_cluster(path.read_text(encoding="utf-8"), str(path))
+    cluster = _measure(budget, key)
+    _write(path, cluster.to_toml())
+    return cluster
+
+
+def _key() -> str:
+    device = _cuda_names() or f"{_cpu_model()}, {_cores()} cores"
+    return f"{device}, torch {torch.__version__}, measured by splitc (format {_FORMAT})"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write at once or not at all: other ranks may read meanwhile.
+
+    A cache that cannot be written is done without.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+
+
+def _measure(budget: float, key: str) -> Cluster:
+    cuda = torch.cuda.is_available()
+    where = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    with _all_cores():
+        matmul = {dtype: _matmul_rate(where, dtype, budget / 10) for dtype in _DTYPES}
+        conv = _conv_rate(where, budget / 5)
+        copy = _copy_bandwidth(where, budget / 10)
+        launch = _launch(where, budget / 10)
+    several_gpus = cuda and torch.cuda.device_count() > 1
+    peak = max(matmul[torch.float32], conv)
+    rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in matmul.items()}
+    rates["float32"] = peak
+    return Cluster(
+        name=THIS_MACHINE,
+        device=Device(
+            name=torch.cuda.get_device_name(0) if cuda else _cpu_model(),
+            flop_rate=rates,
+            memory_bandwidth=copy,
+            memory=float(torch.cuda.get_device_properties(0).total_memory if cuda else _ram()),
+            # Models mix products and convolutions: the geometric mean of the two rates.
+            efficiency={"matmul": (matmul[torch.float32] * conv) ** 0.5 / peak, "memory": 1.0},
+            launch=launch,
+        ),
+        link=_gpu_link(budget / 10) if several_gpus else _loopback_link(budget / 10),
+        world=torch.cuda.device_count() if cuda else None,
+        ranks_share_device=not cuda,
+        source=key,
+    )
+
+
+def _matmul_rate(where: torch.device, dtype: torch.dtype, budget: float) -> float:
+    """FLOP/s of square products, as large as fit the budget: a CPU may emulate half precision."""
+    rate = 0.0
+    for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        flops = 2.0 * size**3
+        if rate and 3 * flops / rate > budget / 2:
+            break
+        a = torch.ones(size, size, dtype=dtype, device=where)
+        rate = max(rate, flops / _best(lambda a=a: a @ a, where, budget / 8))  # type: ignore[misc]
+    return rate
+
+
+def _conv_rate(where: torch.device, budget: float) -> float:
+    """FLOP/s of a 3x3 convolution in float32, forward."""
+    batch, channels, side = (64, 256, 28) if where.type == "cuda" else (4, 64, 28)
+    images = torch.ones(batch, channels, side, side, device=where)
+    weight = torch.ones(channels, channels, 3, 3, device=where)
+    seconds = _best(lambda: torch.conv2d(images, weight, padding=1), where, budget)
+    return 2.0 * batch * channels * channels * 9 * side * side / seconds
+
+
+def _copy_bandwidth(where: torch.device, budget: float) -> float:
+    """Bytes/s read and written by a copy of 64 MiB."""
+    source = torch.ones(1 << 24, device=where)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source), where, budget)
+
+
+def _launch(where: torch.device, budget: float) -> float:
+    """Seconds of one op on a tensor so small that only starting it takes time."""
+    small, ops = torch.ones(8, device=where, requires_grad=True), 50
+
+    def chain() -> None:
+        value = small
+        for _ in range(ops):
+            value = value + 1.0
+
+    return _best(chain, where, budget) / ops
+
+
+def _best(run: Callable[[], object], where: torch.device, budget: float) -> float:
+    """Seconds of the fastest run that fits the budget; two at least, the first not counted."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        run()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return time.perf_counter() - begin
+
+    end = time.perf_counter() + budget
+    timed()
+    best = timed()
+    while time.perf_counter() < end:
+        best = min(best, timed())
+    return best
+
+
+def _loopback_link(budget: float) -> Link:
+    """gloo between two ranks of this host."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(_ping_pong, store, rank, budget) for rank in range(2)]
+        return min((end.result() for end in ends), key=lambda link: link.latency)
+
+
+def _ping_pong(store: Any, rank: int, budget: float) -> Link:
+    group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+    small, large = torch.zeros(1), torch.zeros(1 << 20)
+
+    def one_way(tensor: torch.Tensor, rounds: int) -> float:
+        """Seconds of one message: half of a round trip."""
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            if rank == 0:
+                group.send([tensor], 1, 0).wait()
+                group.recv([tensor], 1, 0).wait()
+            else:
+                group.recv([tensor], 0, 0).wait()
+                group.send([tensor], 0, 0).wait()
+        return (time.perf_counter() - begin) / rounds / 2
+
+    # Both ends must agree on the rounds, so they are set beforehand: 100 us and 2 ms each.
+    one_way(small, 5)
+    latency = one_way(small, max(5, int(budget / 2 / 1e-4)))
+    one_way(large, 1)
+    seconds = one_way(large, max(2, int(budget / 2 / 2e-3)))
+    return Link(bandwidth=large.nbytes / max(seconds - latency, seconds / 10), latency=latency)
+
+
+def _gpu_link(budget: float) -> Link:
+    """Copies from the first GPU to the second."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    small, large = torch.ones(1, device=first), torch.ones(1 << 24, device=first)
+    small_there, large_there = small.to(second), large.to(second)
+    latency = _best(lambda: small_there.copy_(small), second, budget / 2)
+    seconds = _best(lambda: large_there.copy_(large), second, budget / 2)
+    return Link(bandwidth=large.nbytes / max(seconds - latency, seconds / 10), latency=latency)
+
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """Compute on all cores meanwhile; torchrun gives each of its processes only one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _ram() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cuda_names() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
+    return f"{len(names)} x {names[0]}"

@@ -1,0 +1,44 @@
+"""Put the gradients that a role sums into buckets, so that all-reduces run while backward goes on.
+
+This pass rewrites the stages: it fills `Stage.buckets`.  Backward computes gradients from the last layer to the first,
+so buckets are filled in that order; every rank starts them in that order (design 8).  The last bucket is kept small: its
+all-reduce has nothing left to hide behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from splitc import comm_ops
+from splitc.checks import buckets_hold_every_gradient, stages_cover_the_graph
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, Stage
+
+
+@dataclass(frozen=True)
+class BucketGradients(Pass):
+    """Buckets of at least `nbytes`; one dtype each."""
+
+    name: ClassVar[str] = "bucket-gradients"
+    requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
+    ensures: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
+
+    nbytes: int = 16_000_000
+
+    def run(self, program: Program) -> Program:
+        return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
+
+    def _fill(self, program: Program, stage: Stage) -> Stage:
+        summed = [p for node in stage.graph.nodes if node.target is comm_ops.all_reduce for p in node.kwargs["parameters"]]
+        buckets: list[list[str]] = []
+        size = 0
+        for name in reversed(summed):
+            holding = program.holdings[name]
+            full = size >= self.nbytes or (buckets and program.holdings[buckets[-1][0]].dtype != holding.dtype)
+            if not buckets or full:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(name)
+            size += holding.nbytes
+        return replace(stage, buckets=tuple(map(tuple, buckets)))

@@ -1,0 +1,199 @@
+"""What is asked of the planner, and the offers of the families that need no search.
+
+An Offer is the best plan of one strategy, priced; an infeasible one says why.  Times are of one
+step, forward, backward and the sum of the gradients, which is not overlapped with backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from cost_models.alpha_beta import ring_all_reduce
+from cost_models.memory import gradient_nbytes, rank_memory
+from cost_models.roofline import layer_seconds
+from passes.pins import Pin, contradictions
+from passes.separation import Separation
+from splitc import units
+from splitc.cluster import Cluster, Device
+from splitc.plan import share_out
+from splitc.program import Holding, Program, TensorSpec
+
+
+@dataclass(frozen=True)
+class Request:
+    """The program to place and everything that bounds its plans.
+
+    global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes
+    of a rank; None: the device's.  optimizer_copies: of the parameters.  time_limit: seconds.
+    """
+
+    program: Program
+    cluster: Cluster
+    world: int
+    pins: Mapping[str, Pin] = field(default_factory=dict)
+    global_batch: int | None = None
+    memory: float | None = None
+    optimizer_copies: int = 1
+    time_limit: float = 60.0
+
+    def bounds(self, readers: int) -> tuple[int, ...]:
+        """How `readers` ranks share the global batch; some shares are empty when it is too small."""
+        batch = self.program.batch * readers if self.global_batch is None else self.global_batch
+        return share_out(batch, readers)
+
+    def memory_of(self, ranks: int) -> float:
+        """Bytes that one of `ranks` computing ranks has."""
+        return self.cluster.device_for(ranks).memory if self.memory is None else self.memory
+
+    def seconds(self, layer: str, batch: int, device: Device) -> float:
+        """Compute seconds of a step of `batch` examples."""
+        return layer_seconds(self.program.costs[layer].at(batch), device, self.dtypes[layer])
+
+    def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
+        """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, in a copy."""
+        held = self.held[layer]
+        kept = self.program.costs[layer].at(batch).kept
+        copies = gradient_nbytes(held) if summed else 0
+        return rank_memory(held, kept, copies, self.optimizer_copies).total
+
+    def gradient(self, layer: str) -> int:
+        """Bytes of the gradient of the layer's own parameters."""
+        return gradient_nbytes(self.held[layer])
+
+    @cached_property
+    def held(self) -> dict[str, tuple[Holding, ...]]:
+        """Layer -> its parameters and buffers; what several layers use belongs to the first."""
+        seen: set[str] = set()
+        held = {}
+        for layer in self.program.layers:
+            own = [name for name in dict.fromkeys(layer.holdings) if name not in seen]
+            seen.update(own)
+            held[layer.name] = tuple(self.program.holdings[name] for name in own)
+        return held
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Layer -> the dtype it computes in: its parameters', else its values'."""
+        nodes = {node.name: node for node in self.program.graph.nodes}
+        found = {}
+        for layer in self.program.layers:
+            dtypes = [self.program.holdings[name].dtype for name in layer.holdings]
+            for name in layer.nodes:
+                spec = nodes[name].meta.get("spec")
+                dtypes += [spec.dtype] if isinstance(spec, TensorSpec) else []
+            floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+            found[layer.name] = str(floating[0] if floating else torch.float32)[len("torch.") :]
+        return found
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The best plan of one strategy.
+
+    role_of: layer -> role.  most: samples per second that no plan of the strategy exceeds.
+    searched: whether a solver has looked for it (or there was nothing to search).  problem: the
+    numbers of a separation.
+    """
+
+    strategy: str
+    feasible: bool
+    why: str = ""
+    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    examples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    role_of: Mapping[str, str] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    most: float = 0.0
+    searched: bool = True
+    problem: Separation | None = None
+
+    @property
+    def global_batch(self) -> int:
+        return next(iter(self.examples.values()))[-1] if self.examples else 0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch / self.step_seconds if self.step_seconds else 0.0
+
+
+def single_device(request: Request) -> Offer:
+    """Everything on rank 0; the other ranks are in no role."""
+    return _alike("single_device", request, 1)
+
+
+def data_parallel(request: Request) -> Offer:
+    """Everything on every rank, the gradients summed by a ring all-reduce."""
+    return _alike("data_parallel", request, request.world)
+
+
+def _alike(strategy: str, request: Request, ranks: int) -> Offer:
+    """The one plan in which `ranks` ranks run all layers."""
+    layers = [layer.name for layer in request.program.layers]
+    examples = request.bounds(ranks)
+    batch = largest(examples)
+    gradient = sum(request.gradient(layer) for layer in layers)
+    device = request.cluster.device_for(ranks)
+    seconds = sum(request.seconds(layer, batch, device) for layer in layers)
+    if gradient:
+        seconds += ring_all_reduce(gradient, ranks, request.cluster.link)
+    needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}
+    why = contradictions(request.pins, strategy)
+    if ranks > 1:
+        why += unsummed(request, layers)
+    if examples[-1] < ranks:
+        why.append(f"{examples[-1]} examples cannot be shared out to {ranks} ranks")
+    roles = {"all": tuple(range(ranks))}
+    have = request.memory_of(ranks)
+    why += shortage("all", roles["all"], sum(needed.values()), have, needed)
+    return Offer(
+        strategy,
+        feasible=not why,
+        why="; ".join(why),
+        roles=roles,
+        examples={"all": examples},
+        role_of=dict.fromkeys(layers, "all"),
+        step_seconds=seconds,
+        most=0.0 if why or not seconds else examples[-1] / seconds,
+    )
+
+
+def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
+    """The pins that would let several ranks train apart: sync "none" of a layer that trains."""
+    return [
+        f"pin {pin.pattern!r} asks for sync 'none' of {layer}, whose gradient must be summed when several ranks hold it"
+        for layer, pin in request.pins.items()
+        if layer in layers and pin.placement.sync == "none" and request.gradient(layer)
+    ]
+
+
+def shortage(role: str, ranks: tuple[int, ...], need: float, have: float, layers: Mapping[str, float]) -> list[str]:
+    """A line when each of `ranks` needs more than it has; `layers`: what each layer needs there."""
+    if need <= have * (1 + 1e-9):
+        return []
+    largest_layer = max(layers, key=lambda layer: layers[layer])
+    return [
+        f"{ranks_text(role, ranks)} needs {units.nbytes(need)} of memory and has "
+        f"{units.nbytes(have)}; its largest layer, {largest_layer}, needs "
+        f"{units.nbytes(layers[largest_layer])}"
+    ]
+
+
+def ranks_text(role: str, ranks: tuple[int, ...]) -> str:
+    """`role fc (rank 3)`, `each rank of role conv (ranks 0 to 2)`."""
+    if len(ranks) == 1:
+        return f"role {role} (rank {ranks[0]})"
+    return f"each rank of role {role} (ranks {ranks[0]} to {ranks[-1]})"
+
+
+def smallest(bounds: tuple[int, ...]) -> int:
+    """The smallest share of `bounds`."""
+    return min(b - a for a, b in pairwise(bounds))
+
+
+def largest(bounds: tuple[int, ...]) -> int:
+    """The largest share of `bounds`."""
+    return max(b - a for a, b in pairwise(bounds))

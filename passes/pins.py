@@ -1,0 +1,94 @@
+"""A user's pins: patterns of layer names, and the part of a placement that each one fixes.
+
+`{"classifier.*": "fc", "head": Placement(sync="all_reduce")}`: a text is a role.  Where two patterns
+match a layer, the later one wins, part by part.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from splitc.errors import PlacementError, bullets
+from splitc.plan import HOLDINGS, SYNCS, Placement
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "single_device": ("all",),
+    "data_parallel": ("all",),
+    "layer_separation": ("conv", "fc"),
+}
+"""The roles of each strategy, in the order of the data's way."""
+
+HELD = ("replicated",)
+SUMMED = ("all_reduce", "none")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What was asked of one layer, and the pattern that asked last."""
+
+    placement: Placement
+    pattern: str
+
+
+def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> dict[str, Pin]:
+    """Layer -> its pin, for the layers that have one.
+
+    Raises PlacementError with every pattern that matches no layer and every unknown word.
+    """
+    problems: list[str] = []
+    resolved: dict[str, Pin] = {}
+    for pattern, asked in pins.items():
+        pin = Placement(role=asked) if isinstance(asked, str) else asked
+        problems += [f"pin {pattern!r}: {problem}" for problem in _unknown_words(pin)]
+        matching = [layer for layer in layers if fnmatchcase(layer, pattern)]
+        if not matching:
+            problems.append(f"pin {pattern!r} matches no layer; {_near(pattern, layers)}")
+        for layer in matching:
+            before = resolved[layer].placement if layer in resolved else Placement()
+            parts = {part: value for part, value in vars(pin).items() if value is not None}
+            resolved[layer] = Pin(replace(before, **parts), pattern)
+    if problems:
+        raise PlacementError(bullets("these pins cannot be followed:", problems))
+    return resolved
+
+
+def contradictions(pins: Mapping[str, Pin], strategy: str) -> list[str]:
+    """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not know."""
+    problems = []
+    for layer, pin in pins.items():
+        asked = pin.placement
+        for part, value, known in (
+            ("role", asked.role, ROLES[strategy]),
+            ("holding", asked.holding, HELD),
+            ("sync", asked.sync, SUMMED),
+            ("group", asked.group, (1,)),
+        ):
+            if value is not None and value not in known:
+                problems.append(
+                    f"pin {pin.pattern!r} asks for {part} {value!r} of {layer}, "
+                    f"but {strategy} has only {', '.join(str(word) for word in known)}"
+                )
+    return problems
+
+
+def _unknown_words(pin: Placement) -> list[str]:
+    roles = tuple(dict.fromkeys(role for each in ROLES.values() for role in each))
+    return [
+        f"there is no {part} {value!r}; there are {', '.join(known)}"
+        for part, value, known in (
+            ("role", pin.role, roles),
+            ("holding", pin.holding, HOLDINGS),
+            ("sync", pin.sync, SYNCS),
+        )
+        if value is not None and value not in known
+    ]
+
+
+def _near(pattern: str, layers: Sequence[str]) -> str:
+    near = difflib.get_close_matches(pattern.strip("*?."), layers, 3, 0.4)
+    if near:
+        return f"near it are {', '.join(near)}"
+    return f"the layers are {', '.join(layers[:8])}{', ...' if len(layers) > 8 else ''}"

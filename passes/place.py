@@ -1,0 +1,171 @@
+"""Choose where every layer runs: the roles, the ranks in them, and each rank's examples.
+
+This pass only decides: it prices the best plan of every strategy and fills `program.plan`.
+
+    single_device      T = compute(global batch)                                         one rank
+    data_parallel      T = compute(largest share) + ring(all gradients)                  all ranks
+    layer_separation   T = conv compute + fc compute + exchange + max(ring, ring)        conv, fc
+
+    maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
+
+compute is the roofline of `cost_models.roofline`, ring and exchange are `cost_models.alpha_beta`;
+the layers of a separation come from an integer program whose equations are in `separation_ilp`
+(Stanza, Wu et al. 2018, equations 2 to 5, layer by layer).  `program.batch` is one reader's batch:
+without `global_batch` more readers make a larger one, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from cost_models.devices import load_cluster
+from passes.families import Offer, Request, data_parallel, single_device
+from passes.pins import resolve_pins
+from passes.reasons import reasons
+from passes.separate_layers import layer_separation
+from splitc.checks import every_layer_placed, has_costs
+from splitc.cluster import Cluster
+from splitc.errors import PlacementError, bullets
+from splitc.pipeline import Check, Pass
+from splitc.plan import Candidate, Placement, Plan
+from splitc.program import Program
+from splitc.strategies import Auto, LayerSeparation, Strategy, parse_strategy
+
+_EXACT = 1e-9  # a smaller gap is none
+
+
+@dataclass(frozen=True)
+class Place(Pass):
+    """Fill the plan with the fastest plan of `strategy` that fits, in samples per second.
+
+    pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
+    to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
+    device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
+    that the search may take.  model: the fingerprint that goes into the plan.
+
+    Raises PlacementError when no plan meets what was asked for.
+    """
+
+    name: ClassVar[str] = "place"
+    requires: ClassVar[tuple[Check, ...]] = (has_costs,)
+    ensures: ClassVar[tuple[Check, ...]] = (every_layer_placed,)
+
+    cluster: Cluster
+    world: int
+    strategy: Strategy
+    pins: Mapping[str, str | Placement] = field(default_factory=dict)
+    global_batch: int | None = None
+    memory: float | None = None
+    optimizer_copies: int = 1
+    time_limit: float = 60.0
+    model: str = ""
+
+    @classmethod
+    def for_settings(
+        cls,
+        cluster: str | Path | Cluster | None,
+        world: int,
+        strategy: str | Strategy | type[Strategy],
+        pins: Mapping[str, str | Placement],
+        global_batch: int | None,
+        memory: float | None,
+    ) -> Place:
+        """The pass for what a user wrote: names of a cluster and of a strategy are looked up.
+
+        Raises CostError and PlacementError for unknown ones.
+        """
+        return cls(load_cluster(cluster), world, parse_strategy(strategy), pins, global_batch, memory)
+
+    def run(self, program: Program) -> Program:
+        request = self._request(program)
+        asked = self.strategy
+        options = asked if isinstance(asked, LayerSeparation) else LayerSeparation()
+        offers = (
+            single_device(request),
+            data_parallel(request),
+            layer_separation(request, options),
+        )
+        chosen, most = self._choose(offers)
+        gap = max(0.0, 1 - chosen.samples_per_second / most) if most else 0.0
+        proof = "optimal" if gap <= _EXACT else "gap" if chosen.searched else "heuristic"
+        plan = Plan(
+            strategy=chosen.strategy,
+            world=self.world,
+            roles=chosen.roles,
+            placements={layer: self._placement(request, chosen, layer) for layer in chosen.role_of},
+            examples=chosen.examples,
+            cluster=self.cluster.name,
+            proof=proof,
+            gap=gap if gap > _EXACT else 0.0,
+            step_seconds=chosen.step_seconds,
+            candidates=tuple(_candidate(offer) for offer in offers),
+            reasons=reasons(request, chosen),
+            model=self.model,
+        )
+        return replace(program, plan=plan)
+
+    def _request(self, program: Program) -> Request:
+        problems = []
+        for what, value in (("world", self.world), ("global_batch", self.global_batch)):
+            if value is not None and (type(value) is not int or value < 1):
+                problems.append(f"{what} is {value!r}; it must be a whole number of at least 1")
+        if self.memory is not None and not self.memory > 0:
+            problems.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
+        if self.optimizer_copies < 0:
+            problems.append(f"optimizer_copies is {self.optimizer_copies}; it must be at least 0")
+        if self.cluster.world is not None and self.world > self.cluster.world:
+            problems.append(
+                f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {self.cluster.world} devices"
+            )
+        if problems:
+            raise PlacementError(bullets("this cannot be planned:", problems))
+        pins = resolve_pins(self.pins, [layer.name for layer in program.layers])
+        return Request(
+            program,
+            self.cluster,
+            self.world,
+            pins,
+            self.global_batch,
+            self.memory,
+            self.optimizer_copies,
+            self.time_limit,
+        )
+
+    def _choose(self, offers: tuple[Offer, ...]) -> tuple[Offer, float]:
+        """The offer to take, and the samples per second that no plan asked for exceeds."""
+        if not isinstance(self.strategy, Auto):
+            for offer in offers:
+                if offer.strategy == self.strategy.name:
+                    if not offer.feasible:
+                        raise PlacementError(f"{self.strategy} is not possible: {offer.why}")
+                    return offer, offer.most
+            raise PlacementError(f"strategy {self.strategy} cannot be planned yet")
+        feasible = [offer for offer in offers if offer.feasible]
+        if not feasible:
+            title = f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:"
+            lines = [f"{offer.strategy}: {offer.why}" for offer in offers]
+            raise PlacementError(bullets(title, lines))
+        most = max(offer.most for offer in offers)
+        return max(feasible, key=lambda offer: offer.samples_per_second), most
+
+    def _placement(self, request: Request, offer: Offer, layer: str) -> Placement:
+        role = offer.role_of[layer]
+        trains = any(request.program.holdings[name].trainable for name in request.program.layer(layer).holdings)
+        summed = trains and len(offer.roles[role]) > 1
+        return Placement(role, "replicated", "all_reduce" if summed else "none")
+
+
+def _candidate(offer: Offer) -> Candidate:
+    return Candidate(
+        offer.strategy,
+        offer.step_seconds,
+        offer.samples_per_second,
+        offer.global_batch,
+        exact=True,
+        feasible=offer.feasible,
+        why=offer.why,
+        roles=offer.roles,
+    )

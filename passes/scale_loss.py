@@ -1,0 +1,89 @@
+"""Scale the loss once, at its own nodes, so that the ranks' contributions sum to the global loss (design 4).
+
+This pass rewrites.  After it every gradient synchronisation is a sum and nothing is divided by the number of ranks:
+
+    mean      loss = mse_loss(out, target)             ->  share(mse_loss(out, target))
+    weighted  loss = cross_entropy(out, target)        ->  cross_entropy(out, target, reduction="sum") / total_weight(target)
+    quotient  loss = masked.sum() / mask.sum()         ->  masked.sum() / total(mask.sum())
+
+Where one rank sees the whole batch the loss stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from splitc import comm_ops
+from splitc.checks import graph_is_sound, has_plan
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, TensorSpec, copy_graph, rename
+
+
+@dataclass(frozen=True)
+class ScaleLoss(Pass):
+    """Rewrite every term of the loss for the role that computes it."""
+
+    name: ClassVar[str] = "scale-loss"
+    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
+
+    def run(self, program: Program) -> Program:
+        plan = program.required_plan
+        role = plan.placements[program.loss.meta["layer"]].role
+        assert role is not None
+        if len(plan.roles[role]) == 1:
+            return program
+        graph, _ = copy_graph(program.graph)
+        nodes = {node.name: node for node in graph.nodes}
+        for term in program.loss_terms:
+            _RULES[term.kind](graph, nodes[term.node])
+        return replace(program, graph=graph)
+
+
+def _mean(graph: fx.Graph, node: fx.Node) -> None:
+    _after(graph, node, comm_ops.share)
+
+
+def _sum(graph: fx.Graph, node: fx.Node) -> None:
+    """The parts of a sum add up by themselves."""
+
+
+def _total(graph: fx.Graph, node: fx.Node) -> None:
+    _after(graph, node, comm_ops.total)
+
+
+def _mean_total(graph: fx.Graph, node: fx.Node) -> None:
+    _after(graph, _after(graph, node, comm_ops.share), comm_ops.total)
+
+
+def _weighted(graph: fx.Graph, node: fx.Node) -> None:
+    target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
+    weight = node.kwargs.get("weight")
+    ignore_index = node.kwargs.get("ignore_index", -100)
+    options = {} if ignore_index == -100 else {"ignore_index": ignore_index}
+    if weight is not None:
+        options["weight"] = weight
+    node.update_kwarg("reduction", "sum")
+    with graph.inserting_after(node):
+        weights = graph.call_function(comm_ops.total_weight, (target,), options)
+    rename(graph, weights, f"{node.name}_weight")
+    weights.meta = {**node.meta, "spec": TensorSpec((), node.meta["spec"].dtype)}
+    with graph.inserting_after(weights):
+        scaled = graph.call_function(_truediv, (node, weights))
+    scaled.meta = dict(node.meta)
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+
+def _after(graph: fx.Graph, node: fx.Node, function: object) -> fx.Node:
+    with graph.inserting_after(node):
+        new = graph.call_function(function, (node,))  # type: ignore[arg-type]
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
+
+
+_truediv = __import__("operator").truediv
+_RULES = {"mean": _mean, "sum": _sum, "weighted": _weighted, "sum denominator": _total, "mean denominator": _mean_total}

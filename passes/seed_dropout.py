@@ -1,0 +1,78 @@
+"""Give every dropout a mask that depends on seed, step, layer and examples, and not on which rank computes it.
+
+This pass rewrites:
+
+    dropped = F.dropout(x, p=0.5, training=True)   ->   dropped = dropout(x, 0.5, layer="classifier.0")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from splitc import comm_ops
+from splitc.checks import graph_is_sound
+from splitc.confirm import DROPOUTS
+from splitc.errors import CaptureError
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, copy_graph
+
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
+           "multinomial", "normal", "normal_", "uniform_", "exponential_", "rrelu", "gumbel_softmax", "poisson"}
+_PLAIN = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+
+
+@dataclass(frozen=True)
+class SeedDropout(Pass):
+    """Replace the dropouts of the graph.  Raises CaptureError for random ops that splitc cannot seed by example."""
+
+    name: ClassVar[str] = "seed-dropout"
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
+
+    def run(self, program: Program) -> Program:
+        graph, _ = copy_graph(program.graph)
+        for node in list(graph.nodes):
+            if node.target in DROPOUTS:
+                _replace(graph, node)
+            elif _name(node) in _RANDOM or _drops_inside(node):
+                raise CaptureError(
+                    f"{node.meta['source']}: {_name(node)} is random, and each rank would draw other numbers than one process "
+                    f"does; splitc seeds the functions of the dropout family only: draw the numbers with the data, or use them"
+                )
+        return replace(program, graph=graph)
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    if node.target not in _PLAIN:
+        raise CaptureError(f"{node.meta['source']}: {_name(node)} cannot be seeded by example; use F.dropout")
+    value, *rest = node.args
+    p = rest[0] if rest else node.kwargs.get("p", 0.5)
+    training = rest[1] if len(rest) > 1 else node.kwargs.get("training", node.kwargs.get("train", True))
+    if p == 0 or not training:
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+        return
+    with graph.inserting_after(node):
+        options = {"layer": node.meta.get("module") or node.name}
+        if DROPOUTS[node.target]:
+            options["feature_dims"] = DROPOUTS[node.target]
+        new = graph.call_function(comm_ops.dropout, (value, p), options)
+    name = node.name
+    node.replace_all_uses_with(new)
+    new.meta = dict(node.meta)
+    graph.erase_node(node)
+    new.name = name  # the erased node's, so it is free
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _drops_inside(node: fx.Node) -> bool:
+    """Attention with a dropout of its own."""
+    p = node.kwargs.get("dropout_p", 0.0)
+    return isinstance(p, (int, float)) and p > 0

@@ -1,0 +1,252 @@
+"""Search the best layer separation (Stanza 3-4): every division of the world, and the ILP in each.
+
+The divisions are tried in the order of a bound that needs no solver, and left out once that bound is
+below the best plan found; the first plans are the cuts of the layers' own order, before any ILP.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from cost_models.alpha_beta import many_to_one, one_to_many, ring_all_reduce
+from cost_models.memory import received_nbytes, returned_nbytes
+from passes.cuts import Crossing, CutRules, cut_rules
+from passes.families import Offer, Request, largest, shortage, smallest, unsummed
+from passes.pins import contradictions
+from passes.separation import LayerNumbers, Separation, SyncLine, ValueNumbers
+from passes.separation_ilp import best_suffix, least_memory, solve
+from splitc.cluster import Link
+from splitc.plan import serve
+from splitc.strategies import LayerSeparation
+
+NAME = "layer_separation"
+
+
+@dataclass(frozen=True)
+class Division:
+    """n_c conv ranks and n_f fc ranks, their examples, and the numbers of their integer program."""
+
+    roles: dict[str, tuple[int, ...]]
+    examples: dict[str, tuple[int, ...]]
+    problem: Separation
+
+    @property
+    def batch(self) -> int:
+        return self.examples["conv"][-1]
+
+    @property
+    def most(self) -> float:
+        """Samples per second that no assignment exceeds."""
+        seconds = self.problem.least_seconds()
+        return self.batch / seconds if seconds else math.inf
+
+    def rate(self, fc: frozenset[str]) -> float:
+        """Samples per second."""
+        return self.batch / self.problem.step(fc).total
+
+    def offer(self, fc: frozenset[str], why: str = "", most: float = 0.0) -> Offer:
+        names = [layer.name for layer in self.problem.layers]
+        return Offer(
+            NAME,
+            feasible=not why,
+            why=why,
+            roles=self.roles,
+            examples=self.examples,
+            role_of={name: "fc" if name in fc else "conv" for name in names},
+            step_seconds=self.problem.step(fc).total,
+            most=most,
+            problem=self.problem,
+        )
+
+
+def layer_separation(request: Request, options: LayerSeparation) -> Offer:
+    """The fastest separation, or why there is none."""
+    why = contradictions(request.pins, NAME) or _impossible(request, options)
+    if why:
+        return Offer(NAME, feasible=False, why="; ".join(why))
+    rules = cut_rules(request.program)
+    divisions = [
+        _division(request, rules, n_c, request.world - n_c)
+        for n_c in range(1, request.world)
+        if options.n_c in (None, n_c) and options.n_f in (None, request.world - n_c)
+    ]
+    busy = [d for d in divisions if all(smallest(bounds) for bounds in d.examples.values())]
+    if not busy:
+        idle = f"{divisions[0].batch} examples leave some of {request.world} ranks without any"
+        return Offer(NAME, feasible=False, why=idle)
+    return _search(request, rules, sorted(busy, key=lambda d: -d.most))
+
+
+def _impossible(request: Request, options: LayerSeparation) -> list[str]:
+    """Why the request cannot be met at all, whatever the numbers."""
+    world, n_c, n_f = request.world, options.n_c, options.n_f
+    owners = [n for n, held in request.held.items() if any(h.parameter for h in held)]
+    why = []
+    if world < 2:
+        why.append(f"a world of {world} cannot be divided into conv and fc ranks; it needs 2 ranks")
+    elif n_c is not None and n_f is not None and n_c + n_f != world:
+        why.append(f"n_c = {n_c} and n_f = {n_f} are {n_c + n_f} ranks, but the world has {world}")
+    elif max(n_c or 1, n_f or 1) >= world:
+        name, value = ("n_c", n_c) if (n_c or 1) >= world else ("n_f", n_f)
+        why.append(f"{name} = {value} leaves no rank of {world} for the other role")
+    if not owners:
+        why.append("the model has no parameters, so no layers to separate")
+    elif len(owners) == 1:
+        why.append(f"only one layer, {owners[0]}, has parameters; both roles need at least one")
+    return why
+
+
+def _division(request: Request, rules: CutRules, n_c: int, n_f: int) -> Division:
+    conv = request.bounds(n_c)
+    fc = serve(conv, n_f)
+    roles = {"conv": tuple(range(n_c)), "fc": tuple(range(n_c, n_c + n_f))}
+    batches, link = {"conv": largest(conv), "fc": largest(fc)}, request.cluster.link
+    messages, crowded = _messages(conv, fc), max(batches.values())
+    device = request.cluster.device_for(request.world)
+
+    def numbers(layer: str) -> LayerNumbers:
+        held = request.held[layer]
+        return LayerNumbers(
+            layer,
+            conv_seconds=request.seconds(layer, batches["conv"], device),
+            fc_seconds=request.seconds(layer, batches["fc"], device),
+            conv_memory=request.layer_memory(layer, batches["conv"], n_c > 1),
+            fc_memory=request.layer_memory(layer, batches["fc"], n_f > 1),
+            gradient=request.gradient(layer),
+            parameters=any(h.parameter for h in held),
+            roles=_roles(request, rules, layer, n_c, n_f),
+        )
+
+    def crossing(value: Crossing) -> ValueNumbers:
+        nbytes = value.spec.nbytes(crowded) / messages
+        there = many_to_one(nbytes, messages, link)
+        back = one_to_many(nbytes, messages, link) if value.gradient else 0.0
+        return ValueNumbers(
+            value.name,
+            value.layer,
+            value.readers,
+            seconds=there + back,
+            conv_memory=returned_nbytes(value.spec, batches["conv"]),
+            fc_memory=received_nbytes(value.spec, batches["fc"]),
+        )
+
+    return Division(
+        roles,
+        {"conv": conv, "fc": fc},
+        Separation(
+            layers=tuple(numbers(layer.name) for layer in request.program.layers),
+            values=tuple(crossing(value) for value in rules.crossings),
+            order=rules.order,
+            together=tuple(rules.together),
+            conv_sync=_sync_line(n_c, link),
+            fc_sync=_sync_line(n_f, link),
+            memory=request.memory_of(request.world),
+        ),
+    )
+
+
+def _roles(request: Request, rules: CutRules, layer: str, n_c: int, n_f: int) -> tuple[str, ...]:
+    """Where a layer may run: by its pin, and by the inputs it reads."""
+    pin = request.pins.get(layer)
+    roles = {"conv": n_c, "fc": n_f}
+    if layer in rules.conv_only:
+        roles.pop("fc")
+    if pin is not None and pin.placement.role is not None:
+        roles = {role: n for role, n in roles.items() if role == pin.placement.role}
+    if unsummed(request, [layer]):
+        roles = {role: n for role, n in roles.items() if n == 1}
+    return tuple(roles)
+
+
+def _messages(conv: tuple[int, ...], fc: tuple[int, ...]) -> int:
+    """The most ranks of the other role that one rank shares examples with."""
+
+    def met(mine: tuple[int, ...], others: tuple[int, ...]) -> int:
+        return max(sum(max(a, c) < min(b, d) for c, d in pairwise(others)) for a, b in pairwise(mine))
+
+    return max(met(conv, fc), met(fc, conv))
+
+
+def _sync_line(ranks: int, link: Link) -> SyncLine:
+    """The ring all-reduce, which is a line in the bytes."""
+    latency = ring_all_reduce(0.0, ranks, link)
+    per_byte = ring_all_reduce(1.0, ranks, Link(link.bandwidth, 0.0, link.duplex))
+    return SyncLine(latency, per_byte)
+
+
+def _search(request: Request, rules: CutRules, divisions: list[Division]) -> Offer:
+    """The best assignment of all divisions; `divisions` have the most promising first."""
+    deadline = time.monotonic() + request.time_limit
+    best: tuple[float, Division, frozenset[str]] | None = None
+    for division in divisions:
+        if best is not None and division.most <= best[0]:
+            break
+        fc = best_suffix(division.problem)
+        if fc is not None and (best is None or division.rate(fc) > best[0]):
+            best = division.rate(fc), division, fc
+    unknown, searched = 0.0, False  # samples per second of what is left open
+    for division in divisions:
+        if best is not None and division.most <= best[0]:
+            break
+        left = deadline - time.monotonic()
+        if left <= 0:
+            unknown = max(unknown, division.most)
+            continue
+        found = solve(division.problem, left)
+        searched = True
+        if found.status in ("feasible", "unknown"):
+            unknown = max(unknown, division.batch / found.bound if found.bound else math.inf)
+        if found.fc is not None and (best is None or division.rate(found.fc) > best[0]):
+            best = division.rate(found.fc), division, found.fc
+    if best is not None:
+        rate, division, fc = best
+        offer = division.offer(fc, most=max(rate, unknown))
+        return replace(offer, searched=searched or unknown <= rate)
+    if unknown:
+        return _too_slow(request, unknown)
+    return _nearest(request, rules, divisions)
+
+
+def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Offer:
+    """What is short when nothing fits: the division and the cut that need the least memory."""
+    deadline = time.monotonic() + request.time_limit
+    nearest: tuple[float, Division, frozenset[str]] | None = None
+    for division in divisions:
+        found = least_memory(division.problem, max(deadline - time.monotonic(), 1.0))
+        if found.fc is not None:
+            need = max(division.problem.memory_of(found.fc).values())
+            if nearest is None or need < nearest[0]:
+                nearest = need, division, found.fc
+        if time.monotonic() > deadline:
+            break
+    if nearest is None and found.status != "infeasible":
+        return _too_slow(request, 0.0)
+    if nearest is None:
+        return Offer(NAME, feasible=False, why=_uncut(request, rules))
+    _, division, fc = nearest
+    why = []
+    for role, need in division.problem.memory_of(fc).items():
+        needed = {
+            n.name: n.conv_memory if role == "conv" else n.fc_memory
+            for n in division.problem.layers
+            if (n.name in fc) == (role == "fc")
+        }
+        why += shortage(role, division.roles[role], need, division.problem.memory, needed)
+    return division.offer(fc, why="; ".join(["of all cuts the one that needs least", *why]))
+
+
+def _too_slow(request: Request, most: float) -> Offer:
+    why = f"none was found in {request.time_limit:g} s; raise time_limit"
+    return Offer(NAME, feasible=False, why=why, most=most)
+
+
+def _uncut(request: Request, rules: CutRules) -> str:
+    """Why no cut leaves parameters on both of its sides."""
+    causes = [*rules.together.values(), *rules.conv_only.values()]
+    causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in request.pins.items()]
+    more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
+    because = f": {', '.join(causes[:6])}{more}" if causes else ""
+    return f"no cut of the layers leaves parameters on both sides and keeps to the pins{because}"

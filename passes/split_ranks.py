@@ -1,0 +1,62 @@
+"""Split the graph with its communication into one graph for each role.
+
+This pass rewrites: it fills `program.stages`.  A role's graph holds its own nodes in their order; values come in by `recv`
+nodes (without the sender's side) and leave by `send` nodes.  Parameters and buffers keep the model's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from splitc import comm_ops
+from splitc.checks import cuts_are_communicated, has_plan, stages_cover_the_graph
+from splitc.layers import holdings_of_node
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, Stage, copy_node
+
+
+@dataclass(frozen=True)
+class SplitRanks(Pass):
+    """One Stage for each role of the plan."""
+
+    name: ClassVar[str] = "split-ranks"
+    requires: ClassVar[tuple[Check, ...]] = (has_plan, cuts_are_communicated)
+    ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
+
+    def run(self, program: Program) -> Program:
+        stages = tuple(_stage(program, role) for role in program.required_plan.roles)
+        return replace(program, stages=stages)
+
+
+def _stage(program: Program, role: str) -> Stage:
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    holdings: dict[str, None] = {}
+    loss = program.loss
+    for node in program.graph.nodes:
+        if node.meta.get("role") != role or node.op == "output":
+            continue
+        if node.target is comm_ops.recv:
+            received = graph.create_node("call_function", comm_ops.recv, (None,), dict(node.kwargs), node.name)
+            received.meta = dict(node.meta)
+            mapping[node] = received
+        else:
+            mapping[node] = copy_node(graph, node, mapping)
+        if node.op in ("call_module", "get_attr"):
+            holdings.update(dict.fromkeys(holdings_of_node(program, node)))
+    has_loss = loss in mapping
+    graph.output(mapping[loss] if has_loss else None)
+    nodes = list(mapping)
+    return Stage(
+        role=role,
+        graph=graph,
+        layers=tuple(layer.name for layer in program.layers if program.required_plan.placements[layer.name].role == role),
+        inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
+        receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
+        sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),
+        holdings=tuple(name for name in program.holdings if name in holdings),
+        has_loss=has_loss,
+    )

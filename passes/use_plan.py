@@ -1,0 +1,35 @@
+"""Take a plan that was made before, from a plan.json, instead of choosing one.  This pass decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from splitc.checks import every_layer_placed, has_costs
+from splitc.errors import PlacementError
+from splitc.pipeline import Check, Pass
+from splitc.plan import Plan
+from splitc.program import Program
+
+
+@dataclass(frozen=True)
+class UsePlan(Pass):
+    """Fill `program.plan`.  Raises PlacementError when the plan was made for another model (`model`: its fingerprint)."""
+
+    name: ClassVar[str] = "use-plan"
+    requires: ClassVar[tuple[Check, ...]] = (has_costs,)
+    ensures: ClassVar[tuple[Check, ...]] = (every_layer_placed,)
+
+    plan: Plan
+    model: str
+
+    def run(self, program: Program) -> Program:
+        plan = self.plan
+        placed, there = set(plan.placements), {layer.name for layer in program.layers}
+        if (plan.model and plan.model != self.model) or placed != there:
+            missing, extra = sorted(there - placed), sorted(placed - there)
+            differ = f"; it does not place {', '.join(missing)}" if missing else ""
+            differ += f"; it places {', '.join(extra)}, which the model does not have" if extra else ""
+            raise PlacementError(f"the plan was made for another model than {program.name} or another batch{differ}; "
+                                 f"compile without it")
+        return replace(program, plan=plan)

@@ -1,0 +1,48 @@
+"""splitc: compile a PyTorch model into one readable program for each rank of a cluster.
+
+    program = splitc.compile(model, world=8, example=(images,), target=labels, loss=F.cross_entropy)
+    print(program.report())
+
+Names load on first use, so that `import splitc` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from splitc.version import __version__
+
+if TYPE_CHECKING:
+    from splitc.api import CompiledProgram, compile
+    from splitc.cluster import Cluster, Device, Link
+    from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
+    from splitc.plan import Candidate, Placement, Plan
+    from splitc.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
+    from splitc.verify import Verification
+
+_HOMES = {
+    "compile": "api", "CompiledProgram": "api",
+    "Cluster": "cluster", "Device": "cluster", "Link": "cluster",
+    "SplitcError": "errors", "CaptureError": "errors", "CostError": "errors", "PlacementError": "errors",
+    "LaunchError": "errors", "InternalError": "errors",
+    "Plan": "plan", "Placement": "plan", "Candidate": "plan",
+    "Auto": "strategies", "SingleDevice": "strategies", "DataParallel": "strategies", "LayerSeparation": "strategies",
+    "Verification": "verify",
+}
+
+__all__ = [
+    "Auto", "Candidate", "CaptureError", "Cluster", "CompiledProgram", "CostError", "DataParallel", "Device",
+    "InternalError", "LaunchError", "LayerSeparation", "Link", "Placement", "PlacementError", "Plan", "SingleDevice",
+    "SplitcError", "Verification", "__version__", "compile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'splitc' has no attribute {name!r}")
+    return getattr(import_module(f"splitc.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

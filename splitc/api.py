@@ -1,0 +1,246 @@
+"""`splitc.compile`: from a model to a compiled program that can be read, verified, saved and trained."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from cost_models.devices import load_cluster
+from passes.bucket_gradients import BucketGradients
+from passes.insert_comm import InsertComm
+from passes.measure_costs import MeasureCosts
+from passes.place import Place
+from passes.scale_loss import ScaleLoss
+from passes.schedule import Schedule
+from passes.seed_dropout import SeedDropout
+from passes.split_ranks import SplitRanks
+from passes.use_plan import UsePlan
+from splitc.build import save_build
+from splitc.capture import Example, Loss, as_arguments, capture, target_names
+from splitc.cluster import Cluster
+from splitc.codegen import generate
+from splitc.confirm import confirm
+from splitc.errors import LaunchError
+from splitc.pipeline import Pass, Watcher, run_passes
+from splitc.plan import Placement, Plan
+from splitc.program import Program
+from splitc.runtime.distributed import init
+from splitc.runtime.loader import load_rank
+from splitc.runtime.worker import OptimizerFactory, Worker
+from splitc.strategies import Strategy, parse_strategy
+from splitc.verify import Verification, verify_program
+
+if TYPE_CHECKING:
+    from splitc.deferred import DeferredProgram
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `compile` was asked for besides model and data."""
+
+    world: int
+    global_batch: int | None = None
+    cluster: str | Path | Cluster | None = None
+    strategy: str | Strategy | type[Strategy] = "auto"
+    pins: Mapping[str, str | Placement] = field(default_factory=dict)
+    memory: float | None = None
+    microbatches: int | str = "auto"
+
+
+def compile(
+    model: nn.Module,
+    world: int,
+    example: Example | None = None,
+    target: Any = None,
+    loss: Loss = None,
+    global_batch: int | None = None,
+    cluster: str | Path | Cluster | None = None,
+    strategy: str | Strategy | type[Strategy] = "auto",
+    pins: Mapping[str, str | Placement] | None = None,
+    memory: float | None = None,
+    microbatches: int | str = "auto",
+    *,
+    name: str | None = None,
+    plan: Plan | None = None,
+    watch: Watcher | None = None,
+) -> CompiledProgram | DeferredProgram:
+    """Compile the training of `model` for `world` ranks.
+
+    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.  Without
+    it, the program compiles on the first batch that its worker sees.
+    target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module;
+    None: the model returns the loss.
+    global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
+    cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
+    strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
+    memory: bytes that a rank may use, in place of the cluster's.
+    plan: compile this plan instead of choosing one.  watch: called after every pass.
+
+    Raises CaptureError, CostError or PlacementError.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
+    if microbatches not in ("auto", 1):
+        raise LaunchError(f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out")
+    settings = Settings(world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches)
+    if example is None:
+        from splitc.deferred import DeferredProgram
+
+        return DeferredProgram(model, loss, settings, name)
+    return compile_example(model, example, target, loss, settings, name=name, plan=plan, watch=watch)
+
+
+def compile_example(model: nn.Module, example: Example, target: Any, loss: Loss, settings: Settings, *,
+                    name: str | None = None, plan: Plan | None = None, watch: Watcher | None = None) -> CompiledProgram:
+    """`compile`, with an example at hand."""
+    program = capture(model, example, target, loss, name)
+    program = replace(program, loss_terms=confirm(program, model, example, target, loss))
+    program = run_passes(program, decisions(program, settings, plan), watch)
+    program = replace(program, plan=replace(program.required_plan, model=fingerprint(program)))
+    program = run_passes(program, rewrites(), watch)
+    return CompiledProgram(program, model, loss, example, target, settings)
+
+
+def decisions(program: Program, settings: Settings, plan: Plan | None) -> list[Pass]:
+    """The passes that fill the costs and the plan."""
+    if plan is not None:
+        return [MeasureCosts(), UsePlan(plan, fingerprint(program))]
+    cluster = load_cluster(settings.cluster)
+    strategy = parse_strategy(settings.strategy)
+    return [MeasureCosts(), Place(cluster, settings.world, strategy, settings.pins, settings.global_batch, settings.memory)]
+
+
+def rewrites() -> list[Pass]:
+    """The passes that turn a placed program into one for each role, in reading order."""
+    return [ScaleLoss(), SeedDropout(), InsertComm(), SplitRanks(), BucketGradients(), Schedule()]
+
+
+def fingerprint(program: Program) -> str:
+    """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model."""
+    text = [f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}" if isinstance(n.target, str) else
+            f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}" for n in program.graph.nodes]
+    text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.holdings.values()]
+    return hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
+
+
+class CompiledProgram:
+    """A model compiled for the ranks of a plan."""
+
+    def __init__(self, program: Program, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings) -> None:
+        self.program = program
+        self._model, self._loss, self._example, self._target = model, loss, example, target
+        self._settings = settings
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, a frozen dataclass; `.candidates` holds the best plan of every strategy, priced."""
+        return self.program.required_plan
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The generated programs: file name -> text."""
+        return generate(self.program)
+
+    def report(self) -> str:
+        """The placement table and the prices, for an 80-column terminal."""
+        from splitc.report import report
+
+        return report(self.program)
+
+    def rank(self, rank: int) -> fx.GraphModule:
+        """The graph of one rank, with its communication nodes, annotated with shapes at its batch."""
+        if not 0 <= rank < self.plan.world:
+            raise LaunchError(f"there is no rank {rank} in a world of {self.plan.world}")
+        from splitc.printer import rank_graph
+
+        return rank_graph(self.program, rank)
+
+    def verify(self, processes: bool = False, steps: int = 3, dtype: torch.dtype | None = None,
+               examples: int | None = None, seed: int = 0) -> Verification:
+        """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
+
+        processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra; None: the
+        model's own.  examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
+        """
+        compiled = self if dtype is None else self._in_dtype(dtype)
+        inputs = as_arguments(compiled._model, compiled._example)
+        tensors = {k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)}
+        sizes = _scaled_down(self.plan.sizes, examples if examples is not None else 8)
+        return verify_program(compiled.program, compiled.files, compiled._model, compiled._loss, compiled.weights(), tensors,
+                              processes, steps, sizes, seed)
+
+    def save(self, folder: str | Path, standalone: bool = False) -> Path:
+        """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
+
+        Raises LaunchError when the folder holds something that splitc did not write.
+        """
+        return save_build(Path(folder), self.files, self.weights(), standalone)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """What weights.pt holds: `state`, the model's state_dict, and `extra`, tensors that it leaves out."""
+        state = {k: v.detach() for k, v in self._model.state_dict().items()}
+        extra: dict[str, Tensor] = {}
+        own = dict(self._model.named_buffers())
+        loss_buffers = dict(self._loss.named_buffers(prefix="loss")) if isinstance(self._loss, nn.Module) else {}
+        for name in self.program.holdings:
+            if name not in state:
+                extra[name] = own.get(name, loss_buffers.get(name, self.program.root.state_dict().get(name)))  # type: ignore[arg-type]
+                if extra[name] is None:
+                    extra[name] = dict(self.program.root.named_buffers())[name]
+        return {"state": state, "extra": extra}
+
+    def worker(self, optimizer: OptimizerFactory, clip_norm: float | None = None, accumulate: int = 1, seed: int = 0,
+               backend: str | None = None) -> Worker:
+        """This process's part of training, inside torchrun.  Collective: rank 0's programs and weights are used by all."""
+        transport = init(self.plan.world, backend)
+        files, weights = transport.scatter_objects(list(self.parts()) if transport.rank == 0 else None)
+        return Worker(load_rank(files, transport.rank), transport, weights, list(self._model.state_dict()), optimizer,
+                      clip_norm, accumulate, seed)
+
+    def parts(self) -> Iterator[tuple[dict[str, str], dict[str, Tensor]]]:
+        """What each rank needs to start: the programs, and its weights; rank 0 also those that no rank trains."""
+        weights = self.weights()
+        everything = {**weights["state"], **weights["extra"]}
+        working = {alias for stage in self.program.stages for alias in self._names(stage.holdings)}
+        for rank in range(self.plan.world):
+            held = {alias for stage in self.program.stages if rank in self.plan.roles[stage.role]
+                    for alias in self._names(stage.holdings)}
+            yield self.files, {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
+
+    def _names(self, holdings: tuple[str, ...]) -> set[str]:
+        """All names of the given tensors."""
+        return {alias for name in holdings for alias in (name, *self.program.holdings[name].names)}
+
+    def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
+        """The same plan for the model in another precision."""
+        import copy
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(dtype) if value.dtype.is_floating_point else value
+            if isinstance(value, Mapping):
+                return {k: cast(v) for k, v in value.items()}
+            return tuple(map(cast, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+        model = copy.deepcopy(self._model).to(dtype)
+        loss = copy.deepcopy(self._loss).to(dtype) if isinstance(self._loss, nn.Module) else self._loss
+        plan = replace(self.plan, model="")
+        return compile_example(model, cast(self._example), None if self._target is None else cast(self._target), loss,
+                               self._settings, name=self.program.name, plan=plan)
+
+
+def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """`sizes` in proportion, so that the largest is at most `most`; unequal ones stay unequal."""
+    largest = max(sizes)
+    if largest <= most:
+        return sizes
+    small = [max(1, size * most // largest) for size in sizes]
+    return tuple(s - 1 if s == most and size < largest and s > 1 else s for s, size in zip(small, sizes, strict=True))
+

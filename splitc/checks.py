@@ -1,0 +1,192 @@
+"""Checks of a program: each returns what is wrong, one line a problem, and names the node, role or rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from splitc import comm_ops
+from splitc.fake import NodeRunner, mode_of
+from splitc.program import Program, Stage, TensorSpec
+from splitc.wire import WireOp, wire
+
+
+def has_plan(program: Program) -> list[str]:
+    return [] if program.plan is not None else ["no pass has filled the plan"]
+
+
+def has_costs(program: Program) -> list[str]:
+    return [f"layer {layer.name} ({layer.source}) has no price" for layer in program.layers if layer.name not in program.costs]
+
+
+def every_layer_placed(program: Program) -> list[str]:
+    """Every layer has a placement whose role exists, and roles have ranks within the world."""
+    plan = program.required_plan
+    problems = [f"layer {layer.name} ({layer.source}) has no placement"
+                for layer in program.layers if layer.name not in plan.placements]
+    problems += [f"layer {name} is placed in role {p.role!r}, which has no ranks"
+                 for name, p in plan.placements.items() if p.role not in plan.roles]
+    ranks = [rank for ranks in plan.roles.values() for rank in ranks]
+    problems += [f"rank {rank} of a role is outside the world of {plan.world}" for rank in ranks if not 0 <= rank < plan.world]
+    problems += [f"rank {rank} is in two roles" for rank in set(ranks) if ranks.count(rank) > 1]
+    for role, bounds in plan.examples.items():
+        if len(bounds) != len(plan.roles[role]) + 1 or list(bounds) != sorted(bounds) or bounds[-1] != plan.global_batch:
+            problems.append(f"role {role} has bounds {bounds} for {len(plan.roles[role])} ranks and {plan.global_batch} examples")
+    return problems
+
+
+def graph_is_sound(program: Program) -> list[str]:
+    """Arguments come before their readers, names are unique, every node knows its layer and line."""
+    return _sound(program.graph, "graph")
+
+
+def _sound(graph: fx.Graph, where: str) -> list[str]:
+    problems: list[str] = []
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    for node in graph.nodes:
+        problems += [f"{where}: {node.name} reads {n.name} before it is computed" for n in node.all_input_nodes if n not in seen]
+        if node.name in names:
+            problems.append(f"{where}: two nodes are named {node.name}")
+        if "source" not in node.meta and node.op != "output":
+            problems.append(f"{where}: {node.name} does not know its source line")
+        seen.add(node)
+        names.add(node.name)
+    return problems
+
+
+def cuts_are_communicated(program: Program) -> list[str]:
+    """A value read in another role passes through a send and a recv that agree; everything else stays in its role."""
+    problems: list[str] = []
+    for value, reader in program.edges():
+        if reader.op == "output" or value.meta["role"] == reader.meta["role"]:
+            continue
+        if reader.target is not comm_ops.recv or value.target is not comm_ops.send:
+            problems.append(f"{value.name} of role {value.meta['role']} is read by {reader.name} of role "
+                            f"{reader.meta['role']} ({reader.meta['source']}) without send and recv")
+        elif value.kwargs["cut"] != reader.kwargs["cut"]:
+            problems.append(f"{reader.name} receives cut {reader.kwargs['cut']} but {value.name} sends {value.kwargs['cut']}")
+    return problems
+
+
+def stages_cover_the_graph(program: Program) -> list[str]:
+    """Every node of the graph is in the stage of its role, and each stage's graph is sound."""
+    problems = [p for stage in program.stages for p in _sound(stage.graph, f"role {stage.role}")]
+    inside = {(stage.role, node.name) for stage in program.stages for node in stage.graph.nodes}
+    for node in program.graph.nodes:
+        if node.op != "output" and (node.meta["role"], node.name) not in inside:
+            problems.append(f"{node.name} ({node.meta['source']}) is missing from role {node.meta['role']}")
+    return problems
+
+
+def buckets_hold_every_gradient(program: Program) -> list[str]:
+    """Each trainable parameter of a role with several ranks is summed exactly once."""
+    plan, problems = program.required_plan, []
+    for stage in program.stages:
+        if len(plan.roles[stage.role]) == 1:
+            continue
+        summed = [name for bucket in stage.buckets for name in bucket]
+        for name in stage.holdings:
+            if program.holdings[name].trainable and summed.count(name) != 1:
+                problems.append(f"the gradient of {name} in role {stage.role} is summed {summed.count(name)} times, not once")
+    return problems
+
+
+def sends_meet_receives(program: Program) -> list[str]:
+    """Between every two ranks the k-th send meets the k-th recv, with the same value, shape and dtype; collectives too."""
+    problems: list[str] = []
+    sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
+    collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
+    for rank in range(program.required_plan.world):
+        for op in wire(program, rank):
+            if op.kind == "send":
+                sent[rank, op.ranks[0]].append(op)
+            elif op.kind == "recv":
+                received[op.ranks[0], rank].append(op)
+            else:
+                collectives[op.ranks][rank].append(op)
+    for src, dst in sorted(sent.keys() | received.keys()):
+        problems += _match(f"rank {src}", f"rank {dst}", sent[src, dst], received[src, dst], ("sends", "receives"))
+    for ranks, by_rank in collectives.items():
+        first = by_rank[ranks[0]]
+        for rank in ranks[1:]:
+            problems += _match(f"rank {ranks[0]}", f"rank {rank}", first, by_rank[rank], ("sums", "sums"))
+    return problems
+
+
+def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
+    for x, y in zip(a, b, strict=False):
+        if (x.label, x.shape, x.dtype) != (y.label, y.shape, y.dtype):
+            return [f"{left} {verbs[0]} {x.label} {x.shape} {x.dtype} where {right} {verbs[1]} {y.label} {y.shape} {y.dtype}"]
+    if len(a) > len(b):
+        return [f"{left} {verbs[0]} {a[len(b)].label}, which {right} never {verbs[1]}"]
+    if len(b) > len(a):
+        return [f"{right} {verbs[1]} {b[len(a)].label}, which {left} never {verbs[0]}"]
+    return []
+
+
+def no_deadlock(program: Program) -> list[str]:
+    """The ranks' orders on the wire, with matching operations merged, form no cycle (design 8)."""
+    graph: nx.DiGraph[Any] = nx.DiGraph()
+    counts: dict[Any, int] = defaultdict(int)
+    for rank in range(program.required_plan.world):
+        before = None
+        for op in wire(program, rank):
+            if op.kind == "collective":
+                channel: tuple[Any, ...] = ("collective", op.ranks, rank)
+            else:
+                channel = ("message", *((rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)), op.kind)
+            event = (*channel[: 2 if op.kind == "collective" else 3], counts[channel])
+            counts[channel] += 1
+            graph.add_node(event)
+            graph.nodes[event].setdefault("text", []).append(f"rank {rank}: {op}")
+            if before is not None:
+                graph.add_edge(before, event)
+            before = event
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return []
+    chain = "; then ".join(" with ".join(graph.nodes[event]["text"]) for event, _ in cycle)
+    return [f"the ranks wait for each other in a circle: {chain}; then the first again"]
+
+
+def shapes_hold(program: Program) -> list[str]:
+    """Every stage runs, on fake tensors, at each batch size that one of its ranks has, with the shapes it promises."""
+    plan = program.required_plan
+    problems: list[str] = []
+    for stage in program.stages:
+        for batch in sorted({plan.batch(rank) for rank in plan.roles[stage.role]}):
+            problems += _stage_shapes(program, stage, batch)
+    return problems
+
+
+def _stage_shapes(program: Program, stage: Stage, batch: int) -> list[str]:
+    mode = mode_of(program.root)
+    problems: list[str] = []
+    current = ""
+
+    def check(node: fx.Node, run: Any) -> Any:
+        nonlocal current
+        current = f"{node.name} ({node.meta.get('source', 'output')})"
+        spec = node.meta.get("spec")
+        if node.target is comm_ops.recv:
+            value = torch.empty(spec.at(batch), dtype=spec.dtype)
+            return value.requires_grad_() if node.meta["cut"].gradient else value
+        value = run()
+        if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
+            problems.append(f"{current} is {tuple(value.shape)} in role {stage.role} at a batch of {batch}, not {spec.at(batch)}")
+        return value
+
+    inputs = {i.name: i.spec for i in program.inputs}
+    try:
+        with mode:
+            feed = {name: torch.empty(inputs[name].at(batch), dtype=inputs[name].dtype) for name in stage.inputs}
+            NodeRunner(program.root, stage.graph, check).run_named(feed)
+    except Exception as error:
+        problems.append(f"{current} fails in role {stage.role} at a batch of {batch}: {error}")
+    return problems

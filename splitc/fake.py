@@ -1,0 +1,79 @@
+"""Fake tensors: shapes, dtypes and autograd's bookkeeping without memory or arithmetic."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from splitc.program import Program, TensorSpec
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `module` whose parameters and buffers are fake; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = mode.from_tensor(tensor)
+    return copy.deepcopy(module, memo)
+
+
+def mode_of(root: nn.Module) -> FakeTensorMode:
+    """The mode that `root`'s fake tensors belong to; a new one for a model without tensors."""
+    for tensor in (*root.parameters(), *root.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_inputs(program: Program, batch: int, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
+    """The program's inputs at `batch` examples."""
+    with mode:
+        return {i.name: torch.empty(i.spec.at(batch), dtype=i.spec.dtype) for i in program.inputs}
+
+
+NodeHook = Callable[[fx.Node, Callable[[], Any]], Any]
+
+
+class NodeRunner(fx.Interpreter):
+    """Runs a program's graph, node by node, through `hook(node, run)`; modules and tensors come from `root`.
+
+    Used to check shapes, to count costs and to test properties of the captured graph, never to train.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, hook: NodeHook | None = None) -> None:
+        super().__init__(root, garbage_collect_values=hook is None, graph=graph)
+        self._hook = hook
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._hook is None:
+            return super().run_node(n)
+        return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
+
+    def run_named(self, inputs: Mapping[str, Any]) -> Any:
+        """Run with the inputs given by the placeholders' names."""
+        return self.run(*(inputs[n.target] for n in self.graph.nodes if n.op == "placeholder"))
+
+
+def shapes_at(program: Program, batch: int) -> list[str]:
+    """What goes wrong when the graph runs at `batch` examples: lines that name the node; none when all specs hold."""
+    mode = mode_of(program.root)
+    problems: list[str] = []
+
+    def check(node: fx.Node, run: Callable[[], Any]) -> Any:
+        value = run()
+        spec = node.meta.get("spec")
+        if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
+            problems.append(f"{node.name} ({node.meta['source']}) is {tuple(value.shape)} at a batch of {batch}, "
+                            f"not {spec.at(batch)}")
+        return value
+
+    try:
+        with mode:
+            NodeRunner(program.root, program.graph, check).run_named(fake_inputs(program, batch, mode))
+    except Exception as error:
+        problems.append(f"the graph does not run at a batch of {batch}: {error}")
+    return problems

@@ -1,0 +1,86 @@
+"""Print a program as annotated Python: one node a line, with shape, role and source; communication stands out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from splitc import comm_ops
+from splitc.actions import print_actions
+from splitc.program import Program, SizeSpec, Spec, TensorSpec
+
+
+def print_program(program: Program) -> str:
+    """The graph, then the stages' action lists where there are any.
+
+        features_0 = self.features.0(images)   # f32[b, 64, 55, 55]   conv   alexnet.py:30
+    """
+    rows = [(_statement(node), _note(node)) for node in program.graph.nodes if node.op != "output"]
+    width = min(max(len(text) for text, _ in rows), 72)
+    inputs = ", ".join(i.name for i in program.inputs)
+    lines = [f"def {program.name}({inputs}):", *(f"    {text:<{width}}  # {note}" for text, note in rows),
+             f"    return {program.loss.name}"]
+    for stage in program.stages:
+        if stage.actions:
+            lines += ["", f"# step of role {stage.role}", *(f"#   {line}" for line in print_actions(stage.actions).splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def rank_graph(program: Program, rank: int) -> fx.GraphModule:
+    """The graph of one rank as a GraphModule; `meta["comm"]` of its send and recv nodes names peers and shapes."""
+    plan = program.required_plan
+    stage = program.stage(plan.role_of(rank))
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(stage.graph, val_map := {}))
+    batch = plan.batch(rank)
+    for old, new in val_map.items():
+        assert isinstance(new, fx.Node)
+        new.meta = dict(old.meta)
+        spec = old.meta.get("spec")
+        if isinstance(spec, TensorSpec):
+            new.meta["shape"] = spec.at(batch)
+        if old.target in (comm_ops.send, comm_ops.recv):
+            new.meta["comm"] = plan.routes(rank, str(old.kwargs["role"]))
+    return fx.GraphModule(program.root, graph, class_name=f"{program.name}_rank{rank}")
+
+
+def _statement(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = input"
+    arguments = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    if node.op == "call_module":
+        call = f"self.{node.target}"
+    elif node.op == "call_method":
+        call = f"{arguments.pop(0)}.{node.target}"
+    else:
+        call = getattr(node.target, "__name__", str(node.target))
+    return f"{node.name} = {call}({', '.join(arguments)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(map(_argument, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    return str(value).removeprefix("torch.") if not isinstance(value, str) else repr(value)
+
+
+def _note(node: fx.Node) -> str:
+    parts = [show_spec(node.meta.get("spec")), node.meta.get("role") or node.meta.get("layer") or "", node.meta["source"]]
+    return "  ".join(part for part in parts if part)
+
+
+def show_spec(spec: Spec) -> str:
+    """`f32[b, 64, 55, 55]`; the batch is `b`."""
+    if isinstance(spec, SizeSpec):
+        return " + ".join(filter(None, [f"{spec.scale}*b" if spec.scale != 1 else "b", str(spec.offset) if spec.offset else ""]))
+    if isinstance(spec, TensorSpec):
+        rows = "b" if spec.rows == 1 else f"{spec.rows}*b"
+        sizes = ", ".join(rows if d == spec.batch_dim else str(n) for d, n in enumerate(spec.shape))
+        kind = str(spec.dtype).removeprefix("torch.")
+        return f"{kind.replace('float', 'f').replace('int', 'i')}[{sizes}]"
+    return "(" + ", ".join(map(show_spec, spec)) + ")" if isinstance(spec, tuple) else ""

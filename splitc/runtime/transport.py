@@ -1,0 +1,198 @@
+"""What every rank of a compiled program talks through.
+
+A generated script sends, receives and reduces through one `Transport` and never asks what carries
+it: processes under torchrun (`distributed`), or threads of one process (`simulated`).  The checks
+that both need stand here once, and so does the rule that an empty tensor travels nowhere: both
+sides know its shape, so both leave the message out.
+
+Every sum is a plain sum; nothing is divided by the number of ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class PeerLost(RuntimeError):
+    """A peer died, closed its connection, or did not answer in time."""
+
+
+class Deadlock(RuntimeError):
+    """Every simulated rank waits, and nothing that could release one is on its way."""
+
+
+class Mismatch(RuntimeError):
+    """Simulated ranks disagree about a message or a collective: a bug in the program they run."""
+
+
+class LaunchError(RuntimeError):
+    """The processes were not started as the program needs them."""
+
+
+class Work(Protocol):
+    """An operation under way.  Keep it until `wait`: it keeps the tensors alive."""
+
+    def wait(self) -> None:
+        """Return when the operation is complete and its tensors may be read and reused.
+
+        A second wait returns at once.  Raises PeerLost when a peer is gone.
+        """
+
+
+class Done:
+    """The work of an operation that has nothing to do."""
+
+    def wait(self) -> None:
+        return
+
+
+def describe(tensor: Tensor) -> str:
+    """Shape and dtype as messages write them: `(64, 9216) float32`."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class Transport(ABC):
+    """One rank's side of all communication.
+
+    Operations on tensors only start here and end at their work's `wait`; until then their tensors
+    must not be touched.  Between two ranks, messages of one tag arrive in the order in which they
+    were sent.  Ranks that share several communicators must use them in one order.
+
+    rank, world: this rank, and how many there are.
+    device: where this rank computes; its tensors live there.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Start to send `tensor`, contiguous or not, to rank `dst`.
+
+        Raises ValueError when `dst` is this rank or no rank: same-rank edges are elided when the
+        program is compiled.
+        """
+        self._check_peer("isend to", dst, tag)
+        return self._isend(tensor, dst, tag) if tensor.numel() else Done()
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Start to fill `tensor` with the next message of rank `src` that has this tag.
+
+        Raises ValueError when `src` is this rank or no rank.
+        """
+        self._check_peer("irecv from", src, tag)
+        return self._irecv(tensor, src, tag) if tensor.numel() else Done()
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one."""
+        self._check_group("all_reduce", ranks)
+        return self._all_reduce(tensor, ranks) if tensor.numel() and len(ranks) > 1 else Done()
+
+    def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+        """Start to replace `tensor` on all `ranks` by that of the global rank `src`."""
+        self._check_group("broadcast", ranks)
+        if src not in ranks:
+            raise ValueError(f"broadcast from rank {src}, which is not one of the ranks {ranks}")
+        return self._broadcast(tensor, src, ranks) if tensor.numel() and len(ranks) > 1 else Done()
+
+    def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start to fill `outputs[i]` with the tensor of `ranks[i]`, on every one of `ranks`.
+
+        The outputs may differ in their first dim: every rank must know all their shapes.
+        Raises ValueError when their number, or the shape of this rank's own, does not fit.
+        """
+        self._check_group("all_gather", ranks)
+        if len(outputs) != len(ranks):
+            raise ValueError(f"all_gather into {len(outputs)} outputs from {len(ranks)} ranks")
+        own = outputs[ranks.index(self.rank)]
+        if describe(own) != describe(tensor):
+            raise ValueError(
+                f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is "
+                f"{describe(own)}"
+            )
+        if len(ranks) == 1:
+            own.detach().copy_(tensor.detach())
+            return Done()
+        if all(output.numel() == 0 for output in outputs):
+            return Done()
+        return self._all_gather(outputs, tensor, ranks)
+
+    def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Create the communicators of those `groups` that hold this rank.
+
+        Collective over the members of each group only.  A group that was not connected is
+        created at its first use; doing it up front keeps that time out of the first step.
+        """
+        for ranks in sorted(set(groups)):
+            if self.rank in ranks:
+                self._check_group("connect", ranks)
+                if len(ranks) > 1:
+                    self._connect(ranks)
+
+    @abstractmethod
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return rank `src`'s picklable `value` on every rank; the others' values are ignored."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
+        """Return all ranks' picklable values in rank order on rank `dst`, None elsewhere."""
+
+    @abstractmethod
+    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
+        """Return to every rank its own of rank `src`'s `values`; the others pass None.
+
+        Raises ValueError on rank `src` when there is not one value for each rank.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up the connections that this transport made.  Wait for all work before."""
+
+    @abstractmethod
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(
+        self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]
+    ) -> Work: ...
+
+    @abstractmethod
+    def _connect(self, ranks: tuple[int, ...]) -> None: ...
+
+    def _check_peer(self, what: str, peer: int, tag: int) -> None:
+        if peer == self.rank or not 0 <= peer < self.world:
+            raise ValueError(
+                f"{what} rank {peer} on rank {self.rank} of {self.world}: the peer must be "
+                f"another rank"
+            )
+        if tag < 0:
+            raise ValueError(f"{what} rank {peer} with tag {tag}: a tag must not be negative")
+
+    def _check_group(self, what: str, ranks: tuple[int, ...]) -> None:
+        if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(self.world)):
+            raise ValueError(
+                f"{what} over {ranks}: ranks must be sorted, different and below {self.world}"
+            )
+        if self.rank not in ranks:
+            raise ValueError(f"{what} over {ranks} on rank {self.rank}, which is not one of them")
+
+    def _check_scatter(self, values: Sequence[Any] | None, src: int) -> None:
+        if self.rank == src and (values is None or len(values) != self.world):
+            count = "no" if values is None else len(values)
+            raise ValueError(f"scatter_objects of {count} values to {self.world} ranks")

@@ -1,0 +1,321 @@
+"""Show that a compiled program is the same training as one process: run both, compare loss, gradients and parameters.
+
+One process means the user's own model and loss, eager, on the concatenated global batch.  Dropout is off on both sides, and
+BatchNorm normalises over the groups that the ranks form, replayed call by call (design 4).
+
+In float64 this proves the algebra, to 1e-9.  In float32 the same process, run in float64 too, tells how much of a difference
+is rounding: a network whose activations lie near the kinks of a ReLU may amplify it beyond 1e-5, and is then held to three
+times its own rounding, which the result says.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from splitc import comm_ops
+from splitc.capture import Loss
+from splitc.confirm import DROPOUTS
+from splitc.program import Program, TensorSpec
+from splitc.runtime.simulated import run_ranks
+from splitc.runtime.trial import Trial, run_trial, torchrun_trial
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` measured.  Errors are relative (L2); `worst` names the tensor with the largest one.
+
+    holds: all errors are within `limit`, which is `tolerance`, or three times `rounding` where that is more.
+    rounding: the largest error of one process in this precision against itself in float64.
+    steps, examples: how much was trained.  where: the node to look at.
+    """
+
+    holds: bool
+    loss_error: float
+    gradient_error: float
+    parameter_error: float
+    tolerance: float
+    worst: str
+    steps: int
+    examples: int
+    dtype: str
+    processes: bool
+    rounding: float = 0.0
+    notes: tuple[str, ...] = ()
+    where: str = ""
+
+    @property
+    def limit(self) -> float:
+        """The largest error that still holds."""
+        return max(self.tolerance, 3 * self.rounding)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.steps} steps of {self.examples} examples in {self.dtype} on "
+            f"{'processes' if self.processes else 'simulated ranks'} against one process",
+            f"  loss error       {self.loss_error:.2e}",
+            f"  gradient error   {self.gradient_error:.2e}",
+            f"  parameter error  {self.parameter_error:.2e}",
+            f"  tolerance        {self.tolerance:.0e}   worst: {self.worst}",
+        ]
+        if self.rounding * 3 > self.tolerance:
+            lines.append(f"  held to          {self.limit:.1e}, three times the rounding of one process ({self.rounding:.1e} "
+                         f"between {self.dtype} and float64); verify in float64 to prove the algebra")
+        if self.where:
+            lines.append(f"  look at          {self.where}")
+        return "\n".join([*lines, *(f"  note             {note}" for note in self.notes)])
+
+
+def verify_program(program: Program, files: Mapping[str, str], model: nn.Module, loss: Loss, weights: Mapping[str, Any],
+                   example: Mapping[str, Tensor], processes: bool, steps: int, sizes: Sequence[int] | None, seed: int,
+                   ) -> Verification:
+    """Compare `steps` training steps of the generated `files` with `model` trained in this process.
+
+    example: the program's inputs by name, one reader's batch; further data is drawn from it.  sizes: examples that each
+    reader gives to a step.
+    """
+    plan = program.required_plan
+    sizes = tuple(sizes) if sizes is not None else plan.sizes
+    batches = [_global_batch(example, sum(sizes), seed + step) for step in range(steps)]
+    names = [i.name for i in program.inputs]
+    feeds = [[tuple(part[name] for name in names) for part in _split(batch, sizes)] for batch in batches]
+    dtype = next(h.dtype for h in program.holdings.values() if h.trainable)
+    expected = _reference(program, copy.deepcopy(model), copy.deepcopy(loss), batches, sizes)
+    exact = expected if dtype == torch.float64 else _in_double(program, model, loss, batches, sizes)
+    if processes:
+        with tempfile.TemporaryDirectory() as folder:
+            trials = torchrun_trial(Path(folder), files, weights, plan.world, feeds, sizes, LEARNING_RATE, MOMENTUM)
+    else:
+        trials = run_ranks(plan.world, lambda transport: run_trial(files, transport, weights, feeds, sizes, LEARNING_RATE, MOMENTUM))
+    return _compare(program, expected, exact, trials, dtype, sum(sizes), processes)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def _global_batch(example: Mapping[str, Tensor], number: int, seed: int) -> dict[str, Tensor]:
+    """`number` examples drawn from the example's rows; floats get some noise so that no two are the same."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, next(iter(example.values())).shape[0], (number,), generator=generator)
+
+    def draw(tensor: Tensor) -> Tensor:
+        chosen = tensor.detach().cpu()[rows]
+        if not tensor.dtype.is_floating_point:
+            return chosen
+        noise = torch.randn(chosen.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+        return chosen + noise * chosen.std().nan_to_num(1.0)
+
+    return {name: draw(tensor) for name, tensor in example.items()}
+
+
+def _split(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    parts = {name: tensor.split(list(sizes)) for name, tensor in batch.items()}
+    return [{name: parts[name][k] for name in batch} for k in range(len(sizes))]
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+class _Replay(TorchFunctionMode):
+    """Runs the user's model with dropout off and each BatchNorm over the groups of examples that the ranks form."""
+
+    def __init__(self, groups: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._groups = groups
+        self._call = 0
+
+    def start(self) -> None:
+        self._call = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0]
+        if func is not F.batch_norm:
+            return func(*args, **kwargs)
+        bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        sizes = self._groups[self._call]
+        self._call += 1
+        if not options["training"] or len(sizes) == 1:
+            return func(**options)
+        parts = []
+        for k, part in enumerate(options.pop("input").split(list(sizes))):
+            statistics = {} if k == 0 else {"running_mean": None, "running_var": None}  # the first replica's are kept
+            parts.append(func(part, **{**options, **statistics}))
+        return torch.cat(parts)
+
+
+def _norm_groups(program: Program, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """For every batch_norm call of the model in order: the sizes of the groups it normalises over."""
+    from splitc.runtime.rank import Rank
+
+    plan = program.required_plan
+    groups = []
+    for node in program.graph.nodes:
+        module = program.root.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, nn.modules.batchnorm._NormBase) or node.target is F.batch_norm:
+            role = plan.placements[node.meta["layer"]].role
+            assert role is not None
+            rank = Rank(0, 1, role, bounds=plan.examples[plan.reader])
+            rank.begin(sizes)
+            bounds = [rank._at(position) for position in plan.examples[role]]
+            spec = node.meta["spec"]
+            rows = spec.rows if isinstance(spec, TensorSpec) else 1
+            groups.append(tuple((b - a) * rows for a, b in zip(bounds, bounds[1:], strict=False)))
+    return groups
+
+
+def _reference(program: Program, model: nn.Module, loss: Loss, batches: Sequence[Mapping[str, Tensor]],
+               sizes: Sequence[int]) -> Trial:
+    """The same steps in this process, on the whole global batch."""
+    targets = [i.name for i in program.inputs if i.target]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    trial = Trial([], [], {})
+    replay = _Replay(_norm_groups(program, sizes))
+    for batch in batches:
+        optimizer.zero_grad()
+        replay.start()
+        with replay:
+            value = _call(model, {k: v for k, v in batch.items() if k not in targets})
+            if loss is not None:
+                value = loss(value, *(batch[name] for name in targets))
+        value.backward()
+        trial.losses.append(float(value.detach()))
+        trial.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    trial.state.update({k: v.detach().clone() for k, v in model.state_dict().items()})
+    return trial
+
+
+def _in_double(program: Program, model: nn.Module, loss: Loss, batches: Sequence[Mapping[str, Tensor]],
+               sizes: Sequence[int]) -> Trial:
+    """The reference in float64: what float32 would give without rounding."""
+    wide = [{k: v.double() if v.dtype.is_floating_point else v for k, v in batch.items()} for batch in batches]
+    loss = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+    return _reference(program, copy.deepcopy(model).double(), loss, wide, sizes)
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    parameters = inspect.signature(model.forward).parameters
+    positional = [n for n in inputs if n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_ONLY]
+    return model(*(inputs[n] for n in positional), **{n: v for n, v in inputs.items() if n not in positional})
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """|a - b| / max(|b|, 1e-3 rms(all) sqrt(numel)) of every tensor, L2."""
+    numel = sum(t.numel() for t in expected.values())
+    rms = (sum(float(t.double().square().sum()) for t in expected.values()) / max(numel, 1)) ** 0.5
+    out = {}
+    for name, b in expected.items():
+        if name not in got:
+            out[name] = float("inf")
+            continue
+        floor = 1e-3 * rms * b.numel() ** 0.5
+        difference = float((got[name].double() - b.double()).norm())
+        out[name] = difference / max(float(b.double().norm()), floor) if difference else 0.0
+        if out[name] != out[name]:
+            out[name] = float("inf")
+    return out
+
+
+def _zero_by_mathematics(exact: Trial) -> set[str]:
+    """Parameters whose gradient is zero but for rounding, in every step: a bias before BatchNorm, an attention key bias."""
+    zero = set(exact.gradients[0])
+    for gradients in exact.gradients:
+        sizes = {name: float(g.norm()) / g.numel() ** 0.5 for name, g in gradients.items()}
+        zero &= {name for name, size in sizes.items() if size <= 1e-10 * max(sizes.values())}
+    return zero
+
+
+def _gradient_errors(trial: Trial, expected: Trial) -> dict[str, float]:
+    """The largest error of each gradient over the steps, of those that the trial's rank holds."""
+    worst: dict[str, float] = {}
+    for got, wanted in zip(trial.gradients, expected.gradients, strict=True):
+        for name, error in _errors({**wanted, **got}, wanted).items():
+            if name in got:
+                worst[name] = max(worst.get(name, 0.0), error)
+    return worst
+
+
+def _compare(program: Program, expected: Trial, exact: Trial, trials: Sequence[Trial], dtype: torch.dtype, examples: int,
+             processes: bool) -> Verification:
+    zero = _zero_by_mathematics(exact) if exact is not expected else set()
+    by_rank = [_gradient_errors(trial, expected) for trial in trials]
+    gradients = {name: max((errors[name] for errors in by_rank if name in errors), default=float("inf"))  # inf: no rank has it
+                 for name in expected.gradients[0] if name not in zero}
+    state = next(trial.state for trial in trials if trial.state)
+    floats = {k: v for k, v in expected.state.items() if v.dtype.is_floating_point}
+    parameters = _errors(state, floats)
+    parameters.update({k: 0.0 if k in state and torch.equal(state[k], v) else float("inf")
+                       for k, v in expected.state.items() if k not in floats})
+    losses = [abs(a - b) / max(abs(b), 1e-12) for trial in trials for a, b in zip(trial.losses, expected.losses, strict=True)]
+    loss_error = max(float("inf") if e != e else e for e in losses)
+    rounding = max((e for name, e in _gradient_errors(expected, exact).items() if name not in zero), default=0.0)
+    limit = max(tolerance := TOLERANCES.get(dtype, 1e-5), 3 * rounding)
+    everything = {f"{n} (gradient)": e for n, e in gradients.items()} | {f"{n} (after {len(expected.losses)} steps)": e
+                                                                         for n, e in parameters.items()}
+    worst = max(everything, key=lambda n: everything[n], default="")
+    gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
+    holds = max(loss_error, gradient_error, parameter_error) <= limit
+    return Verification(
+        holds, loss_error, gradient_error, parameter_error, tolerance, worst, len(expected.losses), examples,
+        str(dtype).removeprefix("torch."), processes, rounding, _notes(program, zero),
+        "" if holds else _suspect(program, loss_error > limit, gradients, limit, trials, expected),
+    )
+
+
+def _notes(program: Program, zero: set[str]) -> tuple[str, ...]:
+    notes = []
+    if zero:
+        notes.append(f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}")
+    if any(node.target is comm_ops.dropout for node in program.graph.nodes):
+        notes.append("dropout was off on both sides")
+    groups = {g for g in _norm_groups(program, program.required_plan.sizes) if len(g) > 1}
+    if groups:
+        listed = "; ".join("+".join(map(str, g)) for g in sorted(groups))
+        notes.append(f"BatchNorm normalises over each rank's examples, as under DDP: groups of {listed}")
+    return tuple(notes)
+
+
+def _suspect(program: Program, loss_differs: bool, gradients: Mapping[str, float], tolerance: float,
+             trials: Sequence[Trial], expected: Trial) -> str:
+    """The node at which the ranks begin to differ: the last layer (backward comes from there) with a wrong gradient."""
+    wrong = [layer for layer in program.layers if any(gradients.get(h, 0.0) > tolerance for h in layer.holdings)]
+    if not wrong:
+        return f"{program.loss.name} ({program.loss.meta['source']})"
+    layer = wrong[-1]
+    text = f"layer {layer.name} ({layer.source})"
+    last = layer is [one for one in program.layers if any(program.holdings[h].trainable for h in one.holdings)][-1]
+    if last or loss_differs:
+        text += f", and the loss {program.loss.name} ({program.loss.meta['source']})" if loss_differs else ""
+    factor = _factor(layer.holdings, trials, expected)
+    return text + (f": its gradient is {factor:.4g} times that of one process" if factor is not None else "")
+
+
+def _factor(names: Sequence[str], trials: Sequence[Trial], expected: Trial) -> float | None:
+    """The constant by which gradients are off, if there is one."""
+    for trial in trials:
+        for name in names:
+            if name in trial.gradients[0] and name in expected.gradients[0]:
+                a, b = trial.gradients[0][name].double(), expected.gradients[0][name].double()
+                factor = float((a * b).sum() / (b * b).sum()) if float(b.norm()) else 0.0
+                return factor if float((a - factor * b).norm()) <= 1e-3 * float(a.norm()) and abs(factor - 1) > 1e-4 else None
+    return None

@@ -1,0 +1,3 @@
+"""The version of splitc, as installed or as in its pyproject."""
+
+__version__ = "0.1.0"

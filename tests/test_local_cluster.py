@@ -1,0 +1,85 @@
+"""This machine, measured."""
+
+import time
+
+import pytest
+import torch
+
+from cost_models import local
+from cost_models.devices import load_cluster
+from cost_models.local import measure_this_machine
+
+SHORT = 0.05
+"""Seconds to measure for: enough to get numbers, not to trust them."""
+
+
+@pytest.fixture
+def count_measurements(monkeypatch):
+    """A list that grows with every real measurement."""
+    counted, measure = [], local._measure
+    monkeypatch.setattr(local, "_measure", lambda *args: counted.append(1) or measure(*args))
+    return counted
+
+
+def test_this_machine_has_numbers_of_the_right_order(tmp_path) -> None:
+    cluster = measure_this_machine(SHORT, tmp_path)
+    assert cluster.name == "this-machine"
+    assert set(cluster.device.flop_rate) == {"float32", "float64", "bfloat16", "float16"}
+    assert 1e8 < cluster.device.flop_rate["float32"] < 1e16
+    assert 1e8 < cluster.device.memory_bandwidth < 1e14
+    assert 1e8 < cluster.device.memory < 1e14
+    assert 1e-8 < cluster.device.launch < 1e-2
+    assert 1e6 < cluster.link.bandwidth < 1e13
+    assert 1e-7 < cluster.link.latency < 1e-1
+
+
+def test_the_ranks_of_a_cpu_share_it(tmp_path) -> None:
+    if local._cuda_names():
+        pytest.skip("ranks on GPUs have one each")
+    cluster = measure_this_machine(SHORT, tmp_path)
+    assert cluster.ranks_share_device
+    assert cluster.world is None
+
+
+def test_a_second_call_reads_the_cache(tmp_path, count_measurements) -> None:
+    first = measure_this_machine(SHORT, tmp_path)
+    assert measure_this_machine(SHORT, tmp_path) == first
+    assert len(count_measurements) == 1
+
+
+def test_another_version_of_torch_measures_again(tmp_path, count_measurements, monkeypatch) -> None:
+    measure_this_machine(SHORT, tmp_path)
+    monkeypatch.setattr(torch, "__version__", "99")
+    measure_this_machine(SHORT, tmp_path)
+    assert len(count_measurements) == 2
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"name = ", b"\xff\xfe", b'name = "this-machine"'])
+def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, count_measurements, rubbish) -> None:
+    first = measure_this_machine(SHORT, tmp_path)
+    (cache,) = tmp_path.iterdir()
+    cache.write_bytes(rubbish)
+    second = measure_this_machine(SHORT, tmp_path)
+    assert len(count_measurements) == 2
+    assert second.name == first.name
+    assert measure_this_machine(SHORT, tmp_path) == second
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    assert measure_this_machine(SHORT, tmp_path / "file" / "below").name == "this-machine"
+
+
+def test_no_cluster_means_this_machine_in_the_users_cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stored = measure_this_machine(SHORT)
+    assert [path.parent.name for path in tmp_path.glob("*/*.toml")] == ["splitc"]
+    assert load_cluster() == load_cluster("this-machine") == stored
+
+
+def test_measuring_keeps_to_its_budget_and_to_the_number_of_threads(tmp_path) -> None:
+    threads = torch.get_num_threads()
+    begin = time.perf_counter()
+    measure_this_machine(0.5, tmp_path)
+    assert time.perf_counter() - begin < 5
+    assert torch.get_num_threads() == threads
