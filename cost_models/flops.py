@@ -95,7 +95,7 @@ def _flops(runner: NodeRunner, node: fx.Node) -> tuple[float, float]:
             leaves.append(value)
         return value
 
-    args, kwargs = fx.node.map_aggregate(runner.fetch_args_kwargs_from_env(node), detach)  # type: ignore[misc]
+    args, kwargs = fx.node.map_aggregate(runner.fetch_args_kwargs_from_env(node), detach)
     with FlopCounterMode(display=False) as counter:
         value = getattr(runner, node.op)(node.target, args, kwargs)
         forward = counter.get_total_flops()

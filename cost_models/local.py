@@ -1,27 +1,32 @@
 """This machine as a cluster: its rates measured in a few seconds, and cached.
 
-What is measured, each in its share of the budget and the best of its runs (other processes only
-ever slow one down):
+What is measured, each in its share of the budget; computing by the best of its runs, since other
+processes only ever slow one down, the link by the median:
 
     flop rates       square matrix products in every dtype; in float32 a 3x3 convolution too
     memory           a copy larger than the caches, bytes read and written
     launch           one small op under autograd
     link             gloo over the loopback device, two groups in two threads; between GPUs a copy
 
-On a CPU all ranks share its cores; with CUDA each rank has a GPU of its own.
+On a CPU all ranks share its cores; with CUDA each rank has a GPU of its own, and a world of more
+ranks than GPUs is priced as if all were on one such host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import math
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,8 @@ from splitc.errors import CostError
 THIS_MACHINE = "this-machine"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FORMAT = 1  # of the cache; a higher one measures again
+_LEAST = 3  # runs of everything, however long they take
+_LARGE = 1 << 20  # numbers in a large message
 
 
 def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> Cluster:
@@ -74,7 +81,7 @@ def _write(path: Path, text: str) -> None:
 def _measure(budget: float, key: str) -> Cluster:
     cuda = torch.cuda.is_available()
     where = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    with _all_cores():
+    with _threads_kept():
         matmul = {dtype: _matmul_rate(where, dtype, budget / 10) for dtype in _DTYPES}
         conv = _conv_rate(where, budget / 5)
         copy = _copy_bandwidth(where, budget / 10)
@@ -95,7 +102,6 @@ def _measure(budget: float, key: str) -> Cluster:
             launch=launch,
         ),
         link=_gpu_link(budget / 10) if several_gpus else _loopback_link(budget / 10),
-        world=torch.cuda.device_count() if cuda else None,
         ranks_share_device=not cuda,
         source=key,
     )
@@ -104,12 +110,13 @@ def _measure(budget: float, key: str) -> Cluster:
 def _matmul_rate(where: torch.device, dtype: torch.dtype, budget: float) -> float:
     """FLOP/s of square products, as large as fit the budget: a CPU may emulate half precision."""
     rate = 0.0
-    for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+    for size in (256, 512, 1024, 2048, 4096, 8192):
         flops = 2.0 * size**3
-        if rate and 3 * flops / rate > budget / 2:
+        if rate and 2 * _LEAST * flops / rate > budget / 2:
             break
         a = torch.ones(size, size, dtype=dtype, device=where)
-        rate = max(rate, flops / _best(lambda a=a: a @ a, where, budget / 8))  # type: ignore[misc]
+        product = partial(torch.matmul, a, a)
+        rate = max(rate, flops / _best(product, where, budget / 6))
     return rate
 
 
@@ -142,7 +149,11 @@ def _launch(where: torch.device, budget: float) -> float:
 
 
 def _best(run: Callable[[], object], where: torch.device, budget: float) -> float:
-    """Seconds of the fastest run that fits the budget; two at least, the first not counted."""
+    """Seconds of the fastest run that fits the budget, on all cores or on one.
+
+    On all cores the threads wait for each other: while another process has one of them, a run on
+    all may take a hundred times as long as on one.
+    """
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -151,11 +162,15 @@ def _best(run: Callable[[], object], where: torch.device, budget: float) -> floa
             torch.cuda.synchronize(where)
         return time.perf_counter() - begin
 
-    end = time.perf_counter() + budget
-    timed()
-    best = timed()
-    while time.perf_counter() < end:
-        best = min(best, timed())
+    best = math.inf
+    for threads in {1, _cores()}:
+        torch.set_num_threads(threads)
+        timed()
+        end = time.perf_counter() + budget / 2
+        for runs in itertools.count(1):
+            best = min(best, timed())
+            if runs >= _LEAST and time.perf_counter() > end:
+                break
     return best
 
 
@@ -163,32 +178,46 @@ def _loopback_link(budget: float) -> Link:
     """gloo between two ranks of this host."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads:
-        ends = [threads.submit(_ping_pong, store, rank, budget) for rank in range(2)]
-        return min((end.result() for end in ends), key=lambda link: link.latency)
+        answers = threads.submit(_answer, store)
+        latency, seconds = threads.submit(_ask, store, budget).result()
+        answers.result()
+    return _link(_LARGE * torch.float32.itemsize, latency, seconds)
 
 
-def _ping_pong(store: Any, rank: int, budget: float) -> Link:
-    group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-    small, large = torch.zeros(1), torch.zeros(1 << 20)
+def _ask(store: Any, budget: float) -> tuple[float, float]:
+    """Seconds of a small and of a large message, half of the median round trip; a 0 ends each."""
+    group = _group(store, 0)
 
-    def one_way(tensor: torch.Tensor, rounds: int) -> float:
-        """Seconds of one message: half of a round trip."""
-        begin = time.perf_counter()
-        for _ in range(rounds):
-            if rank == 0:
-                group.send([tensor], 1, 0).wait()
-                group.recv([tensor], 1, 0).wait()
-            else:
-                group.recv([tensor], 0, 0).wait()
-                group.send([tensor], 0, 0).wait()
-        return (time.perf_counter() - begin) / rounds / 2
+    def one_way(numbers: int) -> float:
+        message, trips, end = torch.ones(numbers), list[float](), time.perf_counter() + budget / 2
+        while message[0]:
+            if len(trips) >= _LEAST and time.perf_counter() > end:
+                message.zero_()
+            begin = time.perf_counter()
+            group.send([message], 1, 0).wait()
+            group.recv([message], 1, 0).wait()
+            trips.append(time.perf_counter() - begin)
+        return statistics.median(trips) / 2
 
-    # Both ends must agree on the rounds, so they are set beforehand: 100 us and 2 ms each.
-    one_way(small, 5)
-    latency = one_way(small, max(5, int(budget / 2 / 1e-4)))
-    one_way(large, 1)
-    seconds = one_way(large, max(2, int(budget / 2 / 2e-3)))
-    return Link(bandwidth=large.nbytes / max(seconds - latency, seconds / 10), latency=latency)
+    return one_way(1), one_way(_LARGE)
+
+
+def _answer(store: Any) -> None:
+    group = _group(store, 1)
+    for numbers in (1, _LARGE):
+        message = torch.ones(numbers)
+        while message[0]:
+            group.recv([message], 0, 0).wait()
+            group.send([message], 0, 0).wait()
+
+
+def _group(store: Any, rank: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+
+def _link(nbytes: int, latency: float, seconds: float) -> Link:
+    """The line through a message of no bytes and one of `nbytes`."""
+    return Link(bandwidth=nbytes / max(seconds - latency, seconds / 10), latency=latency)
 
 
 def _gpu_link(budget: float) -> Link:
@@ -198,14 +227,13 @@ def _gpu_link(budget: float) -> Link:
     small_there, large_there = small.to(second), large.to(second)
     latency = _best(lambda: small_there.copy_(small), second, budget / 2)
     seconds = _best(lambda: large_there.copy_(large), second, budget / 2)
-    return Link(bandwidth=large.nbytes / max(seconds - latency, seconds / 10), latency=latency)
+    return _link(large.nbytes, latency, seconds)
 
 
 @contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    """Compute on all cores meanwhile; torchrun gives each of its processes only one."""
+def _threads_kept() -> Iterator[None]:
+    """Give torch its number of threads back; torchrun gives each of its processes only one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_cores())
     try:
         yield
     finally:

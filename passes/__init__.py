@@ -1,4 +1,4 @@
-"""The passes of splitc, in reading order:
+"""The passes of splitc, in reading order.
 
 measure_costs, place                                   decide
 scale_loss, seed_dropout, insert_comm, split_ranks,

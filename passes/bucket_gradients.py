@@ -1,8 +1,8 @@
 """Put the gradients that a role sums into buckets, so that all-reduces run while backward goes on.
 
 This pass rewrites the stages: it fills `Stage.buckets`.  Backward computes gradients from the last layer to the first,
-so buckets are filled in that order; every rank starts them in that order (design 8).  The last bucket is kept small: its
-all-reduce has nothing left to hide behind.
+so buckets are filled in that order; every rank starts them in that order (design 8).  The last bucket is kept small:
+its all-reduce has nothing left to hide behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class BucketGradients(Pass):
         return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
 
     def _fill(self, program: Program, stage: Stage) -> Stage:
-        summed = [p for node in stage.graph.nodes if node.target is comm_ops.all_reduce for p in node.kwargs["parameters"]]
+        summed = [
+            p for node in stage.graph.nodes if node.target is comm_ops.all_reduce for p in node.kwargs["parameters"]
+        ]
         buckets: list[list[str]] = []
         size = 0
         for name in reversed(summed):

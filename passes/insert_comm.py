@@ -7,8 +7,8 @@ This pass rewrites.  A value read in another role is sent and received, once for
                                        cut0 = recv(sent0, cut="cut0", role="conv", shape=(-1, 9216), dtype=float32)
                                        fc6 = classifier_1(cut0)
 
-and the gradients of replicated layers are summed over their role by `all_reduce`.  What can be computed anywhere (sizes,
-constants) is copied to the reader's role instead of sent.
+and the gradients of replicated layers are summed over their role by `all_reduce`.  What can be computed anywhere
+(sizes, constants) is copied to the reader's role instead of sent.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ class InsertComm(Pass):
                     _transfer(graph, node, role)
         _rebase_sizes(graph)
         for role, ranks in plan.roles.items():
-            summed = tuple(h for layer in program.layers for h in layer.holdings
-                           if plan.placements[layer.name].role == role and program.holdings[h].trainable
-                           and plan.placements[layer.name].sync == "all_reduce")
+            summed = tuple(
+                h
+                for layer in program.layers
+                for h in layer.holdings
+                if plan.placements[layer.name].role == role
+                and program.holdings[h].trainable
+                and plan.placements[layer.name].sync == "all_reduce"
+            )
             if summed and len(ranks) > 1:
                 _all_reduce(graph, role, tuple(dict.fromkeys(summed)))
         return replace(program, graph=graph)
@@ -86,7 +91,9 @@ def _transfer(graph: fx.Graph, value: fx.Node, role: str) -> None:
     if _is_size_source(value, role):
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
     if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
-        raise InternalError(f"{value.name} ({value.meta['source']}) was cut, but its examples cannot be told apart: {spec}")
+        raise InternalError(
+            f"{value.name} ({value.meta['source']}) was cut, but its examples cannot be told apart: {spec}"
+        )
     producer = value.meta["role"]
     number = sum(node.target is comm_ops.send and node.meta["cut"].name.startswith("cut") for node in graph.nodes)
     name = value.name if value.op == "placeholder" else f"cut{number}"
@@ -96,8 +103,9 @@ def _transfer(graph: fx.Graph, value: fx.Node, role: str) -> None:
     rename(graph, sent, f"sent_{name}")
     sent.meta = {**value.meta, "cut": cut}
     with graph.inserting_after(sent):
-        got = graph.call_function(comm_ops.recv, (sent,), {
-            "cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype})
+        got = graph.call_function(
+            comm_ops.recv, (sent,), {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
+        )
     rename(graph, got, f"{name}_{role}" if value.op == "placeholder" else name)
     got.meta = {**value.meta, "role": role, "cut": cut}
     value.replace_all_uses_with(got, delete_user_cb=lambda user: user.meta["role"] == role and user is not got)
@@ -129,8 +137,11 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         role = node.meta["role"]
         if source.meta["role"] == role:
             continue
-        tensor = next(n for n in graph.nodes
-                      if n.target is comm_ops.recv and n.meta["role"] == role and n.meta["spec"].batch_dim is not None)
+        tensor = next(
+            n
+            for n in graph.nodes
+            if n.target is comm_ops.recv and n.meta["role"] == role and n.meta["spec"].batch_dim is not None
+        )
         with graph.inserting_after(tensor):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
@@ -148,7 +159,11 @@ def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
     wanted: SizeSpec = like["spec"]
     value = graph.call_method("size", (tensor, spec.batch_dim))
     value.meta = {**like, "spec": SizeSpec(spec.rows)}
-    for function, number in ((operator.floordiv, spec.rows), (operator.mul, wanted.scale), (operator.add, wanted.offset)):
+    for function, number in (
+        (operator.floordiv, spec.rows),
+        (operator.mul, wanted.scale),
+        (operator.add, wanted.offset),
+    ):
         if number != (0 if function is operator.add else 1):
             with graph.inserting_after(value):
                 value = graph.call_function(function, (value, number))

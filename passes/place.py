@@ -105,7 +105,15 @@ class Place(Pass):
             reasons=reasons(request, chosen),
             model=self.model,
         )
-        return replace(program, plan=plan)
+        return replace(program, plan=replace(plan, seconds=self._seconds(request, plan)))
+
+    def _seconds(self, request: Request, plan: Plan) -> dict[str, float]:
+        """Compute of every layer on the busiest rank of its role."""
+        device = self.cluster.device_for(sum(map(len, plan.roles.values())))
+        return {
+            layer: request.seconds(layer, plan.largest_batch(place.role or ""), device)
+            for layer, place in plan.placements.items()
+        }
 
     def _request(self, program: Program) -> Request:
         problems = []

@@ -2,17 +2,19 @@
 
 This pass rewrites.  After it every gradient synchronisation is a sum and nothing is divided by the number of ranks:
 
-    mean      loss = mse_loss(out, target)             ->  share(mse_loss(out, target))
-    weighted  loss = cross_entropy(out, target)        ->  cross_entropy(out, target, reduction="sum") / total_weight(target)
-    quotient  loss = masked.sum() / mask.sum()         ->  masked.sum() / total(mask.sum())
+    mean      mse_loss(out, target)         ->  share(mse_loss(out, target))
+    weighted  cross_entropy(out, target)    ->  cross_entropy(out, target, reduction="sum") / total_weight(target)
+    quotient  masked.sum() / mask.sum()     ->  masked.sum() / total(mask.sum())
 
 Where one rank sees the whole batch the loss stays as it is.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -72,18 +74,19 @@ def _weighted(graph: fx.Graph, node: fx.Node) -> None:
     rename(graph, weights, f"{node.name}_weight")
     weights.meta = {**node.meta, "spec": TensorSpec((), node.meta["spec"].dtype)}
     with graph.inserting_after(weights):
-        scaled = graph.call_function(_truediv, (node, weights))
+        scaled = graph.call_function(operator.truediv, (node, weights))
+    rename(graph, scaled, "loss")
     scaled.meta = dict(node.meta)
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
 
 
-def _after(graph: fx.Graph, node: fx.Node, function: object) -> fx.Node:
+def _after(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
     with graph.inserting_after(node):
-        new = graph.call_function(function, (node,))  # type: ignore[arg-type]
+        new = graph.call_function(function, (node,))
+    rename(graph, new, f"{node.name}_{function.__name__}")
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
 
 
-_truediv = __import__("operator").truediv
 _RULES = {"mean": _mean, "sum": _sum, "weighted": _weighted, "sum denominator": _total, "mean denominator": _mean_total}

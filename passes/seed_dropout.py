@@ -21,8 +21,25 @@ from splitc.errors import CaptureError
 from splitc.pipeline import Check, Pass
 from splitc.program import Program, copy_graph
 
-_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_",
-           "multinomial", "normal", "normal_", "uniform_", "exponential_", "rrelu", "gumbel_softmax", "poisson"}
+_RANDOM = {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "bernoulli_",
+    "multinomial",
+    "normal",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "rrelu",
+    "gumbel_softmax",
+    "poisson",
+}
 _PLAIN = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
 
@@ -40,8 +57,8 @@ class SeedDropout(Pass):
                 _replace(graph, node)
             elif _name(node) in _RANDOM or _drops_inside(node):
                 raise CaptureError(
-                    f"{node.meta['source']}: {_name(node)} is random, and each rank would draw other numbers than one process "
-                    f"does; splitc seeds the functions of the dropout family only: draw the numbers with the data, or use them"
+                    f"{node.meta['source']}: {_name(node)} is random, and each rank would draw other numbers than one "
+                    f"process does; splitc seeds F.dropout and its kin only; draw them with the data, or use those"
                 )
         return replace(program, graph=graph)
 
@@ -52,6 +69,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     value, *rest = node.args
     p = rest[0] if rest else node.kwargs.get("p", 0.5)
     training = rest[1] if len(rest) > 1 else node.kwargs.get("training", node.kwargs.get("train", True))
+    assert isinstance(value, fx.Node)
     if p == 0 or not training:
         node.replace_all_uses_with(value)
         graph.erase_node(node)

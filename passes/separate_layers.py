@@ -235,7 +235,7 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
             if (n.name in fc) == (role == "fc")
         }
         why += shortage(role, division.roles[role], need, division.problem.memory, needed)
-    return division.offer(fc, why="; ".join(["of all cuts the one that needs least", *why]))
+    return division.offer(fc, why=f"even in the cut that needs least {', and '.join(why)}")
 
 
 def _too_slow(request: Request, most: float) -> Offer:
@@ -249,4 +249,5 @@ def _uncut(request: Request, rules: CutRules) -> str:
     causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in request.pins.items()]
     more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
     because = f": {', '.join(causes[:6])}{more}" if causes else ""
-    return f"no cut of the layers leaves parameters on both sides and keeps to the pins{because}"
+    kept = " and keeps to the pins" if request.pins else ""
+    return f"no cut of the layers leaves parameters on both sides{kept}{because}"

@@ -1,7 +1,7 @@
 """Split the graph with its communication into one graph for each role.
 
-This pass rewrites: it fills `program.stages`.  A role's graph holds its own nodes in their order; values come in by `recv`
-nodes (without the sender's side) and leave by `send` nodes.  Parameters and buffers keep the model's names.
+This pass rewrites: it fills `program.stages`.  A role's graph holds its own nodes in their order; values come in by
+`recv` nodes (without the sender's side) and leave by `send` nodes.  Parameters and buffers keep the model's names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _stage(program: Program, role: str) -> Stage:
     return Stage(
         role=role,
         graph=graph,
-        layers=tuple(layer.name for layer in program.layers if program.required_plan.placements[layer.name].role == role),
+        layers=tuple(
+            layer.name for layer in program.layers if program.required_plan.placements[layer.name].role == role
+        ),
         inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
         receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
         sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),

@@ -14,7 +14,10 @@ from splitc.program import Program
 
 @dataclass(frozen=True)
 class UsePlan(Pass):
-    """Fill `program.plan`.  Raises PlacementError when the plan was made for another model (`model`: its fingerprint)."""
+    """Fill `program.plan`.
+
+    model: fingerprint of the program.  Raises PlacementError when the plan was made for another one.
+    """
 
     name: ClassVar[str] = "use-plan"
     requires: ClassVar[tuple[Check, ...]] = (has_costs,)
@@ -30,6 +33,7 @@ class UsePlan(Pass):
             missing, extra = sorted(there - placed), sorted(placed - there)
             differ = f"; it does not place {', '.join(missing)}" if missing else ""
             differ += f"; it places {', '.join(extra)}, which the model does not have" if extra else ""
-            raise PlacementError(f"the plan was made for another model than {program.name} or another batch{differ}; "
-                                 f"compile without it")
-        return replace(program, plan=plan)
+            raise PlacementError(
+                f"the plan was made for another model than {program.name} or another batch{differ}; compile without it"
+            )
+        return replace(program, plan=replace(plan, model=self.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from cost_models.devices import load_cluster
 from passes.bucket_gradients import BucketGradients
 from passes.insert_comm import InsertComm
 from passes.measure_costs import MeasureCosts
@@ -73,8 +73,8 @@ def compile(
 ) -> CompiledProgram | DeferredProgram:
     """Compile the training of `model` for `world` ranks.
 
-    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.  Without
-    it, the program compiles on the first batch that its worker sees.
+    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.
+    Without it, the program compiles on the first batch that its worker sees.
     target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module;
     None: the model returns the loss.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
@@ -88,7 +88,9 @@ def compile(
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
     if microbatches not in ("auto", 1):
-        raise LaunchError(f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out")
+        raise LaunchError(
+            f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out"
+        )
     settings = Settings(world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches)
     if example is None:
         from splitc.deferred import DeferredProgram
@@ -97,24 +99,49 @@ def compile(
     return compile_example(model, example, target, loss, settings, name=name, plan=plan, watch=watch)
 
 
-def compile_example(model: nn.Module, example: Example, target: Any, loss: Loss, settings: Settings, *,
-                    name: str | None = None, plan: Plan | None = None, watch: Watcher | None = None) -> CompiledProgram:
+def compile_example(
+    model: nn.Module,
+    example: Example,
+    target: Any,
+    loss: Loss,
+    settings: Settings,
+    *,
+    name: str | None = None,
+    plan: Plan | None = None,
+    watch: Watcher | None = None,
+) -> CompiledProgram:
     """`compile`, with an example at hand."""
+    program = analyse(model, example, target, loss, name=name, watch=watch)
+    return CompiledProgram(specialise(program, settings, plan, watch), model, loss, example, target, settings)
+
+
+def analyse(
+    model: nn.Module,
+    example: Example,
+    target: Any = None,
+    loss: Loss = None,
+    *,
+    name: str | None = None,
+    watch: Watcher | None = None,
+) -> Program:
+    """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
     program = capture(model, example, target, loss, name)
     program = replace(program, loss_terms=confirm(program, model, example, target, loss))
-    program = run_passes(program, decisions(program, settings, plan), watch)
-    program = replace(program, plan=replace(program.required_plan, model=fingerprint(program)))
-    program = run_passes(program, rewrites(), watch)
-    return CompiledProgram(program, model, loss, example, target, settings)
+    return run_passes(program, [MeasureCosts()], watch)
 
 
-def decisions(program: Program, settings: Settings, plan: Plan | None) -> list[Pass]:
-    """The passes that fill the costs and the plan."""
-    if plan is not None:
-        return [MeasureCosts(), UsePlan(plan, fingerprint(program))]
-    cluster = load_cluster(settings.cluster)
-    strategy = parse_strategy(settings.strategy)
-    return [MeasureCosts(), Place(cluster, settings.world, strategy, settings.pins, settings.global_batch, settings.memory)]
+def specialise(program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None) -> Program:
+    """Decide a plan (or take the one given) and rewrite an analysed program into one for each role."""
+    model = fingerprint(program)
+    decide: Pass
+    if plan is None:
+        asked = Place.for_settings(
+            settings.cluster, settings.world, settings.strategy, settings.pins, settings.global_batch, settings.memory
+        )
+        decide = replace(asked, model=model)
+    else:
+        decide = UsePlan(plan, model)
+    return run_passes(program, [decide, *rewrites()], watch)
 
 
 def rewrites() -> list[Pass]:
@@ -124,8 +151,12 @@ def rewrites() -> list[Pass]:
 
 def fingerprint(program: Program) -> str:
     """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model."""
-    text = [f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}" if isinstance(n.target, str) else
-            f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}" for n in program.graph.nodes]
+    text = [
+        f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}"
+        if isinstance(n.target, str)
+        else f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}"
+        for n in program.graph.nodes
+    ]
     text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.holdings.values()]
     return hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
 
@@ -133,7 +164,9 @@ def fingerprint(program: Program) -> str:
 class CompiledProgram:
     """A model compiled for the ranks of a plan."""
 
-    def __init__(self, program: Program, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings) -> None:
+    def __init__(
+        self, program: Program, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings
+    ) -> None:
         self.program = program
         self._model, self._loss, self._example, self._target = model, loss, example, target
         self._settings = settings
@@ -162,19 +195,38 @@ class CompiledProgram:
 
         return rank_graph(self.program, rank)
 
-    def verify(self, processes: bool = False, steps: int = 3, dtype: torch.dtype | None = None,
-               examples: int | None = None, seed: int = 0) -> Verification:
+    def verify(
+        self,
+        processes: bool = False,
+        steps: int = 3,
+        dtype: torch.dtype | None = None,
+        examples: int | None = None,
+        seed: int = 0,
+    ) -> Verification:
         """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
 
-        processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra; None: the
-        model's own.  examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
+        processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra;
+        None: the model's own.  examples: the most that a reader gives to a step; None: 8, or the plan's where that
+        is less.
         """
         compiled = self if dtype is None else self._in_dtype(dtype)
         inputs = as_arguments(compiled._model, compiled._example)
-        tensors = {k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)}
+        tensors = {
+            k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)
+        }
         sizes = _scaled_down(self.plan.sizes, examples if examples is not None else 8)
-        return verify_program(compiled.program, compiled.files, compiled._model, compiled._loss, compiled.weights(), tensors,
-                              processes, steps, sizes, seed)
+        return verify_program(
+            compiled.program,
+            compiled.files,
+            compiled._model,
+            compiled._loss,
+            compiled.weights(),
+            tensors,
+            processes,
+            steps,
+            sizes,
+            seed,
+        )
 
     def save(self, folder: str | Path, standalone: bool = False) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
@@ -186,23 +238,34 @@ class CompiledProgram:
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """What weights.pt holds: `state`, the model's state_dict, and `extra`, tensors that it leaves out."""
         state = {k: v.detach() for k, v in self._model.state_dict().items()}
-        extra: dict[str, Tensor] = {}
-        own = dict(self._model.named_buffers())
-        loss_buffers = dict(self._loss.named_buffers(prefix="loss")) if isinstance(self._loss, nn.Module) else {}
-        for name in self.program.holdings:
-            if name not in state:
-                extra[name] = own.get(name, loss_buffers.get(name, self.program.root.state_dict().get(name)))  # type: ignore[arg-type]
-                if extra[name] is None:
-                    extra[name] = dict(self.program.root.named_buffers())[name]
-        return {"state": state, "extra": extra}
+        constants = dict(
+            self.program.root.named_buffers(recurse=False)
+        )  # tensors that the model keeps outside its modules
+        loss = self._loss.named_buffers(prefix="loss") if isinstance(self._loss, nn.Module) else ()
+        buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
+        return {"state": state, "extra": {name: buffers[name] for name in self.program.holdings if name not in state}}
 
-    def worker(self, optimizer: OptimizerFactory, clip_norm: float | None = None, accumulate: int = 1, seed: int = 0,
-               backend: str | None = None) -> Worker:
-        """This process's part of training, inside torchrun.  Collective: rank 0's programs and weights are used by all."""
+    def worker(
+        self,
+        optimizer: OptimizerFactory,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> Worker:
+        """This process's part of training, inside torchrun.  Collective: all use rank 0's programs and weights."""
         transport = init(self.plan.world, backend)
         files, weights = transport.scatter_objects(list(self.parts()) if transport.rank == 0 else None)
-        return Worker(load_rank(files, transport.rank), transport, weights, list(self._model.state_dict()), optimizer,
-                      clip_norm, accumulate, seed)
+        return Worker(
+            load_rank(files, transport.rank),
+            transport,
+            weights,
+            list(self._model.state_dict()),
+            optimizer,
+            clip_norm,
+            accumulate,
+            seed,
+        )
 
     def parts(self) -> Iterator[tuple[dict[str, str], dict[str, Tensor]]]:
         """What each rank needs to start: the programs, and its weights; rank 0 also those that no rank trains."""
@@ -210,9 +273,16 @@ class CompiledProgram:
         everything = {**weights["state"], **weights["extra"]}
         working = {alias for stage in self.program.stages for alias in self._names(stage.holdings)}
         for rank in range(self.plan.world):
-            held = {alias for stage in self.program.stages if rank in self.plan.roles[stage.role]
-                    for alias in self._names(stage.holdings)}
-            yield self.files, {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
+            held = {
+                alias
+                for stage in self.program.stages
+                if rank in self.plan.roles[stage.role]
+                for alias in self._names(stage.holdings)
+            }
+            yield (
+                self.files,
+                {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)},
+            )
 
     def _names(self, holdings: tuple[str, ...]) -> set[str]:
         """All names of the given tensors."""
@@ -220,7 +290,6 @@ class CompiledProgram:
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
         """The same plan for the model in another precision."""
-        import copy
 
         def cast(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -232,8 +301,15 @@ class CompiledProgram:
         model = copy.deepcopy(self._model).to(dtype)
         loss = copy.deepcopy(self._loss).to(dtype) if isinstance(self._loss, nn.Module) else self._loss
         plan = replace(self.plan, model="")
-        return compile_example(model, cast(self._example), None if self._target is None else cast(self._target), loss,
-                               self._settings, name=self.program.name, plan=plan)
+        return compile_example(
+            model,
+            cast(self._example),
+            None if self._target is None else cast(self._target),
+            loss,
+            self._settings,
+            name=self.program.name,
+            plan=plan,
+        )
 
 
 def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -243,4 +319,3 @@ def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
         return sizes
     small = [max(1, size * most // largest) for size in sizes]
     return tuple(s - 1 if s == most and size < largest and s > 1 else s for s, size in zip(small, sizes, strict=True))
-

@@ -24,6 +24,7 @@ from splitc.fake import fake_copy
 from splitc.layers import group_layers
 from splitc.program import Holding, Input, Program, SizeSpec, Spec, TensorSpec
 from splitc.tracer import Tracer
+from splitc.value_range import class_bound
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Loss = Callable[..., torch.Tensor] | nn.Module | None
@@ -70,8 +71,9 @@ def capture(model: nn.Module, example: Example, target: Any = None, loss: Loss =
     tensors = {k: v for k, v in {**model_inputs, **targets}.items() if isinstance(v, torch.Tensor)}
     batch = _batch_of(tensors)
     if loss is None and targets:
-        raise CaptureError("a target is given but no loss; give loss=..., or let the model return it and pass the target "
-                           "as one of its inputs")
+        raise CaptureError(
+            "a target is given but no loss; give loss=..., or let the model return it and pass the target as an input"
+        )
     if loss is not None and not targets:
         raise CaptureError("a loss is given but no target; give target=..., one row for each example")
     batches = (batch, batch + 1) if batch > 1 else (2, 3)
@@ -92,7 +94,7 @@ def capture(model: nn.Module, example: Example, target: Any = None, loss: Loss =
         name=name or type(model).__name__,
         graph=tracer.graph,
         root=root,
-        inputs=tuple(_input(k, v, specs, k in targets) for k, v in tensors.items()),
+        inputs=tuple(_input(k, v, tracer.graph, root, k in targets) for k, v in tensors.items()),
         batch=batch,
         layers=(),
         holdings=holdings,
@@ -250,12 +252,15 @@ def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph) -> dict[str, H
     return holdings
 
 
-def _input(name: str, tensor: torch.Tensor, specs: Mapping[str, Spec], is_target: bool) -> Input:
-    spec = specs[name]
+def _input(name: str, tensor: torch.Tensor, graph: fx.Graph, root: nn.Module, is_target: bool) -> Input:
+    node = next(n for n in graph.nodes if n.op == "placeholder" and n.target == name)
+    spec = node.meta["spec"]
     assert isinstance(spec, TensorSpec)
     high = None
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.device.type != "meta":
-        high = int(tensor.max()) + 1
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        high = class_bound(node, root)
+        if high is None and tensor.device.type != "meta":
+            high = int(tensor.max()) + 1
     return Input(name, spec, high, is_target)
 
 

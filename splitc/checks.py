@@ -20,22 +20,40 @@ def has_plan(program: Program) -> list[str]:
 
 
 def has_costs(program: Program) -> list[str]:
-    return [f"layer {layer.name} ({layer.source}) has no price" for layer in program.layers if layer.name not in program.costs]
+    return [
+        f"layer {layer.name} ({layer.source}) has no price"
+        for layer in program.layers
+        if layer.name not in program.costs
+    ]
 
 
 def every_layer_placed(program: Program) -> list[str]:
     """Every layer has a placement whose role exists, and roles have ranks within the world."""
     plan = program.required_plan
-    problems = [f"layer {layer.name} ({layer.source}) has no placement"
-                for layer in program.layers if layer.name not in plan.placements]
-    problems += [f"layer {name} is placed in role {p.role!r}, which has no ranks"
-                 for name, p in plan.placements.items() if p.role not in plan.roles]
+    problems = [
+        f"layer {layer.name} ({layer.source}) has no placement"
+        for layer in program.layers
+        if layer.name not in plan.placements
+    ]
+    problems += [
+        f"layer {name} is placed in role {p.role!r}, which has no ranks"
+        for name, p in plan.placements.items()
+        if p.role not in plan.roles
+    ]
     ranks = [rank for ranks in plan.roles.values() for rank in ranks]
-    problems += [f"rank {rank} of a role is outside the world of {plan.world}" for rank in ranks if not 0 <= rank < plan.world]
+    problems += [
+        f"rank {rank} of a role is outside the world of {plan.world}" for rank in ranks if not 0 <= rank < plan.world
+    ]
     problems += [f"rank {rank} is in two roles" for rank in set(ranks) if ranks.count(rank) > 1]
     for role, bounds in plan.examples.items():
-        if len(bounds) != len(plan.roles[role]) + 1 or list(bounds) != sorted(bounds) or bounds[-1] != plan.global_batch:
-            problems.append(f"role {role} has bounds {bounds} for {len(plan.roles[role])} ranks and {plan.global_batch} examples")
+        if (
+            len(bounds) != len(plan.roles[role]) + 1
+            or list(bounds) != sorted(bounds)
+            or bounds[-1] != plan.global_batch
+        ):
+            problems.append(
+                f"role {role} has bounds {bounds} for {len(plan.roles[role])} ranks and {plan.global_batch} examples"
+            )
     return problems
 
 
@@ -49,7 +67,9 @@ def _sound(graph: fx.Graph, where: str) -> list[str]:
     seen: set[fx.Node] = set()
     names: set[str] = set()
     for node in graph.nodes:
-        problems += [f"{where}: {node.name} reads {n.name} before it is computed" for n in node.all_input_nodes if n not in seen]
+        problems += [
+            f"{where}: {node.name} reads {n.name} before it is computed" for n in node.all_input_nodes if n not in seen
+        ]
         if node.name in names:
             problems.append(f"{where}: two nodes are named {node.name}")
         if "source" not in node.meta and node.op != "output":
@@ -66,10 +86,14 @@ def cuts_are_communicated(program: Program) -> list[str]:
         if reader.op == "output" or value.meta["role"] == reader.meta["role"]:
             continue
         if reader.target is not comm_ops.recv or value.target is not comm_ops.send:
-            problems.append(f"{value.name} of role {value.meta['role']} is read by {reader.name} of role "
-                            f"{reader.meta['role']} ({reader.meta['source']}) without send and recv")
+            problems.append(
+                f"{value.name} of role {value.meta['role']} is read by {reader.name} of role "
+                f"{reader.meta['role']} ({reader.meta['source']}) without send and recv"
+            )
         elif value.kwargs["cut"] != reader.kwargs["cut"]:
-            problems.append(f"{reader.name} receives cut {reader.kwargs['cut']} but {value.name} sends {value.kwargs['cut']}")
+            problems.append(
+                f"{reader.name} receives cut {reader.kwargs['cut']} but {value.name} sends {value.kwargs['cut']}"
+            )
     return problems
 
 
@@ -92,12 +116,14 @@ def buckets_hold_every_gradient(program: Program) -> list[str]:
         summed = [name for bucket in stage.buckets for name in bucket]
         for name in stage.holdings:
             if program.holdings[name].trainable and summed.count(name) != 1:
-                problems.append(f"the gradient of {name} in role {stage.role} is summed {summed.count(name)} times, not once")
+                problems.append(
+                    f"the gradient of {name} in role {stage.role} is summed {summed.count(name)} times, not once"
+                )
     return problems
 
 
 def sends_meet_receives(program: Program) -> list[str]:
-    """Between every two ranks the k-th send meets the k-th recv, with the same value, shape and dtype; collectives too."""
+    """Between two ranks the k-th send meets the k-th recv: same value, shape and dtype.  Collectives likewise."""
     problems: list[str] = []
     sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
     collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
@@ -121,7 +147,10 @@ def sends_meet_receives(program: Program) -> list[str]:
 def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
     for x, y in zip(a, b, strict=False):
         if (x.label, x.shape, x.dtype) != (y.label, y.shape, y.dtype):
-            return [f"{left} {verbs[0]} {x.label} {x.shape} {x.dtype} where {right} {verbs[1]} {y.label} {y.shape} {y.dtype}"]
+            return [
+                f"{left} {verbs[0]} {x.label} {x.shape} {x.dtype} "
+                f"where {right} {verbs[1]} {y.label} {y.shape} {y.dtype}"
+            ]
     if len(a) > len(b):
         return [f"{left} {verbs[0]} {a[len(b)].label}, which {right} never {verbs[1]}"]
     if len(b) > len(a):
@@ -175,11 +204,14 @@ def _stage_shapes(program: Program, stage: Stage, batch: int) -> list[str]:
         current = f"{node.name} ({node.meta.get('source', 'output')})"
         spec = node.meta.get("spec")
         if node.target is comm_ops.recv:
+            assert isinstance(spec, TensorSpec)
             value = torch.empty(spec.at(batch), dtype=spec.dtype)
             return value.requires_grad_() if node.meta["cut"].gradient else value
         value = run()
         if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
-            problems.append(f"{current} is {tuple(value.shape)} in role {stage.role} at a batch of {batch}, not {spec.at(batch)}")
+            problems.append(
+                f"{current} is {tuple(value.shape)} in role {stage.role} at a batch of {batch}, not {spec.at(batch)}"
+            )
         return value
 
     inputs = {i.name: i.spec for i in program.inputs}

@@ -46,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="splitc", description="Compile a PyTorch model into one program for each rank.",
-                                     epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="splitc",
+        description="Compile a PyTorch model into one program for each rank.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -59,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     _model_options(build)
     build.add_argument("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
     build.add_argument("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
-    build.add_argument("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
+    build.add_argument(
+        "--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone"
+    )
 
     run = _command(commands, "run", _run, "train a build on this machine, under torchrun")
     run.add_argument("build", help="a folder that `splitc compile` wrote")
@@ -67,10 +73,16 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = _command(commands, "verify", _verify, "show that the ranks train exactly as one process does")
     _model_options(verify)
-    verify.add_argument("--processes", action="store_true", help="real processes under torchrun instead of simulated ranks")
+    verify.add_argument(
+        "--processes", action="store_true", help="real processes under torchrun instead of simulated ranks"
+    )
     verify.add_argument("--steps", type=_positive, default=3, help="training steps (default 3)")
-    verify.add_argument("--examples", type=_positive, metavar="N", help="at most so many examples for each reader (default 8)")
-    verify.add_argument("--dtype", choices=("float32", "float64"), help="precision; float64 proves the algebra (default: the model's)")
+    verify.add_argument(
+        "--examples", type=_positive, metavar="N", help="at most so many examples for each reader (default 8)"
+    )
+    verify.add_argument(
+        "--dtype", choices=("float32", "float64"), help="precision; float64 proves the algebra (default: the model's)"
+    )
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
     demo = _command(commands, "demo", _demo, "train on real digits: one process, DDP and splitc side by side")
@@ -78,9 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".",
-                                                          add_help=name != "demo")
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", add_help=name != "demo"
+    )
     parser.set_defaults(command=function)
     return parser
 
@@ -88,13 +103,25 @@ def _command(commands: Any, name: str, function: Callable[[argparse.Namespace], 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=_MODEL)
     parser.add_argument("--world", type=_positive, required=True, metavar="N", help="how many ranks")
-    parser.add_argument("--cluster", metavar="NAME", help="a known cluster or a .toml file (default: this machine, measured once)")
-    parser.add_argument("--strategy", default="auto", help='for example "layer_separation(n_c=3,n_f=1)" (default: auto)')
-    parser.add_argument("--global-batch", type=_positive, metavar="N", help="examples of a step over all ranks "
-                                                                           "(default: the example's for each reader)")
-    parser.add_argument("--pin", action="append", default=[], metavar="PATTERN=ROLE", help="place matching layers in a role")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="a known cluster or a .toml file (default: this machine, measured once)"
+    )
+    parser.add_argument(
+        "--strategy", default="auto", help='for example "layer_separation(n_c=3,n_f=1)" (default: auto)'
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=_positive,
+        metavar="N",
+        help="examples of a step over all ranks (default: the example's for each reader)",
+    )
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="PATTERN=ROLE", help="place matching layers in a role"
+    )
     parser.add_argument("--memory", type=float, metavar="BYTES", help="memory of a rank, in place of the cluster's")
-    parser.add_argument("--input", metavar="SIZES", help="an example of these sizes, 32x3x224x224, in place of the file's")
+    parser.add_argument(
+        "--input", metavar="SIZES", help="an example of these sizes, 32x3x224x224, in place of the file's"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
 
 
@@ -110,11 +137,21 @@ def _program(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
     from splitc.model_file import load_model
     from splitc.strategies import parse_strategy
 
-    settings = Settings(args.world, args.global_batch, args.cluster, parse_strategy(args.strategy), _pins(args.pin), args.memory)
+    settings = Settings(
+        args.world, args.global_batch, args.cluster, parse_strategy(args.strategy), _pins(args.pin), args.memory
+    )
     plan = _read_plan(plan_path, args.world) if plan_path else None
     file = load_model(args.model, args.input)
-    return compile_example(file.model, file.example, file.target, file.loss, settings, name=file.name, plan=plan,
-                           watch=_watch if args.verbose else None)
+    return compile_example(
+        file.model,
+        file.example,
+        file.target,
+        file.loss,
+        settings,
+        name=file.name,
+        plan=plan,
+        watch=_watch if args.verbose else None,
+    )
 
 
 def _read_plan(path: str, world: int) -> Any:
@@ -152,7 +189,9 @@ def _inspect(args: argparse.Namespace) -> int:
     from splitc.report import as_json
 
     program = _program(args)
-    print(json.dumps(as_json(program.program), indent=1) if args.json else program.report(), end="\n" if args.json else "")
+    print(
+        json.dumps(as_json(program.program), indent=1) if args.json else program.report(), end="\n" if args.json else ""
+    )
     return 0
 
 
@@ -183,14 +222,21 @@ def _verify(args: argparse.Namespace) -> int:
 
     program = _program(args)
     begin = time.perf_counter()
-    result = program.verify(processes=args.processes, steps=args.steps, examples=args.examples,
-                            dtype=getattr(torch, args.dtype) if args.dtype else None)
+    result = program.verify(
+        processes=args.processes,
+        steps=args.steps,
+        examples=args.examples,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+    )
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=1))
     else:
         plan = program.plan
         roles = ", ".join(f"{role} x {len(ranks)}" for role, ranks in plan.roles.items())
-        print(f"{program.program.name} on {plan.world} ranks, {plan.strategy} ({roles}), {time.perf_counter() - begin:.1f} s\n{result}")
+        print(
+            f"{program.program.name} on {plan.world} ranks, {plan.strategy} ({roles}), "
+            f"{time.perf_counter() - begin:.1f} s\n{result}"
+        )
     return 0 if result.holds else 1
 
 

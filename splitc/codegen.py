@@ -1,9 +1,9 @@
 """Write a program as files that a person can read, diff and edit: same program, same bytes.
 
-    conv.py fc.py        one for each role: its Stage, and one training step, line by line
-    rank0.py rank1.py    what is a rank's own: its peers and its part of the batch
-    launch.py            starts and trains the ranks
-    plan.json            the plan; `splitc.plan.Plan.from_json` reads it
+conv.py fc.py        one for each role: its Stage, and one training step, line by line
+rank0.py rank1.py    what is a rank's own: its peers and its part of the batch
+launch.py            starts and trains the ranks
+plan.json            the plan; `splitc.plan.Plan.from_json` reads it
 """
 
 from __future__ import annotations
@@ -65,21 +65,30 @@ def _role_header(program: Program, stage: Stage, batch: int | None) -> list[str]
     inputs = {i.name: i.spec for i in program.inputs}
     rows = [("in", name, inputs[name], "read by this role") for name in stage.inputs]
     rows += [("in", cut.name, cut.spec, f"<- {cut.producer}") for cut in stage.receives]
-    rows += [("out", cut.name, cut.spec, f"-> {cut.consumer}" + (", its gradient comes back" if cut.gradient else ""))
-             for cut in stage.sends]
-    lines = [f'"""Role "{stage.role}" of {program.name}: {_ranks(plan.roles[stage.role])} of {plan.world}.  '
-             f"Written by splitc {__version__}; yours to edit.", ""]
+    rows += [
+        ("out", cut.name, cut.spec, f"-> {cut.consumer}" + (", its gradient comes back" if cut.gradient else ""))
+        for cut in stage.sends
+    ]
+    lines = [
+        f'"""Role "{stage.role}" of {program.name}: {_ranks(plan.roles[stage.role])} of {plan.world}.  '
+        f"Written by splitc {__version__}; yours to edit.",
+        "",
+    ]
     width = max((len(name) for _, name, _, _ in rows), default=0)
     before = ""
     for kind, name, spec, note in rows:
-        lines.append(f"{kind if kind != before else '':<9}{name:<{width}}  {shape_text(spec, batch):<22} "
-                     f"{str(spec.dtype).removeprefix('torch.'):<8} {note}")
+        lines.append(
+            f"{kind if kind != before else '':<9}{name:<{width}}  {shape_text(spec, batch):<22} "
+            f"{str(spec.dtype).removeprefix('torch.'):<8} {note}"
+        )
         before = kind
     if stage.has_loss:
         lines.append(f"{'' if before == 'out' else 'out':<9}loss")
     held = [program.holdings[h] for h in stage.holdings]
-    lines.append(f"holds    {units.count(parameter_count(program, stage))} parameters, "
-                 f"{units.nbytes(sum(h.nbytes for h in held if h.parameter))}")
+    lines.append(
+        f"holds    {units.count(parameter_count(program, stage))} parameters, "
+        f"{units.nbytes(sum(h.nbytes for h in held if h.parameter))}"
+    )
     flops, seconds = stage_work(program, stage)
     lines.append(f"predicts {units.flops(flops)}, {units.seconds(seconds)} of compute in a step on {plan.cluster}")
     return [*lines, f"plan     {plan.hash}", '"""']
@@ -94,7 +103,9 @@ def stage_work(program: Program, stage: Stage) -> tuple[float, float]:
 
 
 def _buckets(program: Program, stage: Stage) -> list[str]:
-    lines = ["BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them"]
+    lines = [
+        "BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them"
+    ]
     for bucket in stage.buckets:
         size = units.nbytes(sum(program.holdings[name].nbytes for name in bucket))
         lines.append(f"    (  # {size}")
@@ -113,10 +124,16 @@ def _step(program: Program, stage: Stage, returned: list[str], batch: int | None
 def _evaluate(program: Program, stage: Stage, returned: list[str], batch: int | None) -> list[str]:
     arguments = ", ".join(["rank", "stage", *_input_names(stage)])
     kept = [a for a in stage.actions if a.verb in ("recv", "send", "forward", "sum_loss")]
-    body = [(text.replace(".requires_grad_()", ""), note)
-            for action in kept for text, note in _lines(program, stage, action, returned, batch)]
-    return [f"def evaluate({arguments}):", '    """The loss of one batch, forward only."""',
-            *aligned([*body, (_return_loss(program, returned), "")], "    ")]
+    body = [
+        (text.replace(".requires_grad_()", ""), note)
+        for action in kept
+        for text, note in _lines(program, stage, action, returned, batch)
+    ]
+    return [
+        f"def evaluate({arguments}):",
+        '    """The loss of one batch, forward only."""',
+        *aligned([*body, (_return_loss(program, returned), "")], "    "),
+    ]
 
 
 def _input_names(stage: Stage) -> list[str]:
@@ -128,7 +145,9 @@ def _return_loss(program: Program, returned: list[str]) -> str:
     return f"return {returned[-1]}.detach()" if program.required_plan.world == 1 else "return total.wait()"
 
 
-def _lines(program: Program, stage: Stage, action: Action, returned: list[str], batch: int | None) -> list[tuple[str, str]]:
+def _lines(
+    program: Program, stage: Stage, action: Action, returned: list[str], batch: int | None
+) -> list[tuple[str, str]]:
     """(statement, comment) of one action."""
     outputs = [cut for cut in stage.sends if cut.value not in stage.inputs]
     variable = {cut.name: returned[k] for k, cut in enumerate(outputs)}
@@ -152,7 +171,9 @@ def _lines(program: Program, stage: Stage, action: Action, returned: list[str], 
     if action.verb == "recv_grad":
         return [(f"d_{value} = {_recv(cuts[value], role)}", f"<- {role}  {_size(cuts[value], batch)}")]
     if action.verb == "send_grad":
-        return [(f'rank.send({value}.grad, "{role}"{_layout(cuts[value].spec)})', f"-> {role}  {_size(cuts[value], batch)}")]
+        return [
+            (f'rank.send({value}.grad, "{role}"{_layout(cuts[value].spec)})', f"-> {role}  {_size(cuts[value], batch)}")
+        ]
     if action.verb == "backward":
         return _backward(program, stage, returned)
     return []  # reduce: part of the backward's lines
@@ -172,7 +193,10 @@ def _backward(program: Program, stage: Stage, returned: list[str]) -> list[tuple
         return [(call, "")]
     total = units.nbytes(sum(program.holdings[name].nbytes for bucket in stage.buckets for name in bucket))
     many = f"{len(stage.buckets)} buckets" if len(stage.buckets) > 1 else "1 bucket"
-    return [("with rank.all_reduce(stage, BUCKETS):", f"{total} in {many}, summed while backward runs"), (f"    {call}", "")]
+    return [
+        ("with rank.all_reduce(stage, BUCKETS):", f"{total} in {many}, summed while backward runs"),
+        (f"    {call}", ""),
+    ]
 
 
 def _recv(cut: Cut, role: str) -> str:
@@ -186,7 +210,9 @@ def _layout(spec: TensorSpec) -> str:
 
 
 def _size(cut: Cut, batch: int | None) -> str:
-    return units.nbytes(cut.spec.nbytes(batch)) if batch is not None else f"{units.nbytes(cut.spec.nbytes(1))} an example"
+    return (
+        units.nbytes(cut.spec.nbytes(batch)) if batch is not None else f"{units.nbytes(cut.spec.nbytes(1))} an example"
+    )
 
 
 def _zero(program: Program) -> str:
@@ -207,26 +233,42 @@ def rank_file(program: Program, rank: int) -> str:
     ops = wire(program, rank)
     sent = sum(op.sent for op in ops)
     routes = {other: plan.routes(rank, other) for other in _partners(stage)}
-    lines = [f'"""Rank {rank} of {plan.world} of {program.name}: role "{role}", examples {start} to {stop - 1} of '
-             f"{plan.global_batch}.  Written by splitc {__version__}; yours to edit.", ""]
+    lines = [
+        f'"""Rank {rank} of {plan.world} of {program.name}: role "{role}", examples {start} to {stop - 1} of '
+        f"{plan.global_batch}.  Written by splitc {__version__}; yours to edit.",
+        "",
+    ]
     lines += _rank_table(program, stage, routes, rank, batch)
-    lines += [f"sends    {units.nbytes(sent)} a step, {len(ops)} operations on the wire",
-              f"run      torchrun --nproc-per-node {plan.world} launch.py",
-              "remake   splitc compile <model file> --plan plan.json", '"""', ""]
-    lines += [f"from {role} import Stage, evaluate, step", "", "from splitc.runtime import Rank", "",
-              '__all__ = ["Stage", "evaluate", "rank", "step"]', "", "rank = Rank("]
-    lines += _fields({
-        "index": (rank, ""),
-        "world": (plan.world, ""),
-        "role": (f'"{role}"', ""),
-        "examples": ((start, stop), "its part of the global batch"),
-        "replicas": (plan.roles[role], "ranks that hold the same parameters and sum their gradients"),
-        "routes": (_routes(routes), "peer, and the examples that both work on"),
-        "readers": (plan.roles[plan.reader], "ranks that read the data"),
-        "bounds": (plan.examples[plan.reader], "where each reader's examples begin"),
-        "inputs": (_inputs(program, stage), "what a reader reads: shape, dtype, and how high whole numbers go"),
-        "owners": (_owners(program), "who gives which parameters to a whole state_dict"),
-    })
+    lines += [
+        f"sends    {units.nbytes(sent)} a step, {len(ops)} operations on the wire",
+        f"run      torchrun --nproc-per-node {plan.world} launch.py",
+        "remake   splitc compile <model file> --plan plan.json",
+        '"""',
+        "",
+    ]
+    lines += [
+        f"from {role} import Stage, evaluate, step",
+        "",
+        "from splitc.runtime import Rank",
+        "",
+        '__all__ = ["Stage", "evaluate", "rank", "step"]',
+        "",
+        "rank = Rank(",
+    ]
+    lines += _fields(
+        {
+            "index": (rank, ""),
+            "world": (plan.world, ""),
+            "role": (f'"{role}"', ""),
+            "examples": ((start, stop), "its part of the global batch"),
+            "replicas": (plan.roles[role], "ranks that hold the same parameters and sum their gradients"),
+            "routes": (_routes(routes), "peer, and the examples that both work on"),
+            "readers": (plan.roles[plan.reader], "ranks that read the data"),
+            "bounds": (plan.examples[plan.reader], "where each reader's examples begin"),
+            "inputs": (_inputs(program, stage), "what a reader reads: shape, dtype, and how high whole numbers go"),
+            "owners": (_owners(program), "who gives which parameters to a whole state_dict"),
+        }
+    )
     return "\n".join([*lines, ")", ""])
 
 
@@ -234,8 +276,9 @@ def _fields(fields: Mapping[str, tuple[object, str]]) -> list[str]:
     lines = []
     for name, (value, note) in fields.items():
         text = f"    {name}={value},"
-        lines.append(f"{text:<44}  # {note}" if note and "\n" not in text else
-                     f"    # {note}\n{text}" if note else text)
+        lines.append(
+            f"{text:<44}  # {note}" if note and "\n" not in text else f"    # {note}\n{text}" if note else text
+        )
     return lines
 
 
@@ -247,8 +290,11 @@ def _inputs(program: Program, stage: Stage) -> str:
     if not stage.inputs:
         return "{}"
     specs = {i.name: i for i in program.inputs}
-    rows = [f'        "{name}": ({specs[name].spec.template()}, "{str(specs[name].spec.dtype).removeprefix("torch.")}", '
-            f"{specs[name].high})," for name in stage.inputs]
+    rows = [
+        f'        "{name}": ({specs[name].spec.template()}, "{str(specs[name].spec.dtype).removeprefix("torch.")}", '
+        f"{specs[name].high}),"
+        for name in stage.inputs
+    ]
     return "{\n" + "\n".join(rows) + "\n    }"
 
 
@@ -261,15 +307,23 @@ def _partners(stage: Stage) -> list[str]:
     return list(dict.fromkeys([cut.producer for cut in stage.receives] + [cut.consumer for cut in stage.sends]))
 
 
-def _rank_table(program: Program, stage: Stage, routes: Mapping[str, tuple[tuple[int, int, int], ...]], rank: int,
-                batch: int) -> list[str]:
+def _rank_table(
+    program: Program, stage: Stage, routes: Mapping[str, tuple[tuple[int, int, int], ...]], rank: int, batch: int
+) -> list[str]:
     inputs = {i.name: i.spec for i in program.inputs}
     rows = [("in", name, inputs[name], "") for name in stage.inputs]
-    rows += [("in", cut.name, cut.spec, f"<- {_ranks(tuple(p for p, _, _ in routes[cut.producer]))}") for cut in stage.receives]
-    rows += [("out", cut.name, cut.spec, f"-> {_ranks(tuple(p for p, _, _ in routes[cut.consumer]))}") for cut in stage.sends]
+    rows += [
+        ("in", cut.name, cut.spec, f"<- {_ranks(tuple(p for p, _, _ in routes[cut.producer]))}")
+        for cut in stage.receives
+    ]
+    rows += [
+        ("out", cut.name, cut.spec, f"-> {_ranks(tuple(p for p, _, _ in routes[cut.consumer]))}") for cut in stage.sends
+    ]
     width = max((len(name) for _, name, _, _ in rows), default=0)
-    return [f"{kind:<9}{name:<{width}}  {spec.at(batch)!s:<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}".rstrip()
-            for kind, name, spec, note in rows]
+    return [
+        f"{kind:<9}{name:<{width}}  {spec.at(batch)!s:<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}".rstrip()
+        for kind, name, spec, note in rows
+    ]
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -283,34 +337,39 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _idle_rank_file(program: Program, rank: int) -> str:
     plan = program.required_plan
-    return (f'"""Rank {rank} of {plan.world} of {program.name}: the plan {plan.strategy} gives it no work.  '
-            f'Written by splitc {__version__}; yours to edit."""\n\nfrom {IDLE} import Stage, evaluate, step\n\n'
-            f'from splitc.runtime import Rank\n\n__all__ = ["Stage", "evaluate", "rank", "step"]\n\n'
-            f"rank = Rank(\n    index={rank},\n    world={plan.world},\n    role=\"{IDLE}\",\n"
-            f"    readers={plan.roles[plan.reader]},\n    bounds={plan.examples[plan.reader]},\n"
-            f"    owners={_owners(program)},\n)\n")
+    return (
+        f'"""Rank {rank} of {plan.world} of {program.name}: the plan {plan.strategy} gives it no work.  '
+        f'Written by splitc {__version__}; yours to edit."""\n\nfrom {IDLE} import Stage, evaluate, step\n\n'
+        f'from splitc.runtime import Rank\n\n__all__ = ["Stage", "evaluate", "rank", "step"]\n\n'
+        f'rank = Rank(\n    index={rank},\n    world={plan.world},\n    role="{IDLE}",\n'
+        f"    readers={plan.roles[plan.reader]},\n    bounds={plan.examples[plan.reader]},\n"
+        f"    owners={_owners(program)},\n)\n"
+    )
 
 
 def _idle_file(program: Program) -> str:
-    return (f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
-            f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n\n'
-            f"class Stage(nn.Module):\n    \"\"\"Nothing.\"\"\"\n\n\n"
-            f'def step(rank, stage):\n    """Learn the loss of one batch."""\n'
-            f"    return rank.sum_loss({_zero(program)}).wait()\n\n\nevaluate = step\n")
+    return (
+        f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
+        f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n\n'
+        f'class Stage(nn.Module):\n    """Nothing."""\n\n\n'
+        f'def step(rank, stage):\n    """Learn the loss of one batch."""\n'
+        f"    return rank.sum_loss({_zero(program)}).wait()\n\n\nevaluate = step\n"
+    )
 
 
 def _launch_file(program: Program) -> str:
     plan = program.required_plan
     roles = ", ".join(f"{role} {_ranks(ranks)}" for role, ranks in plan.roles.items())
-    return LAUNCH.format(name=program.name, version=__version__, world=plan.world, roles=roles, strategy=plan.strategy,
-                         hash=plan.hash)
+    return LAUNCH.format(
+        name=program.name, version=__version__, world=plan.world, roles=roles, strategy=plan.strategy, hash=plan.hash
+    )
 
 
 LAUNCH = '''"""Train {name} on {world} ranks: {strategy}, {roles}.  Written by splitc {version}; yours to edit.
 
 run      torchrun --nproc-per-node {world} launch.py --steps 10
-         --data module:function   a function that gives an endless iterable of batches: (inputs..., target), one reader's
-                                  part each; it gets the Worker, whose data_rank and data_world tell which part
+         --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
+                                  (inputs..., target), of the part that worker.data_rank reads
 plan     {hash}
 """
 

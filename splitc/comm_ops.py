@@ -1,8 +1,8 @@
 """The communication nodes: one definition each, read by the printer, the prices, the checker and codegen.
 
 Every op is a function that can stand as the target of a graph node.  Called on (fake) tensors it is what one rank alone
-would see, so a graph with communication still runs for its shapes; on the wire it is what `splitc.runtime.Rank`'s method
-of the same name does.  `OPS[function]` tells its adjoint and its bytes.
+would see, so a graph with communication still runs for its shapes; on the wire it is what `splitc.runtime.Rank`'s
+method of the same name does.  `OPS[function]` tells its adjoint and its bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def send(value: torch.Tensor, *, cut: str, role: str) -> torch.Tensor:
     return value
 
 
-def recv(value: torch.Tensor | None, *, cut: str, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def recv(
+    value: torch.Tensor | None, *, cut: str, role: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """The examples this rank works on, from the ranks of `role` that have them.  shape: -1 is the batch."""
     assert value is not None, "a split graph gets its received values from outside"
     return value

@@ -107,7 +107,8 @@ def _compare(program: Program, root: nn.Module, model: nn.Module, few: Mapping[s
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a - b).norm() <= _TOLERANCE * max(float(a.norm()), 1e-6) or (a.isnan() == b.isnan()).all() and a.isnan().any())
+    return bool((a - b).norm() <= _TOLERANCE * max(float(a.norm()), 1e-6) or (a.isnan() == b.isnan()).all() and
+    a.isnan().any())
 
 
 # -- the terms of the loss ---------------------------------------------------------------------------------------------
@@ -172,7 +173,8 @@ def weighted_mean(node: fx.Node) -> bool:
     return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
 
 
-def _scalars(program: Program, root: nn.Module, few: Mapping[str, Any], part: slice) -> dict[fx.Node, tuple[float, float]]:
+def _scalars(program: Program, root: nn.Module, few: Mapping[str, Any], part: slice) -> dict[fx.Node, tuple[float,
+float]]:
     """Value and weight of every term on a part of the examples."""
     out: dict[fx.Node, tuple[float, float]] = {}
     terms = dict(_terms(program))
@@ -208,7 +210,8 @@ def _classify(item: tuple[fx.Node, str], values: list[dict[fx.Node, tuple[float,
         raise CaptureError(f"{node.meta['source']}: the loss divides by {node.name}, which depends on parameters and on the "
                            f"whole batch; splitc sums denominators without gradient only; detach it")
     if weighted_mean(node):
-        if close(whole * weight, first * weight1 + rest * weight2):
+        parts = [value * w if w else 0.0 for value, w in ((first, weight1), (rest, weight2))]  # 0/0 when all are ignored
+        if close(whole * weight if weight else 0.0, sum(parts)):
             return LossTerm(node.name, "weighted")
     elif close(whole, (first + 2 * rest) / 3):
         return LossTerm(node.name, "mean" + suffix)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from splitc.api import CompiledProgram, Settings, compile_example
 from splitc.capture import Loss
-from splitc.errors import LaunchError, SplitcError
-from splitc.runtime.data import as_tuple
+from splitc.errors import LaunchError
+from splitc.runtime.checkpoint import hand_out
 from splitc.runtime.distributed import init
 from splitc.runtime.loader import load_rank
 from splitc.runtime.transport import Transport
+from splitc.runtime.weights import first_names
 from splitc.runtime.worker import OptimizerFactory, Worker
 
 
@@ -26,55 +28,77 @@ class DeferredProgram:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(CompiledProgram, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise LaunchError(f"program.{name} needs a compiled program: give compile() an example, or train through "
-                          f"program.worker(...), which compiles on its first batch")
+        raise LaunchError(
+            f"program.{name} needs a compiled program: give compile() an example, or train through "
+            f"program.worker(...), which compiles on its first batch"
+        )
 
-    def compile(self, batch: tuple[Tensor, ...]) -> CompiledProgram:
-        """Compile on one reader's batch: inputs, then the target when there is a loss function."""
-        if self._loss is None:
-            return compile_example(self._model, batch, None, None, self._settings, name=self._name)
-        if len(batch) < 2:
-            raise LaunchError(f"the first batch has {len(batch)} tensor; with a loss it must hold the inputs and the target")
-        return compile_example(self._model, batch[:-1], batch[-1], self._loss, self._settings, name=self._name)
+    def compile(self, batch: Any) -> CompiledProgram:
+        """Compile on one reader's batch: inputs, then the target when there is a loss function.
 
-    def worker(self, optimizer: OptimizerFactory, clip_norm: float | None = None, accumulate: int = 1, seed: int = 0,
-               backend: str | None = None) -> DeferredWorker:
-        """This process's part of training, inside torchrun; it compiles on the first batch."""
+        A dict stands for keyword arguments, as in `compile`: the whole batch without a loss, else its first part.
+        """
+        example, target = batch, None
+        if self._loss is not None:
+            if isinstance(batch, (Tensor, Mapping)) or len(batch) < 2:
+                raise LaunchError("with a loss the first batch must be inputs and a target: (inputs..., target)")
+            *inputs, target = batch
+            example = inputs[0] if isinstance(inputs[0], Mapping) else inputs
+        return compile_example(self._model, example, target, self._loss, self._settings, name=self._name)
+
+    def worker(
+        self,
+        optimizer: OptimizerFactory,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> DeferredWorker:
+        """This process's part of training, inside torchrun; it compiles on the first batch.  Collective."""
         transport = init(self._settings.world, backend)
-        return DeferredWorker(self, transport, optimizer,
-                              {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}, list(self._model.state_dict()))
+        options = {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}
+        return DeferredWorker(self, transport, optimizer, options, first_names(self._model.state_dict()))
 
 
 class DeferredWorker:
-    """A worker that is made on the first batch.  Rank 0 plans, and gives plan, programs and weights to the others."""
+    """A worker that is made on the first batch.  Rank 0 plans, and gives plan, programs and weights to the others.
 
-    def __init__(self, program: DeferredProgram, transport: Transport, optimizer: OptimizerFactory,
-                 options: Mapping[str, Any], keys: list[str]) -> None:
+    The others wait for it as for any message: a plan that takes longer than SPLITC_TIMEOUT seconds needs a larger one.
+    """
+
+    def __init__(
+        self,
+        program: DeferredProgram,
+        transport: Transport,
+        optimizer: OptimizerFactory,
+        options: Mapping[str, Any],
+        keys: Mapping[str, str],
+    ) -> None:
         self._program, self._transport, self._factory = program, transport, optimizer
         self._options, self._keys = options, keys
         self._worker: Worker | None = None
 
     def step(self, *batch: Tensor) -> Tensor:
-        """One training step; the first one takes its whole batch on every rank, compiles on it, and uses its own part."""
+        """One training step; the first one takes a batch on every rank, and compiles on rank 0's."""
         if self._worker is None:
-            self._start(batch)
+            self._start([batch])
             batch = batch if self.data_rank is not None else ()
         return self._ready.step(*batch)
 
     def shard(self, dataset: Any, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, ...]]:
-        """As `Worker.shard`; looks at the dataset's first batch on every rank to compile."""
+        """As `Worker.shard`; the first time, rank 0 looks at the dataset's first batch to compile.  Then collective."""
         if self._worker is None:
-            from torch.utils.data import DataLoader
-
             loader = DataLoader(dataset, batch_size=batch_size, collate_fn=options.get("collate_fn"))
-            self._start(as_tuple(next(iter(loader))))
+            self._start(loader)
         return self._ready.shard(dataset, batch_size, **options)
 
     @property
     def _ready(self) -> Worker:
         if self._worker is None:
-            raise LaunchError("the program is not compiled yet: take batches from worker.shard(dataset, batch_size=...) first, "
-                              "or give compile() an example")
+            raise LaunchError(
+                "the program is not compiled yet: take batches from worker.shard(dataset, batch_size=...) first, or "
+                "give compile() an example"
+            )
         return self._worker
 
     def __getattr__(self, name: str) -> Any:
@@ -82,17 +106,26 @@ class DeferredWorker:
             raise AttributeError(name)
         return getattr(self._ready, name)
 
-    def _start(self, batch: tuple[Tensor, ...]) -> None:
-        parts: list[Any] | None = None
+    def _start(self, batches: Iterable[Any]) -> None:
+        """Compile rank 0's first batch.  An error is raised on every rank, or the others would wait for their part."""
+        files, weights, failure = None, None, None
         if self._transport.rank == 0:
             try:
-                compiled = self._program.compile(batch)
-                parts = list(compiled.parts())
-            except SplitcError as error:  # every rank must learn of it, or the others wait for their part
-                parts = [error] * self._transport.world
-        given = self._transport.scatter_objects(parts)
-        if isinstance(given, SplitcError):
-            raise given
-        files, weights = given
-        self._worker = Worker(load_rank(files, self._transport.rank), self._transport, weights, self._keys, self._factory,
-                              **self._options)
+                parts = list(self._program.compile(_first(batches)).parts())
+                files, weights = parts[0][0], [held for _, held in parts]
+            except Exception as error:
+                failure = error
+        files, reason = self._transport.broadcast_object((files, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise LaunchError(f"rank 0 could not compile its first batch: {reason}")
+        part = load_rank(files, self._transport.rank)
+        held = hand_out(self._transport, weights)
+        self._worker = Worker(part, self._transport, held, self._keys, self._factory, **self._options)
+
+
+def _first(batches: Iterable[Any]) -> Any:
+    for batch in batches:
+        return batch
+    raise LaunchError("the dataset is empty: there is no first batch to compile on")

@@ -120,7 +120,8 @@ class Emitter:
         return ", ".join([*map(self.value, args), *named])
 
 
-def _without_defaults(target: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_defaults(target: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any,
+dict[str, Any]]:
     """Leave out keyword arguments that have their default value."""
     try:
         defaults = {k: p.default for k, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
@@ -129,6 +130,7 @@ def _without_defaults(target: Any, name: str, args: tuple[Any, ...], kwargs: Map
     defaults = {**_BUILTIN_DEFAULTS.get(name.rpartition(".")[2], {}), **defaults}
 
     def is_default(key: str, value: Any) -> bool:
-        return key in defaults and not isinstance(value, fx.Node) and type(value) is type(defaults[key]) and value == defaults[key]
+        known = key in defaults and not isinstance(value, fx.Node)
+        return known and type(value) is type(defaults[key]) and bool(value == defaults[key])
 
     return args, {k: v for k, v in kwargs.items() if not is_default(k, v)}

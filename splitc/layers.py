@@ -1,11 +1,11 @@
 """Group the nodes of a graph into layers.
 
 A layer is a node that owns parameters, with the parameterless nodes that follow it; a parameterless node belongs to the
-topologically last layer it depends on, else to the first.  So a max-pool after the last convolution is part of it, and a
-cut above the next layer sends the pooled activations.
+topologically last layer it depends on, else to the first.  So a max-pool after the last convolution is part of it,
+and a cut above the next layer sends the pooled activations.
 
-Some nodes can be computed anywhere from nothing that crosses a cut: sizes, constants, masks made of them.  They are marked
-`meta["everywhere"]` and every role that reads one gets its own copy.
+Some nodes can be computed anywhere from nothing that crosses a cut: sizes, constants, masks made of them.  They are
+marked `meta["everywhere"]` and every role that reads one gets its own copy.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ from torch import nn
 
 from splitc.errors import CaptureError
 
-_OFFERS = "it should offer `model` (a Module or a function without arguments that returns one), and may offer `loss`, `example`, `target`"
+_OFFERS = (
+    "it should offer `model` (a Module or a function without arguments that returns one), "
+    "and may offer `loss`, `example`, `target`"
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,12 @@ def load_model(argument: str, sizes: str | None = None) -> ModelFile:
     module, attribute, where = _import(argument)
     offered = getattr(module, attribute, None)
     if offered is None:
-        models = [n for n, v in vars(module).items() if isinstance(v, nn.Module) or (inspect.isclass(v) and issubclass(v, nn.Module)
-                                                                                    and v.__module__ == module.__name__)]
+        models = [
+            n
+            for n, v in vars(module).items()
+            if isinstance(v, nn.Module)
+            or (inspect.isclass(v) and issubclass(v, nn.Module) and v.__module__ == module.__name__)
+        ]
         hint = f"; did you mean {argument.partition(':')[0]}:{models[0]}?" if models else ""
         raise CaptureError(f"{where} has no {attribute!r}{hint}; {_OFFERS}")
     model = _made(offered, f"{where}: {attribute}")
@@ -63,7 +70,9 @@ def _import(argument: str) -> tuple[ModuleType, str, str]:
     if path.endswith(".py"):
         file = Path(path)
         if not file.is_file():
-            raise CaptureError(f"there is no file {path}; a model is given as path/model.py[:name] or package.module:name")
+            raise CaptureError(
+                f"there is no file {path}; a model is given as path/model.py[:name] or package.module:name"
+            )
         spec = importlib.util.spec_from_file_location(file.stem, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -90,7 +99,9 @@ def _made(value: Any, where: str) -> Any:
     try:
         return value()
     except Exception as error:
-        raise CaptureError(f"{where}() fails: {type(error).__name__}: {error}; it must work without arguments") from error
+        raise CaptureError(
+            f"{where}() fails: {type(error).__name__}: {error}; it must work without arguments"
+        ) from error
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -107,7 +118,9 @@ def _sized(sizes: str, example: Any, target: Any, model: nn.Module, loss: Any) -
     if isinstance(like, torch.Tensor) and not like.dtype.is_floating_point:
         made = torch.randint(0, int(like.max()) + 1, shape, dtype=like.dtype)
     else:
-        dtype = like.dtype if isinstance(like, torch.Tensor) else next((p.dtype for p in model.parameters()), torch.float32)
+        dtype = (
+            like.dtype if isinstance(like, torch.Tensor) else next((p.dtype for p in model.parameters()), torch.float32)
+        )
         made = torch.randn(shape, dtype=dtype)
     if loss is not None and target is None:
         raise CaptureError("--input needs a `target` in the model file, which is cut or repeated to the batch; add one")

@@ -18,7 +18,7 @@ Watcher = Callable[["Pass", Program, float], None]
 
 
 class Pass(ABC):
-    """One step of the compiler.  It either decides (fills the Plan or costs) or rewrites (changes the graph), never both.
+    """One step of the compiler: it decides (fills plan or costs) or rewrites (changes the graph), never both.
 
     A subclass is a small frozen dataclass: its fields are its options.  `requires` must hold before it runs, `ensures`
     of what it returns.

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from splitc.errors import LaunchError
@@ -85,7 +86,7 @@ class Plan:
     def sizes(self) -> tuple[int, ...]:
         """Examples that each reader gives to a step."""
         bounds = self.examples[self.reader]
-        return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(bounds))
 
     def role_of(self, rank: int) -> str:
         return next(role for role, ranks in self.roles.items() if rank in ranks)
@@ -107,8 +108,9 @@ class Plan:
     def routes(self, rank: int, role: str) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank`."""
         start, stop = self.interval(rank)
-        shared = ((peer, max(start, self.interval(peer)[0]), min(stop, self.interval(peer)[1]))
-                  for peer in self.roles[role])
+        shared = (
+            (peer, max(start, self.interval(peer)[0]), min(stop, self.interval(peer)[1])) for peer in self.roles[role]
+        )
         return tuple((peer, a, b) for peer, a, b in shared if a < b)
 
     def to_json(self) -> str:
@@ -121,7 +123,9 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             if data.pop("schema") != 1:
-                raise LaunchError("plan.json has another schema than 1: it was written by another splitc; compile again")
+                raise LaunchError(
+                    "plan.json has another schema than 1: it was written by another splitc; compile again"
+                )
             data.pop("hash")
             plan = cls(**data)
             return replace(
@@ -137,8 +141,11 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hex digits of what decides the generated programs: not of prices, reasons or candidates."""
-        decided = {k: v for k, v in asdict(self).items()
-                   if k in ("world", "roles", "placements", "examples", "microbatches", "model")}
+        decided = {
+            k: v
+            for k, v in asdict(self).items()
+            if k in ("world", "roles", "placements", "examples", "microbatches", "model")
+        }
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -8,22 +8,29 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.actions import print_actions
-from splitc.program import Program, SizeSpec, Spec, TensorSpec
+from splitc.program import Program, SizeSpec, Spec, TensorSpec, copy_graph
 
 
 def print_program(program: Program) -> str:
     """The graph, then the stages' action lists where there are any.
 
-        features_0 = self.features.0(images)   # f32[b, 64, 55, 55]   conv   alexnet.py:30
+    features_0 = self.features.0(images)   # f32[b, 64, 55, 55]   conv   alexnet.py:30
     """
     rows = [(_statement(node), _note(node)) for node in program.graph.nodes if node.op != "output"]
     width = min(max(len(text) for text, _ in rows), 72)
     inputs = ", ".join(i.name for i in program.inputs)
-    lines = [f"def {program.name}({inputs}):", *(f"    {text:<{width}}  # {note}" for text, note in rows),
-             f"    return {program.loss.name}"]
+    lines = [
+        f"def {program.name}({inputs}):",
+        *(f"    {text:<{width}}  # {note}" for text, note in rows),
+        f"    return {program.loss.name}",
+    ]
     for stage in program.stages:
         if stage.actions:
-            lines += ["", f"# step of role {stage.role}", *(f"#   {line}" for line in print_actions(stage.actions).splitlines())]
+            lines += [
+                "",
+                f"# step of role {stage.role}",
+                *(f"#   {line}" for line in print_actions(stage.actions).splitlines()),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -31,17 +38,14 @@ def rank_graph(program: Program, rank: int) -> fx.GraphModule:
     """The graph of one rank as a GraphModule; `meta["comm"]` of its send and recv nodes names peers and shapes."""
     plan = program.required_plan
     stage = program.stage(plan.role_of(rank))
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(stage.graph, val_map := {}))
+    graph, _ = copy_graph(stage.graph)
     batch = plan.batch(rank)
-    for old, new in val_map.items():
-        assert isinstance(new, fx.Node)
-        new.meta = dict(old.meta)
-        spec = old.meta.get("spec")
+    for node in graph.nodes:
+        spec = node.meta.get("spec")
         if isinstance(spec, TensorSpec):
-            new.meta["shape"] = spec.at(batch)
-        if old.target in (comm_ops.send, comm_ops.recv):
-            new.meta["comm"] = plan.routes(rank, str(old.kwargs["role"]))
+            node.meta["shape"] = spec.at(batch)
+        if node.target in (comm_ops.send, comm_ops.recv):
+            node.meta["comm"] = plan.routes(rank, str(node.kwargs["role"]))
     return fx.GraphModule(program.root, graph, class_name=f"{program.name}_rank{rank}")
 
 
@@ -70,14 +74,20 @@ def _argument(value: Any) -> str:
 
 
 def _note(node: fx.Node) -> str:
-    parts = [show_spec(node.meta.get("spec")), node.meta.get("role") or node.meta.get("layer") or "", node.meta["source"]]
+    parts = [
+        show_spec(node.meta.get("spec")),
+        node.meta.get("role") or node.meta.get("layer") or "",
+        node.meta["source"],
+    ]
     return "  ".join(part for part in parts if part)
 
 
 def show_spec(spec: Spec) -> str:
     """`f32[b, 64, 55, 55]`; the batch is `b`."""
     if isinstance(spec, SizeSpec):
-        return " + ".join(filter(None, [f"{spec.scale}*b" if spec.scale != 1 else "b", str(spec.offset) if spec.offset else ""]))
+        return " + ".join(
+            filter(None, [f"{spec.scale}*b" if spec.scale != 1 else "b", str(spec.offset) if spec.offset else ""])
+        )
     if isinstance(spec, TensorSpec):
         rows = "b" if spec.rows == 1 else f"{spec.rows}*b"
         sizes = ", ".join(rows if d == spec.batch_dim else str(n) for d, n in enumerate(spec.shape))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -67,7 +67,10 @@ Spec = TensorSpec | SizeSpec | tuple["Spec", ...] | None
 
 @dataclass(frozen=True)
 class Input:
-    """One input of the step: a placeholder of the graph.  `high` bounds whole numbers (exclusive), for synthetic data."""
+    """One input of the step, a placeholder of the graph.
+
+    high: bound of its whole numbers (exclusive), for synthetic data.  target: whether it goes to the loss.
+    """
 
     name: str
     spec: TensorSpec
@@ -257,6 +260,7 @@ class Program:
     def loss(self) -> fx.Node:
         """The node of the loss, a 0-d tensor."""
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        loss: fx.Node
         (loss,) = output.all_input_nodes
         return loss
 
@@ -278,7 +282,8 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """A copy of `node` in `graph`, with its name and meta, that reads what its inputs map to."""
-    args, kwargs = (fx.node.map_arg(a, lambda old: mapping[old]) for a in (node.args, node.kwargs))
+    args: Any = fx.node.map_arg(node.args, lambda old: mapping[old])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda old: mapping[old])
     copied = graph.create_node(node.op, node.target, args, kwargs, node.name)
     assert copied.name == node.name, f"{node.name} is taken"
     copied.meta = dict(node.meta)

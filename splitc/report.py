@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from tabulate import tabulate
+import tabulate as tables
 
 from splitc import units
 from splitc.plan import Plan
@@ -13,6 +13,7 @@ from splitc.program import Layer, Program
 from splitc.wire import wire
 
 _WIDTH = 80
+tables.MIN_PADDING = 0  # columns as narrow as their text
 
 
 def report(program: Program) -> str:
@@ -27,18 +28,34 @@ def report(program: Program) -> str:
 
 
 def as_json(program: Program) -> dict[str, Any]:
-    """The report as data, `schema` 1: figures of the busiest rank and one step, SI units, FLOPs of two a multiply-add."""
+    """The report as data, `schema` 1: the busiest rank's figures of one step, SI units, two FLOPs a multiply-add."""
     plan = program.required_plan
     return {
-        "schema": 1, "model": program.name, "world": plan.world, "cluster": plan.cluster, "strategy": plan.strategy,
-        "proof": plan.proof, "gap": plan.gap, "global_batch": plan.global_batch, "step_seconds": plan.step_seconds,
+        "schema": 1,
+        "model": program.name,
+        "world": plan.world,
+        "cluster": plan.cluster,
+        "strategy": plan.strategy,
+        "proof": plan.proof,
+        "gap": plan.gap,
+        "global_batch": plan.global_batch,
+        "step_seconds": plan.step_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in plan.roles.items()},
         "layers": [_layer(program, layer) for layer in program.layers],
         "ranks": [_rank(program, rank) for rank in range(plan.world)],
-        "candidates": [{"strategy": c.strategy, "step_seconds": c.step_seconds, "samples_per_second": c.samples_per_second,
-                        "global_batch": c.global_batch, "exact": c.exact, "feasible": c.feasible, "why": c.why}
-                       for c in plan.candidates],
+        "candidates": [
+            {
+                "strategy": c.strategy,
+                "step_seconds": c.step_seconds,
+                "samples_per_second": c.samples_per_second,
+                "global_batch": c.global_batch,
+                "exact": c.exact,
+                "feasible": c.feasible,
+                "why": c.why,
+            }
+            for c in plan.candidates
+        ],
     }
 
 
@@ -52,9 +69,16 @@ def _layer(program: Program, layer: Layer) -> dict[str, Any]:
     gradient = sum(h.nbytes for h in held if h.trainable)
     ring = _ring(gradient, plan.world)
     return {
-        "name": layer.name, "source": layer.source, "role": place.role, "holding": place.holding, "sync": place.sync,
-        "parameters": sum(h.numel for h in held), "flops": cost.flops, "ccr": cost.flops / ring if ring else None,
-        "sent_bytes": int(_ring(gradient, len(ranks)) + _crossing(program, layer)), "seconds": plan.seconds.get(layer.name, 0.0),
+        "name": layer.name,
+        "source": layer.source,
+        "role": place.role,
+        "holding": place.holding,
+        "sync": place.sync,
+        "parameters": sum(h.numel for h in held),
+        "flops": cost.flops,
+        "ccr": cost.flops / ring if ring else None,
+        "sent_bytes": int(_ring(gradient, len(ranks)) + _crossing(program, layer)),
+        "seconds": plan.seconds.get(layer.name, 0.0),
     }
 
 
@@ -77,20 +101,35 @@ def _rank(program: Program, rank: int) -> dict[str, Any]:
     plan = program.required_plan
     role = next((role for role, ranks in plan.roles.items() if rank in ranks), None)
     sent = sum(op.sent for op in wire(program, rank))
-    received = sum(op.sent for other in range(plan.world) for op in wire(program, other)
-                   if op.kind == "send" and op.ranks == (rank,))
+    received = sum(
+        op.sent
+        for other in range(plan.world)
+        for op in wire(program, other)
+        if op.kind == "send" and op.ranks == (rank,)
+    )
     received += sum(op.sent for op in wire(program, rank) if op.kind == "collective")  # a ring receives what it sends
     if role is None:
-        return {"rank": rank, "role": None, "parameter_bytes": 0, "memory_bytes": 0, "sent_bytes": int(sent),
-                "received_bytes": int(received)}
+        return {
+            "rank": rank,
+            "role": None,
+            "parameter_bytes": 0,
+            "memory_bytes": 0,
+            "sent_bytes": int(sent),
+            "received_bytes": int(received),
+        }
     stage = program.stage(role)
     held = [program.holdings[h] for h in stage.holdings if program.holdings[h].parameter]
     parameters = sum(h.nbytes for h in held)
     gradients = sum(h.nbytes for h in held if h.trainable)
     kept = sum(program.costs[layer].at(plan.batch(rank)).kept for layer in stage.layers)
-    return {"rank": rank, "role": role, "parameter_bytes": parameters,
-            "memory_bytes": int(parameters + 2 * gradients + kept + (gradients if len(plan.roles[role]) > 1 else 0)),
-            "sent_bytes": int(sent), "received_bytes": int(received)}
+    return {
+        "rank": rank,
+        "role": role,
+        "parameter_bytes": parameters,
+        "memory_bytes": int(parameters + 2 * gradients + kept + (gradients if len(plan.roles[role]) > 1 else 0)),
+        "sent_bytes": int(sent),
+        "received_bytes": int(received),
+    }
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -98,13 +137,19 @@ def _rank(program: Program, rank: int) -> dict[str, Any]:
 
 def _headline(program: Program) -> str:
     plan = program.required_plan
-    proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(plan.proof, "not proved optimal")
+    proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(
+        plan.proof, "not proved optimal"
+    )
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.roles.items())
-    return "\n".join([
-        f"{program.name} on {plan.world} ranks of {plan.cluster}: {plan.strategy} ({proof})",
-        _wrap(f"{roles}; a step of {plan.global_batch} examples takes {units.seconds(plan.step_seconds)}, "
-              f"{plan.samples_per_second:,.0f} samples/s (predicted)"),
-    ])
+    return "\n".join(
+        [
+            f"{program.name} on {plan.world} ranks of {plan.cluster}: {plan.strategy} ({proof})",
+            _wrap(
+                f"{roles}; a step of {plan.global_batch} examples takes {units.seconds(plan.step_seconds)}, "
+                f"{plan.samples_per_second:,.0f} samples/s (predicted)"
+            ),
+        ]
+    )
 
 
 def rank_list(ranks: tuple[int, ...]) -> str:
@@ -118,13 +163,28 @@ def rank_list(ranks: tuple[int, ...]) -> str:
 
 def _placements(program: Program) -> str:
     rows = []
-    for layer in map(lambda one: _layer(program, one), program.layers):
+    for layer in (_layer(program, one) for one in program.layers):
         ccr = "" if layer["ccr"] is None else units.count(layer["ccr"])
         sent = units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else ""
-        rows.append([_short(layer["name"], 20), units.count(layer["parameters"]), units.flops(layer["flops"]), ccr, layer["role"],
-                     layer["sync"], sent, units.seconds(layer["seconds"])])
+        rows.append(
+            [
+                _short(layer["name"], 20),
+                units.count(layer["parameters"]),
+                units.count(layer["flops"]),
+                ccr,
+                layer["role"],
+                layer["sync"],
+                sent,
+                units.seconds(layer["seconds"]),
+            ]
+        )
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
-    return tabulate(rows, headers, disable_numparse=True, colalign=("left", "right", "right", "right", "left", "left", "right", "right"))
+    return tables.tabulate(
+        rows,
+        headers,
+        disable_numparse=True,
+        colalign=("left", "right", "right", "right", "left", "left", "right", "right"),
+    )
 
 
 def _ranks(program: Program) -> str:
@@ -133,12 +193,19 @@ def _ranks(program: Program) -> str:
     seen: dict[tuple[Any, ...], list[int]] = {}
     for rank in range(plan.world):
         figures = _rank(program, rank)
-        key = (figures["role"] or "idle", *(units.nbytes(figures[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")))
+        key = (
+            figures["role"] or "idle",
+            *(units.nbytes(figures[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")),
+        )
         seen.setdefault(key, []).append(rank)
     for key, ranks in seen.items():
         rows.append([rank_list(tuple(ranks)), *key])
-    return tabulate(rows, ["", "role", "parameters", "memory", "sends/step", "receives/step"], disable_numparse=True,
-                    colalign=("left", "left", "right", "right", "right", "right"))
+    return tables.tabulate(
+        rows,
+        ["", "role", "parameters", "memory", "sends/step", "receives/step"],
+        disable_numparse=True,
+        colalign=("left", "left", "right", "right", "right", "right"),
+    )
 
 
 def _candidates(plan: Plan) -> str:
@@ -147,19 +214,40 @@ def _candidates(plan: Plan) -> str:
     for c in sorted(plan.candidates, key=lambda c: -c.samples_per_second if c.feasible else 1):
         split = ", ".join(f"{len(ranks)} {role}" for role, ranks in c.roles.items())
         if c.feasible:
-            rows.append([c.strategy, split, str(c.global_batch), units.seconds(c.step_seconds), f"{c.samples_per_second:,.0f}",
-                         f"{c.samples_per_second / fastest:.2f}x" if fastest else ""])
+            rows.append(
+                [
+                    c.strategy,
+                    split,
+                    str(c.global_batch),
+                    units.seconds(c.step_seconds),
+                    f"{c.samples_per_second:,.0f}",
+                    f"{c.samples_per_second / fastest:.2f}x" if fastest else "",
+                ]
+            )
         else:
             rows.append([c.strategy, "", "", "", "does not fit", ""])
-    text = tabulate(rows, ["best of each strategy", "ranks", "batch", "step", "samples/s", "of best"], disable_numparse=True,
-                    colalign=("left", "left", "right", "right", "right", "right"))
+    text = tables.tabulate(
+        rows,
+        ["best of each strategy", "ranks", "batch", "step", "samples/s", "of best"],
+        disable_numparse=True,
+        colalign=("left", "left", "right", "right", "right", "right"),
+    )
     notes = [_wrap(f"{c.strategy}: {c.why}") for c in plan.candidates if not c.feasible and c.why]
     return "\n".join([text, *notes])
 
 
 def _reasons(program: Program) -> str:
     reasons = program.required_plan.reasons
-    return "\n".join(["why", *(_wrap(f"{layer.name} {reasons[layer.name]}", "  ") for layer in program.layers if reasons.get(layer.name))])
+    return "\n".join(
+        [
+            "why",
+            *(
+                _wrap(f"{layer.name} {reasons[layer.name]}", "  ")
+                for layer in program.layers
+                if reasons.get(layer.name)
+            ),
+        ]
+    )
 
 
 def _norm_groups(program: Program) -> str | None:
@@ -181,4 +269,4 @@ def _wrap(text: str, indent: str = "") -> str:
 
 
 def _short(name: str, width: int) -> str:
-    return name if len(name) <= width else "..." + name[-(width - 3):]
+    return name if len(name) <= width else "..." + name[-(width - 3) :]

@@ -15,7 +15,7 @@ from splitc.errors import PlacementError
 
 @dataclass(frozen=True)
 class Strategy:
-    """Base of all strategies; `name` is how users write it, `exact` whether it is the same training as in one process."""
+    """Base of all strategies.  name: how users write it.  exact: whether it is the same training as in one process."""
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
@@ -51,7 +51,9 @@ class LayerSeparation(Strategy):
         for option in ("n_c", "n_f"):
             value = getattr(self, option)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise PlacementError(f"layer_separation: {option} is {value!r}; it must be a whole number of at least 1")
+                raise PlacementError(
+                    f"layer_separation: {option} is {value!r}; it must be a whole number of at least 1"
+                )
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,7 @@ class Auto(Strategy):
     name = "auto"
 
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (SingleDevice, DataParallel, LayerSeparation, Auto)
-}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SingleDevice, DataParallel, LayerSeparation, Auto)}
 
 
 def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:

@@ -35,7 +35,7 @@ _DATA = "its value depends on the data, so there is no one graph for all batches
 
 
 def user_line() -> str:
-    """`file.py:12` of the innermost frame that is neither torch's nor splitc's; "loss" for torch's own loss functions."""
+    """`file.py:12` of the innermost frame that is neither torch's nor splitc's; "loss" for a loss of torch's own."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CALLER:
         if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):

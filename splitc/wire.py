@@ -56,14 +56,26 @@ def _expand(program: Program, stage: Stage, rank: int, verb: str, value: str) ->
     elif verb == "sum_loss":
         everyone = tuple(sorted(r for ranks in plan.roles.values() for r in ranks))
         if len(everyone) > 1:
-            yield WireOp("collective", "loss", everyone, (), torch.float64,
-                         comm_ops.OPS[comm_ops.all_reduce].sent(8, len(everyone)))
+            yield WireOp(
+                "collective",
+                "loss",
+                everyone,
+                (),
+                torch.float64,
+                comm_ops.OPS[comm_ops.all_reduce].sent(8, len(everyone)),
+            )
     elif verb == "reduce":
         names = stage.buckets[int(value.removeprefix("bucket"))]
         numel = sum(program.holdings[name].numel for name in names)
         dtype = program.holdings[names[0]].dtype
-        yield WireOp("collective", f"{stage.role}.{value}", members, (numel,), dtype,
-                     comm_ops.OPS[comm_ops.all_reduce].sent(numel * dtype.itemsize, len(members)))
+        yield WireOp(
+            "collective",
+            f"{stage.role}.{value}",
+            members,
+            (numel,),
+            dtype,
+            comm_ops.OPS[comm_ops.all_reduce].sent(numel * dtype.itemsize, len(members)),
+        )
 
 
 def _cut(cuts: tuple[Cut, ...], name: str) -> Cut:

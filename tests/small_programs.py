@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.place import Place
 from splitc.cluster import Cluster, Device, Link
+from splitc.pipeline import run_passes
+from splitc.plan import Candidate, Plan
 from splitc.program import CostLine, Holding, Input, Layer, LayerCost, Program, TensorSpec
+from splitc.strategies import LayerSeparation, Strategy
 
 
 @dataclass(frozen=True)
@@ -106,3 +110,25 @@ def separable(batch: int = 4) -> Program:
         ),
         batch,
     )
+
+
+def place(
+    program: Program,
+    world: int = 4,
+    strategy: Strategy | None = None,
+    cluster: Cluster | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan that the pass `Place` makes; a layer separation on the toy cluster, unless told."""
+    strategy = LayerSeparation() if strategy is None else strategy
+    pass_ = Place(cluster or small_cluster(), world, strategy, **options)
+    return run_passes(program, [pass_]).required_plan
+
+
+def fc_layers(plan: Plan) -> set[str]:
+    return {layer for layer, placed in plan.placements.items() if placed.role == "fc"}
+
+
+def candidate(plan: Plan, strategy: str) -> Candidate:
+    (found,) = (c for c in plan.candidates if c.strategy == strategy)
+    return found

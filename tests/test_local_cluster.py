@@ -21,7 +21,7 @@ def count_measurements(monkeypatch):
     return counted
 
 
-def test_this_machine_has_numbers_of_the_right_order(tmp_path) -> None:
+def test_this_machine_has_numbers_of_the_right_order(tmp_path):
     cluster = measure_this_machine(SHORT, tmp_path)
     assert cluster.name == "this-machine"
     assert set(cluster.device.flop_rate) == {"float32", "float64", "bfloat16", "float16"}
@@ -33,7 +33,7 @@ def test_this_machine_has_numbers_of_the_right_order(tmp_path) -> None:
     assert 1e-7 < cluster.link.latency < 1e-1
 
 
-def test_the_ranks_of_a_cpu_share_it(tmp_path) -> None:
+def test_the_ranks_of_a_cpu_share_it(tmp_path):
     if local._cuda_names():
         pytest.skip("ranks on GPUs have one each")
     cluster = measure_this_machine(SHORT, tmp_path)
@@ -41,13 +41,13 @@ def test_the_ranks_of_a_cpu_share_it(tmp_path) -> None:
     assert cluster.world is None
 
 
-def test_a_second_call_reads_the_cache(tmp_path, count_measurements) -> None:
+def test_a_second_call_reads_the_cache(tmp_path, count_measurements):
     first = measure_this_machine(SHORT, tmp_path)
     assert measure_this_machine(SHORT, tmp_path) == first
     assert len(count_measurements) == 1
 
 
-def test_another_version_of_torch_measures_again(tmp_path, count_measurements, monkeypatch) -> None:
+def test_another_version_of_torch_measures_again(tmp_path, count_measurements, monkeypatch):
     measure_this_machine(SHORT, tmp_path)
     monkeypatch.setattr(torch, "__version__", "99")
     measure_this_machine(SHORT, tmp_path)
@@ -55,7 +55,7 @@ def test_another_version_of_torch_measures_again(tmp_path, count_measurements, m
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"name = ", b"\xff\xfe", b'name = "this-machine"'])
-def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, count_measurements, rubbish) -> None:
+def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, count_measurements, rubbish):
     first = measure_this_machine(SHORT, tmp_path)
     (cache,) = tmp_path.iterdir()
     cache.write_bytes(rubbish)
@@ -65,19 +65,19 @@ def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, count_measureme
     assert measure_this_machine(SHORT, tmp_path) == second
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path) -> None:
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").touch()
     assert measure_this_machine(SHORT, tmp_path / "file" / "below").name == "this-machine"
 
 
-def test_no_cluster_means_this_machine_in_the_users_cache(tmp_path, monkeypatch) -> None:
+def test_no_cluster_means_this_machine_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stored = measure_this_machine(SHORT)
     assert [path.parent.name for path in tmp_path.glob("*/*.toml")] == ["splitc"]
     assert load_cluster() == load_cluster("this-machine") == stored
 
 
-def test_measuring_keeps_to_its_budget_and_to_the_number_of_threads(tmp_path) -> None:
+def test_measuring_keeps_to_its_budget_and_to_the_number_of_threads(tmp_path):
     threads = torch.get_num_threads()
     begin = time.perf_counter()
     measure_this_machine(0.5, tmp_path)

@@ -1,41 +1,25 @@
 """Ranks as processes under torchrun, on torch.distributed.
 
-    backend   when it is chosen                     where tensors travel
-    gloo      no GPU, or device="cpu"               from the memory of the CPU
-    nccl      as many GPUs as ranks on this host    from GPU to GPU
-    gloo      several ranks share a GPU             staged: copied to the CPU and back
-
-Tensors travel as bytes wherever nothing is added up, because gloo refuses many dtypes in
-collectives; a sum of a dtype that the backends cannot add is taken in a wider one.
+backend   when it is chosen                     where tensors travel
+gloo      no GPU, or device="cpu"               from the memory of the CPU
+nccl      as many GPUs as ranks on this host    from GPU to GPU
+gloo      several ranks share a GPU             staged: copied to the CPU and back
 """
 
 import math
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d
 
-from .transport import LaunchError, PeerLost, Transport, Work, describe
+from .torch_transport import TorchTransport, cause
+from .transport import LaunchError
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
 DEFAULT_TIMEOUT = 120.0  # seconds; the environment's SPLITC_TIMEOUT goes before it
-
-# What gloo and NCCL both add up; int16 and the other small types are not among them.
-_SUMMABLE = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
-
-_SETUP_TAG = 2**31 - 1  # of the messages that set a group up, out of the way of programs' tags
 
 
 def init(
@@ -43,7 +27,7 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout: float | None = None,
-) -> "TorchTransport":
+) -> TorchTransport:
     """Join the ranks that torchrun started, and return this rank's transport.
 
     A process group that the calling program has initialised is used as it is, with its own
@@ -64,10 +48,7 @@ def init(
         raise LaunchError(f"not started by torchrun ({', '.join(missing)} not set); run: {command}")
     started = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
     if world not in (None, started):
-        raise LaunchError(
-            f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; "
-            f"run: {command}"
-        )
+        raise LaunchError(f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; run: {command}")
     seconds = _timeout(timeout)
     if joined:
         backend = str(dist.get_backend())
@@ -81,205 +62,9 @@ def init(
             raise LaunchError(
                 f"rank {os.environ['RANK']} of {started} did not find the others at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s: "
-                f"{_cause(error)}"
+                f"{cause(error)}"
             ) from error
     return TorchTransport(where, seconds, owns_process_group=not joined)
-
-
-class TorchTransport(Transport):
-    """A transport on the process group that `init` joined or found.
-
-    NCCL's waits hold up the GPU's current stream, not the program.  NCCL ignores tags, and the
-    first message between two ranks creates their communicator, for which each waits for the other:
-    what a rank issues must have the one order that is checked when a program is compiled.
-
-    staged: tensors are copied to the CPU before they travel, and back by `wait`.
-    """
-
-    def __init__(self, device: torch.device, timeout: float, owns_process_group: bool) -> None:
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
-        self.device = device
-        self.staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())
-        self._timeout = timeout
-        self._owns_process_group = owns_process_group
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            tuple(range(self.world)): None  # torch's name for the default group
-        }
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        values = [value]
-        with self._losing_peers(f"broadcast_object from rank {src}"):
-            dist.broadcast_object_list(values, src)
-        return values[0]
-
-    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        values: list[Any] | None = [None] * self.world if self.rank == dst else None
-        with self._losing_peers(f"gather_objects to rank {dst}"):
-            dist.gather_object(value, values, dst)
-        return values
-
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        self._check_scatter(values, src)
-        own: list[Any] = [None]
-        with self._losing_peers(f"scatter_objects from rank {src}"):
-            dist.scatter_object_list(own, list(values or ()) if self.rank == src else None, src)
-        return own[0]
-
-    def barrier(self) -> None:
-        on_gpu = self.device.type == "cuda" and not self.staged
-        with self._losing_peers("barrier"):
-            dist.barrier(device_ids=[self.device.index] if on_gpu else None)
-
-    def close(self) -> None:
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        flight = _Flight(self, f"isend {describe(tensor)} to rank {dst}, tag {tag}")
-        return flight.issue(dist.isend, _as_bytes(flight.outgoing(tensor)), dst, tag=tag)
-
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        flight = _Flight(self, f"irecv {describe(tensor)} from rank {src}, tag {tag}")
-        return flight.issue(dist.irecv, _as_bytes(flight.incoming(tensor)), src, tag=tag)
-
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"all_reduce {describe(tensor)} over ranks {ranks}")
-        group = self._group(ranks)
-        return flight.issue(dist.all_reduce, flight.summed(tensor), group=group, async_op=True)
-
-    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
-        buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
-        group = self._group(ranks)
-        return flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
-
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"all_gather {describe(tensor)} over ranks {ranks}")
-        group = self._group(ranks)
-        if len({output.shape for output in outputs}) == 1:
-            buffers = [_as_bytes(flight.incoming(output)) for output in outputs]
-            own = _as_bytes(flight.outgoing(tensor))
-            return flight.issue(dist.all_gather, buffers, own, group=group, async_op=True)
-        # Unequal shapes, which gloo and NCCL refuse: every rank broadcasts its own.
-        outputs[ranks.index(self.rank)].detach().copy_(tensor.detach())
-        for src, output in zip(ranks, outputs, strict=True):
-            if output.numel():
-                buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
-                flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
-        return flight
-
-    def _connect(self, ranks: tuple[int, ...]) -> None:
-        self._group(ranks)
-
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The communicator of `ranks`, created by its members alone when it is new.
-
-        torch names a group of this kind by its ranks and the number of groups that this process
-        is in.  Members that are in unequally many would wait for each other under different names
-        until they time out; so they first agree on the highest number, and those below it fill up
-        with groups of themselves alone.
-        """
-        if ranks not in self._groups:
-            highest = self._agree_on_highest(_count_groups(), ranks)
-            with self._losing_peers(f"connect ranks {ranks}"):
-                while _count_groups() < highest:
-                    dist.new_group([self.rank], use_local_synchronization=True)
-                self._groups[ranks] = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self._timeout),
-                    use_local_synchronization=True,
-                )
-        return self._groups[ranks]
-
-    def _agree_on_highest(self, number: int, ranks: tuple[int, ...]) -> int:
-        """The highest of all members' numbers: asked and answered by the first of `ranks`.
-
-        By messages and not by a collective, because the group that would carry one is not there.
-        """
-        highest = torch.tensor(number, device=self.device)
-        first, *others = ranks
-        if self.rank != first:
-            self.isend(highest, first, _SETUP_TAG).wait()
-            self.irecv(highest, first, _SETUP_TAG).wait()
-            return int(highest)
-        for other in others:
-            theirs = torch.empty_like(highest)
-            self.irecv(theirs, other, _SETUP_TAG).wait()
-            highest = torch.maximum(highest, theirs)
-        for other in others:
-            self.isend(highest, other, _SETUP_TAG).wait()
-        return int(highest)
-
-    @contextmanager
-    def _losing_peers(self, what: str) -> Iterator[None]:
-        """Say which operation of which rank failed: what gloo raises names neither."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {self.rank} of {self.world}: {what}: {_cause(error)}; a peer died, or did "
-                f"not do its part within {self._timeout:g} s: look for the first error of the "
-                f"other ranks"
-            ) from error
-
-
-class _Flight:
-    """One operation under way: torch's works, and the tensors that must live until they end.
-
-    A tensor that the backend cannot use where it lies (on a GPU when staged, or not contiguous)
-    travels as a copy, its buffer; `wait` copies back what has arrived.
-    """
-
-    def __init__(self, transport: TorchTransport, what: str) -> None:
-        self._transport = transport
-        self._what = what
-        self._wire = torch.device("cpu") if transport.staged else transport.device
-        self._works: list[dist.Work] = []
-        self._buffers: list[Tensor] = []
-        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (tensor, the buffer it is copied from)
-
-    def outgoing(self, tensor: Tensor) -> Tensor:
-        """The buffer to send `tensor` from."""
-        buffer = tensor.detach().to(self._wire, copy=self._transport.staged).contiguous()
-        self._buffers.append(buffer)
-        return buffer
-
-    def incoming(self, tensor: Tensor) -> Tensor:
-        """The buffer to receive `tensor` in."""
-        tensor = tensor.detach()
-        if self._transport.staged or tensor.device != self._wire or not tensor.is_contiguous():
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
-            self._arrivals.append((tensor, buffer))
-            return buffer
-        self._buffers.append(tensor)
-        return tensor
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The buffer to add `tensor` up in, of a dtype that backends can add."""
-        tensor = tensor.detach()
-        buffer = self.outgoing(tensor)
-        if tensor.dtype not in _SUMMABLE:
-            buffer = buffer.to(torch.float32 if tensor.is_floating_point() else torch.int64)
-        if buffer.data_ptr() != tensor.data_ptr():
-            self._arrivals.append((tensor, buffer))
-        return buffer
-
-    def issue(self, operation: Any, *arguments: Any, **options: Any) -> "_Flight":
-        """Start one of torch's operations."""
-        with self._transport._losing_peers(self._what):
-            self._works.append(operation(*arguments, **options))
-        return self
-
-    def wait(self) -> None:
-        while self._works:
-            with self._transport._losing_peers(self._what):
-                self._works[0].wait()
-            del self._works[0]
-        for tensor, buffer in self._arrivals:
-            tensor.copy_(buffer)
-        self._arrivals.clear()
-        self._buffers.clear()
 
 
 def _timeout(timeout: float | None) -> float:
@@ -289,15 +74,11 @@ def _timeout(timeout: float | None) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise LaunchError(
-            f"the timeout (SPLITC_TIMEOUT) is {given!r}; it must be a number of seconds above 0"
-        )
+        raise LaunchError(f"the timeout (SPLITC_TIMEOUT) is {given!r}; it must be a number of seconds above 0")
     return seconds
 
 
-def _choose(
-    backend: str | None, device: str | torch.device | None, world: int
-) -> tuple[str, torch.device]:
+def _choose(backend: str | None, device: str | torch.device | None, world: int) -> tuple[str, torch.device]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     where = torch.device(device if device is not None else "cuda" if gpus else "cpu")
@@ -311,17 +92,3 @@ def _choose(
     if backend == "nccl" and where.type != "cuda":
         raise LaunchError(f"backend='nccl' needs a GPU for each rank, but the device is {where}")
     return backend, where
-
-
-def _count_groups() -> int:
-    return len(distributed_c10d._world.pg_names)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _cause(error: RuntimeError) -> str:
-    """The part of torch's message that tells something: no C++ file name, no general advice."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]

@@ -6,7 +6,8 @@ import importlib
 import linecache
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,39 +18,46 @@ _LOCK = threading.Lock()
 def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
     """The module `rankN` of a build, with its own copy of its role's module.
 
-    Simulated ranks load one build several times in a process, so nothing stays in `sys.modules`.
+    Simulated ranks load one build several times in a process, and a build's modules may have any name; so none of them
+    stays in `sys.modules`, and one of another kind that was there under such a name is there again afterwards.
     """
-    files = source if isinstance(source, Mapping) else {p.name: p.read_text() for p in source.glob("*.py")}
-    names = [name.removesuffix(".py") for name in files if name.endswith(".py")]
-    finder = _Finder(files)
+    finder = _Finder(source)
     with _LOCK:
-        hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+        hidden = {name: sys.modules.pop(name) for name in finder.texts if name in sys.modules}
         sys.meta_path.insert(0, finder)
         try:
             return importlib.import_module(f"rank{rank}")
         finally:
             sys.meta_path.remove(finder)
-            for name in names:
+            for name in finder.texts:
                 sys.modules.pop(name, None)
             sys.modules.update(hidden)
 
 
 class _Finder:
-    """Finds the modules of one build by their texts."""
+    """Finds the modules of one build, and no others.  texts: module name -> source."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._files = files
+    def __init__(self, source: Path | Mapping[str, str]) -> None:
+        if isinstance(source, Path):
+            paths = sorted(source.resolve().glob("*.py"))
+            self.texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+            self._origins = {path.stem: str(path) for path in paths}
+        else:
+            self.texts = {name[:-3]: text for name, text in source.items() if name.endswith(".py")}
+            self._origins = {name: f"<generated {name}.py>" for name in self.texts}
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if f"{name}.py" not in self._files:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.texts:
             return None
-        return importlib.machinery.ModuleSpec(name, self, origin=f"<generated {name}.py>")  # type: ignore[arg-type]
+        return ModuleSpec(name, self, origin=self._origins[name])  # type: ignore[arg-type]
 
-    def create_module(self, spec: Any) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        text = self._files[f"{module.__name__}.py"]
-        origin = f"<generated {module.__name__}.py>"
-        linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)
-        exec(compile(text, origin, "exec"), module.__dict__)  # the same code that is on disk
+        text, origin = self.texts[module.__name__], self._origins[module.__name__]
+        module.__file__ = origin
+        linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)  # for tracebacks
+        exec(compile(text, origin, "exec"), module.__dict__)

@@ -1,7 +1,11 @@
 """One rank of a compiled program: what its generated step calls to talk to the others.
 
 A `Rank` is made by `rankN.py` from plain numbers and comes alive when it is connected to a transport.  Examples are
-counted in the global batch of a step; when a step has fewer (the tail of an epoch), every boundary moves with its reader's.
+counted in the global batch as compiled; when a step has other batches (the tail of an epoch), every boundary moves with
+its reader's.
+
+What a step sends starts to travel at once and is waited for at the step's end: nothing that was sent may change in
+between.  Everything is issued in the order of the generated lines, so that the order proved at compile time holds.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .gradients import Buckets, GradientSum
-from .loss import target_weight
+from .loss import Loss, target_weight
 from .seeded import mask
 from .transport import LaunchError, Transport, Work
 
@@ -29,6 +33,9 @@ class Rank:
     readers, bounds: the ranks that read data, and where each one's examples begin and end.
     inputs: name -> (shape with -1 for the batch, dtype, bound of whole numbers) of what a reader reads.
     owners: role -> the rank that gives the role's parameters to a whole state_dict.
+
+    seed, step_number: what dropout's masks depend on; step_number counts training steps.
+    training: False makes dropout pass its input through.  sent_bytes: what this rank has sent so far, as on a ring.
     """
 
     def __init__(
@@ -51,21 +58,29 @@ class Rank:
         self.seed = 0
         self.step_number = 0
         self.sent_bytes = 0
-        self.training = True  # False: dropout passes its input through
+        self.training = True
         self._examples = examples
+        self._everyones: dict[int, tuple[int, int]] = {}  # rank -> its part of the global batch, once connected
         self._now = bounds
+        self._under_way = False
         self._pending: list[Work] = []
         self._transport: Transport | None = None
-        self._sums: dict[int, GradientSum] = {}
+        self._summing: GradientSum | None = None
 
     # -- a step's surroundings -----------------------------------------------------------------------------------------
 
     def connect(self, transport: Transport, seed: int = 0) -> None:
-        """Come alive on `transport`.  Raises LaunchError when it is another rank's or world's."""
+        """Come alive on `transport`.  Collective.  Raises LaunchError when it is another rank's or world's."""
         if (transport.rank, transport.world) != (self.index, self.world):
-            raise LaunchError(f"this is rank {self.index} of {self.world}, started as {transport.rank} of {transport.world}")
+            raise LaunchError(
+                f"this is rank {self.index} of {self.world}, started as {transport.rank} of {transport.world}"
+            )
         self._transport, self.seed = transport, seed
         transport.connect([self.replicas, self.everyone])
+        table = torch.zeros(self.world, 2, dtype=torch.int64, device=transport.device)
+        table[self.index] = torch.tensor(self._examples)
+        transport.all_reduce(table, self.everyone).wait()
+        self._everyones = {rank: (first, last) for rank, (first, last) in enumerate(table.tolist())}
 
     @property
     def transport(self) -> Transport:
@@ -82,28 +97,66 @@ class Rank:
         """Which part of the global batch this rank reads; None: none."""
         return self.readers.index(self.index) if self.index in self.readers else None
 
-    def begin(self, sizes: Sequence[int] | None = None) -> None:
-        """Start a step in which reader k gives `sizes[k]` examples; None: as compiled."""
-        self._now = self.bounds if sizes is None else tuple(sum(sizes[:k]) for k in range(len(sizes) + 1))
+    @property
+    def owns_its_role(self) -> bool:
+        """Whether this rank is the one of its replicas that counts where each parameter counts once."""
+        return self.owners.get(self.role) == self.index
 
-    def finish(self) -> None:
-        """End a step: every message has left, its tensors may be reused."""
+    def begin(self, sizes: Sequence[int] | None = None) -> None:
+        """Say that reader k gives `sizes[k]` examples to the step; None: as compiled.
+
+        Raises LaunchError, on every rank alike, when some rank would be left without examples.
+        """
+        now = self.bounds if sizes is None else tuple(sum(sizes[:k]) for k in range(len(sizes) + 1))
+        if len(now) != len(self.bounds):
+            raise LaunchError(f"sizes of {len(now) - 1} readers given, but {len(self.bounds) - 1} ranks read data")
+        if idle := self.without_examples(now):
+            raise LaunchError(
+                f"a batch of {' + '.join(map(str, sizes or ()))} examples leaves rank {', '.join(map(str, idle))} "
+                f"without any; give each reader more"
+            )
+        self._now = now
+
+    def without_examples(self, bounds: Sequence[int]) -> list[int]:
+        """The ranks with work that get no example when the readers' parts of a step have these bounds."""
+        return [
+            rank
+            for rank, (first, last) in self._everyones.items()
+            if first < last and self._at(first, bounds) == self._at(last, bounds)
+        ]
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Around all that a step issues; on leaving, every message has left and its tensors may be reused.
+
+        A rank whose step broke off inside cannot take another one: the others have sent and received something else.
+        """
+        if self._under_way:
+            raise LaunchError(
+                f"rank {self.index}: its last step broke off in the middle, and the ranks no longer agree on what is "
+                f"on its way; start all ranks again"
+            )
+        self._under_way = True
+        yield
         for work in self._pending:
             work.wait()
         self._pending.clear()
-        self.step_number += 1
+        self._under_way = False
 
     @property
     def examples(self) -> tuple[int, int]:
         """This step's part of the global batch."""
         return self._at(self._examples[0]), self._at(self._examples[1])
 
-    def _at(self, position: int) -> int:
-        """Where a boundary of the compiled batch lies in this step's batch."""
-        full, now = self.bounds, self._now
-        if full == now:
-            return position
-        k = min(max(bisect.bisect_right(full, position) - 1, 0), len(full) - 2)
+    def _at(self, position: int, now: Sequence[int] | None = None) -> int:
+        """Where a boundary of the compiled batch lies in this step's batch, or in one with the readers' bounds `now`.
+
+        A boundary inside a reader's part divides it in the same proportion, rounded down.
+        """
+        full, now = self.bounds, self._now if now is None else now
+        if position == full[-1]:
+            return now[-1]
+        k = bisect.bisect_right(full, position) - 1
         return now[k] + (position - full[k]) * (now[k + 1] - now[k]) // (full[k + 1] - full[k])
 
     # -- between roles -------------------------------------------------------------------------------------------------
@@ -114,7 +167,9 @@ class Rank:
         dim, rows: the batch dimension and how many rows of it one example has.
         """
         if value is None:
-            raise RuntimeError(f"rank {self.index}: no gradient arrived for what role {role} sent; its stage does not depend on it")
+            raise RuntimeError(
+                f"rank {self.index}: no gradient arrived for what role {role} sent; its stage does not depend on it"
+            )
         first = self.examples[0]
         for peer, start, stop in self.routes[role]:
             a, b = self._at(start), self._at(stop)
@@ -140,13 +195,12 @@ class Rank:
 
     @contextmanager
     def all_reduce(self, stage: nn.Module, buckets: Buckets) -> Iterator[None]:
-        """Sum the gradients of `stage` over the replicas; each bucket starts as soon as the backward inside filled it."""
-        if id(stage) not in self._sums:
-            self._sums = {id(stage): GradientSum(stage, buckets)}
-        summing = self._sums[id(stage)]
-        with summing.while_backward(self.transport, self.replicas):
+        """Sum the gradients of `stage` over the replicas; each bucket starts once the backward inside has filled it."""
+        if self._summing is None or self._summing.stage is not stage:
+            self._summing = GradientSum(stage, buckets)
+        with self._summing.while_backward(self.transport, self.replicas):
             yield
-        self.sent_bytes += summing.sent_bytes(len(self.replicas))
+        self.sent_bytes += self._summing.sent_bytes(len(self.replicas))
 
     def total(self, value: Tensor) -> Tensor:
         """A scalar without gradient, summed over the role: the denominator of a weighted mean."""
@@ -172,18 +226,9 @@ class Rank:
     # -- with everyone -------------------------------------------------------------------------------------------------
 
     def sum_loss(self, contribution: Tensor) -> Loss:
-        """Start to sum the ranks' contributions to the loss; `wait` gives the global loss, the same on every rank."""
+        """Start to sum the ranks' contributions to the loss; `wait` gives the global loss, the same on every rank.
+
+        The sum is taken in float64; the loss has the dtype of the contribution.
+        """
         total = contribution.detach().to(self.transport.device, torch.float64, copy=True)
         return Loss(total, self.transport.all_reduce(total, self.everyone), contribution.dtype)
-
-
-class Loss:
-    """A global loss that may still be on its way."""
-
-    def __init__(self, total: Tensor, work: Work, dtype: torch.dtype) -> None:
-        self._total, self._work, self._dtype = total, work, dtype
-
-    def wait(self) -> Tensor:
-        """The loss, a 0-d tensor."""
-        self._work.wait()
-        return self._total.to(self._dtype)

@@ -1,4 +1,4 @@
-"""A stage's parameters and buffers: filled from whole-model weights, and given back under the model's names."""
+"""A stage's parameters and buffers, filled from whole-model weights under the model's own names."""
 
 from __future__ import annotations
 
@@ -24,44 +24,47 @@ class Tree(nn.Module):
 
 
 def build(stage_class: Any, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """A stage on `device` with copies of its `weights`; tied parameters stay tied.
+    """A stage on `device` with its own copies of its `weights`, in their dtypes; tied parameters stay tied.
 
+    The stage is made without memory first, so each weight is copied once and nothing is initialised in vain.
     Raises LaunchError that lists the weights that are missing or have another shape.
     """
     with torch.device("meta"):
         stage: nn.Module = stage_class()
-    problems: list[str] = []
-    made: dict[int, Tensor] = {}
-
-    def real(name: str, empty: Tensor) -> Tensor:
-        if id(empty) in made:
-            return made[id(empty)]
-        value = weights.get(name)
-        if value is None or value.shape != empty.shape:
-            problems.append(f"{name}: needs shape {tuple(empty.shape)}, " + (
-                "missing" if value is None else f"has {tuple(value.shape)}"))
-            return empty
-        copied = value.detach().to(device, copy=True).contiguous()
-        made[id(empty)] = nn.Parameter(copied, empty.requires_grad) if isinstance(empty, nn.Parameter) else copied
-        return made[id(empty)]
-
-    for path, module in stage.named_modules():
-        for group in (module._parameters, module._buffers):
-            for name, tensor in list(group.items()):
-                if tensor is not None:
-                    group[name] = real(f"{path}.{name}" if path else name, tensor)  # type: ignore[index]
-    if problems:
+    needed = _tensors(stage)
+    if problems := misfits(needed, weights):
         raise LaunchError("\n".join(["the weights do not fit this stage:", *(f"  - {p}" for p in problems)]))
+    made: dict[Tensor, Tensor] = {}
+    for name, empty in needed.items():
+        if empty not in made:
+            value = weights[name].detach().to(device, copy=True).contiguous()
+            made[empty] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
+        path, _, attribute = name.rpartition(".")
+        setattr(stage.get_submodule(path), attribute, made[empty])  # no shortcut: recurrent layers watch this
     return stage.train()
 
 
-def copy_into(stage: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Overwrite the stage's parameters and persistent buffers from a whole state_dict.  Raises LaunchError as `build`."""
-    own = stage.state_dict(keep_vars=True)
-    bad = [f"{k}: needs shape {tuple(v.shape)}, " + ("missing" if k not in state else f"has {tuple(state[k].shape)}")
-           for k, v in own.items() if k not in state or state[k].shape != v.shape]
-    if bad:
-        raise LaunchError("\n".join(["the state_dict does not fit this stage:", *(f"  - {p}" for p in bad)]))
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+def misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """What `weights` lacks of the needed tensors, or has in another shape, one line each; tied ones once."""
+    problems: dict[Tensor, str] = {}
+    for name, tensor in needed.items():
+        value = weights.get(name)
+        if value is None or value.shape != tensor.shape:
+            has = "missing" if value is None else f"has {tuple(value.shape)}"
+            problems.setdefault(tensor, f"{name}: needs shape {tuple(tensor.shape)}, {has}")
+    return list(problems.values())
+
+
+def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Key -> the first key with the same memory: the model's keys, and which of them are one tensor."""
+    seen: dict[tuple[object, ...], str] = {}
+    return {
+        key: seen.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else (key,), key)
+        for key, value in state.items()
+    }
+
+
+def _tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, under each of their names."""
+    named = (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False))
+    return dict(named)

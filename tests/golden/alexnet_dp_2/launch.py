@@ -1,0 +1,22 @@
+"""Train AlexNet on 2 ranks: data_parallel, all ranks 0 1.  Written by splitc 0.1.0; yours to edit.
+
+run      torchrun --nproc-per-node 2 launch.py --steps 10
+         --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
+                                  (inputs..., target), of the part that worker.data_rank reads
+plan     334a496ef1eb
+"""
+
+import torch
+
+from splitc.runtime import launch
+
+WORLD = 2
+PLAN = "334a496ef1eb"
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+if __name__ == "__main__":
+    launch.main(__file__, WORLD, optimizer)

@@ -1,0 +1,27 @@
+"""Rank 3 of 5 of ResNet: role "fc", examples 0 to 7 of 11.  Written by splitc 0.1.0; yours to edit.
+
+in       target  (8,)                   int64    <- ranks 0 1
+in       cut0    (8, 32)                float32  <- ranks 0 1
+sends    2.36 kB a step, 9 operations on the wire
+run      torchrun --nproc-per-node 5 launch.py
+remake   splitc compile <model file> --plan plan.json
+"""
+
+from fc import Stage, evaluate, step
+
+from splitc.runtime import Rank
+
+__all__ = ["Stage", "evaluate", "rank", "step"]
+
+rank = Rank(
+    index=3,
+    world=5,
+    role="fc",
+    examples=(0, 8),                          # its part of the global batch
+    replicas=(3, 4),                          # ranks that hold the same parameters and sum their gradients
+    routes={"conv": ((0, 0, 4), (1, 4, 8))},  # peer, and the examples that both work on
+    readers=(0, 1, 2),                        # ranks that read the data
+    bounds=(0, 4, 8, 11),                     # where each reader's examples begin
+    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
+)

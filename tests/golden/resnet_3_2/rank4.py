@@ -1,0 +1,27 @@
+"""Rank 4 of 5 of ResNet: role "fc", examples 8 to 10 of 11.  Written by splitc 0.1.0; yours to edit.
+
+in       target  (3,)                   int64    <- rank 2
+in       cut0    (3, 32)                float32  <- rank 2
+sends    1.72 kB a step, 6 operations on the wire
+run      torchrun --nproc-per-node 5 launch.py
+remake   splitc compile <model file> --plan plan.json
+"""
+
+from fc import Stage, evaluate, step
+
+from splitc.runtime import Rank
+
+__all__ = ["Stage", "evaluate", "rank", "step"]
+
+rank = Rank(
+    index=4,
+    world=5,
+    role="fc",
+    examples=(8, 11),                         # its part of the global batch
+    replicas=(3, 4),                          # ranks that hold the same parameters and sum their gradients
+    routes={"conv": ((2, 8, 11),)},           # peer, and the examples that both work on
+    readers=(0, 1, 2),                        # ranks that read the data
+    bounds=(0, 4, 8, 11),                     # where each reader's examples begin
+    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
+)

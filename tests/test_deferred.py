@@ -1,0 +1,175 @@
+"""Programs that compile on the first batch: where they may be used before, what reaches the ranks, and who hears of errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import splitc
+from splitc.deferred import DeferredProgram, DeferredWorker
+from splitc.errors import LaunchError
+from splitc.runtime.transport import Transport
+from splitc.runtime.weights import first_names
+from tests.compiled import CLUSTER
+from tests.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on_ranks, one_process, sgd
+
+
+def deferred(model: nn.Module, world: int = 3, strategy: str = SEPARATION, loss: Any = F.cross_entropy) -> DeferredProgram:
+    pins = PINS if strategy.startswith("layer_separation") else {}
+    program = splitc.compile(model, world, loss=loss, strategy=strategy, cluster=CLUSTER, pins=pins)
+    assert isinstance(program, DeferredProgram)
+    return program
+
+
+def on_deferred(model: nn.Module, function: Callable[[DeferredWorker], Any], world: int = 3, **options: Any) -> list[Any]:
+    """Call `function` with a deferred worker on every rank, each of which has its own model, as in processes."""
+
+    def run(transport: Transport) -> Any:
+        own = copy.deepcopy(model)
+        if transport.rank:  # another seed there: rank 0's weights count
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.zero_()
+        program = deferred(own, world, **options)
+        return function(DeferredWorker(program, transport, sgd, {}, first_names(own.state_dict())))
+
+    return on_ranks(world, run)
+
+
+def test_a_program_without_an_example_says_what_it_needs_one_for() -> None:
+    program = deferred(Net())
+    for name in ("plan", "verify", "report", "save", "rank"):
+        with pytest.raises(LaunchError, match=rf"program\.{name} needs a compiled program: give compile\(\) an example"):
+            getattr(program, name)
+    assert not hasattr(program, "no_such_name")
+
+
+def test_training_by_shard_is_that_of_one_process() -> None:
+    model, dataset = Net(norm=False), TensorDataset(*batch_of(20))
+
+    def run(worker: DeferredWorker) -> Any:
+        losses = []
+        for epoch in (0, 1):
+            losses += [float(worker.step(*batch)) for batch in worker.shard(dataset, 4, shuffle=False, epoch=epoch)]
+        return losses, worker.state_dict(), worker.data_rank, worker.data_world
+
+    (losses, state, *_), *others = on_deferred(model, run)
+    expected = one_process(model, [dataset[k : k + 8] for k in (0, 8)] * 2)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_same(state, expected[1])
+    assert [(rank, readers) for _, _, rank, readers in others] == [(1, 2), (None, 2)]
+    assert [got for got, *_ in others] == [losses, losses]
+
+
+def test_the_first_step_without_shard_takes_a_batch_on_every_rank_and_uses_the_readers() -> None:
+    model = Net(norm=False)
+    images, labels = batch_of(12)
+
+    def run(worker: DeferredWorker) -> Any:
+        rank = worker._transport.rank
+        losses = [float(worker.step(images[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4]))]
+        own = () if worker.data_rank is None else (images[4 * rank : 4 * rank + 4], labels[4 * rank : 4 * rank + 4])
+        return [*losses, float(worker.step(*own))], worker.state_dict()
+
+    (losses, state), *_ = on_deferred(model, run)
+    expected = one_process(model, [(images[:8], labels[:8])] * 2)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_same(state, expected[1])
+
+
+def test_before_the_first_batch_everything_else_says_that_it_is_not_compiled() -> None:
+    def run(worker: DeferredWorker) -> None:
+        for name in ("data_rank", "data_world", "optimizer", "state_dict", "load_state_dict", "evaluate"):
+            with pytest.raises(LaunchError, match="the program is not compiled yet"):
+                getattr(worker, name)
+        assert not hasattr(worker, "_anything")
+
+    on_deferred(Net(), run)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        (TensorDataset(torch.randn(8, 2, 8, 8), torch.zeros(8).long()), "expected input"),  # one channel too many
+        (TensorDataset(torch.randn(8, 1, 8, 8)), "the first batch must be inputs and a target"),
+        (TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0).long()), "the dataset is empty"),
+    ],
+)
+def test_an_error_of_rank_0s_compiling_is_raised_on_every_rank(dataset: Any, reason: str) -> None:
+    def run(worker: DeferredWorker) -> str:
+        with pytest.raises(Exception, match=reason) as caught:
+            worker.shard(dataset, 4)
+        return type(caught.value).__name__ + str(caught.value)
+
+    _, first, second = on_deferred(Net(), run)
+    assert first == second
+    assert first.startswith("LaunchErrorrank 0 could not compile its first batch: ")
+
+
+class Named(nn.Module):
+    """Its inputs are of one shape and dtype: an order taken from elsewhere would go unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        scores: Tensor = self.head((self.embed(ids) * mask[..., None]).sum(1))
+        return scores if labels is None else F.cross_entropy(scores, labels[:, 0])
+
+
+class Dicts(Dataset[Any]):
+    """Examples whose names come in another order than the model's; with or without the target inside."""
+
+    def __init__(self, paired: bool) -> None:
+        self.ids, self.mask, self.labels = (torch.randint(0, high, (8, 3)) for high in (10, 2, 10))
+        self.paired = paired
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, k: int) -> Any:
+        if self.paired:
+            return {"mask": self.mask[k], "ids": self.ids[k]}, self.labels[k, 0]
+        return {"labels": self.labels[k], "mask": self.mask[k], "ids": self.ids[k]}
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_dataset_of_dicts_goes_by_names_on_the_first_batch_and_later(paired: bool) -> None:
+    model, dataset = Named(), Dicts(paired)
+
+    def run(worker: DeferredWorker) -> Any:
+        losses = [float(worker.step(*batch)) for batch in worker.shard(dataset, 2, shuffle=False)]
+        return losses, worker.state_dict()
+
+    loss = F.cross_entropy if paired else None
+    (losses, state), _ = on_deferred(model, run, world=2, strategy="data_parallel", loss=loss)
+    alone = copy.deepcopy(model)
+    optimizer, expected = sgd(alone.named_parameters()), []
+    for k in (0, 4):
+        optimizer.zero_grad()
+        value = alone(dataset.ids[k : k + 4], dataset.mask[k : k + 4], dataset.labels[k : k + 4])
+        value.backward()
+        optimizer.step()
+        expected.append(float(value.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_same(state, alone.state_dict())
+
+
+def test_only_rank_0_reads_data_to_compile() -> None:
+    class Watching(TensorDataset):
+        def __getitem__(self, k: Any) -> Any:
+            read.append(k)
+            return super().__getitem__(k)
+
+    read: list[Any] = []
+    dataset = Watching(*batch_of(8))
+    on_deferred(Net(norm=False), lambda worker: worker.shard(dataset, 4))
+    assert sorted(read) == [0, 1, 2, 3]

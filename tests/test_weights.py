@@ -1,0 +1,125 @@
+"""Stages filled from whole-model weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitc.runtime.transport import LaunchError
+from splitc.runtime.weights import Tree, build, first_names
+
+CPU = torch.device("cpu")
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"0": nn.Linear(3, 4), "1": nn.BatchNorm1d(4)})
+        self.head = nn.Linear(4, 2)
+        self.head.requires_grad_(False)
+        self.register_buffer("mask", torch.empty((2,), dtype=torch.bool), persistent=False)
+
+
+def weights() -> dict[str, Tensor]:
+    stage = Stage()
+    stage.body["1"].num_batches_tracked.fill_(7)  # type: ignore[operator]
+    return {**stage.state_dict(), "mask": torch.tensor([True, False]), "elsewhere.weight": torch.zeros(9)}
+
+
+def test_a_stage_has_the_values_dtypes_and_flags_of_its_weights_and_is_in_training_mode() -> None:
+    given = {k: v.double() if v.is_floating_point() else v for k, v in weights().items()}
+    stage = build(Stage, given, CPU)
+    for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+        assert tensor.dtype == given[name].dtype, name
+        assert torch.equal(tensor, given[name]), name
+    assert {name for name, p in stage.named_parameters() if not p.requires_grad} == {"head.weight", "head.bias"}
+    assert stage.training
+    assert set(stage.state_dict()) == set(given) - {"mask", "elsewhere.weight"}
+
+
+def test_a_stage_has_copies_of_its_own() -> None:
+    given = weights()
+    stage = build(Stage, given, CPU)
+    with torch.no_grad():
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            tensor.zero_()
+    assert bool(given["body.0.weight"].any())
+    assert int(given["body.1.num_batches_tracked"]) == 7
+
+
+def test_making_a_stage_draws_no_random_numbers_for_what_is_overwritten() -> None:
+    given, before = weights(), torch.get_rng_state()
+    build(Stage, given, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_all_missing_and_misshapen_weights_are_named_at_once() -> None:
+    given = weights()
+    del given["body.1.running_mean"]
+    given["head.weight"] = torch.zeros(5, 4)
+    with pytest.raises(LaunchError) as caught:
+        build(Stage, given, CPU)
+    assert str(caught.value).splitlines() == [
+        "the weights do not fit this stage:",
+        "  - head.weight: needs shape (2, 4), has (5, 4)",
+        "  - body.1.running_mean: needs shape (4,), missing",
+    ]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_parameters_stay_tied_and_are_copied_once() -> None:
+    values = torch.randn(5, 3)
+    stage = build(Tied, {"embed.weight": values, "head.weight": values.clone()}, CPU)
+    assert stage.head.weight is stage.embed.weight
+    assert torch.equal(stage.get_parameter("head.weight"), values)
+    with pytest.raises(LaunchError) as caught:
+        build(Tied, {}, CPU)
+    assert str(caught.value).count("missing") == 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+def test_a_recurrent_layer_uses_the_weights_that_it_was_given() -> None:
+    model = Recurrent()
+    stage, x = build(Recurrent, model.state_dict(), CPU), torch.randn(2, 1, 3)
+    assert torch.equal(stage(x), model(x))
+    stage(x).sum().backward()
+    assert all(p.grad is not None for p in stage.parameters())
+
+
+def test_a_tree_takes_the_names_that_a_module_dict_refuses() -> None:
+    tree = Tree({"keys": nn.Linear(1, 1), "values": Tree({"pop": nn.ReLU()}), "0": nn.Linear(1, 2)})
+    assert list(tree.state_dict()) == ["keys.weight", "keys.bias", "0.weight", "0.bias"]
+    assert isinstance(tree["values"]["pop"], nn.ReLU)  # type: ignore[index]
+    assert isinstance(Tree()._modules, dict)
+
+
+def test_first_names_tell_which_keys_are_one_tensor() -> None:
+    tied = Tied()
+    tied.other = nn.Linear(3, 5, bias=False)
+    assert first_names(tied.state_dict()) == {
+        "embed.weight": "embed.weight",
+        "head.weight": "embed.weight",
+        "other.weight": "other.weight",
+    }
+
+
+def test_tensors_without_elements_and_parts_of_a_tensor_are_not_taken_for_tied() -> None:
+    whole = torch.zeros(4, 2)
+    state = {"a": torch.zeros(0), "b": torch.zeros(0), "whole": whole, "first": whole[:2], "flat": whole.view(-1)}
+    assert first_names(state) == {name: name for name in state}
