@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError, bullets
+from splitc.names import near_name
 from splitc.plan import HOLDINGS, SYNCS, Placement
 
 ROLES: dict[str, tuple[str, ...]] = {
@@ -57,7 +58,7 @@ def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> 
 
 def contradictions(pins: Mapping[str, Pin], strategy: str) -> list[str]:
     """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not know."""
-    problems = []
+    layers: dict[tuple[str, str, object, str], list[str]] = {}
     for layer, pin in pins.items():
         asked = pin.placement
         for part, value, known in (
@@ -67,17 +68,23 @@ def contradictions(pins: Mapping[str, Pin], strategy: str) -> list[str]:
             ("group", asked.group, (1,)),
         ):
             if value is not None and value not in known:
-                problems.append(
-                    f"pin {pin.pattern!r} asks for {part} {value!r} of {layer}, "
-                    f"but {strategy} has only {', '.join(str(word) for word in known)}"
-                )
-    return problems
+                key = pin.pattern, part, value, ", ".join(str(word) for word in known)
+                layers.setdefault(key, []).append(layer)
+    return [
+        f"pin {pattern!r} asks for {part} {value!r} of {_named(matching)}, but {strategy} has only {known}"
+        for (pattern, part, value, known), matching in layers.items()
+    ]
+
+
+def _named(layers: Sequence[str]) -> str:
+    """`fc1`, `fc1 and fc2`, `layer1.0.conv1 and 17 more layers`."""
+    return " and ".join(layers) if len(layers) <= 2 else f"{layers[0]} and {len(layers) - 1} more layers"
 
 
 def _unknown_words(pin: Placement) -> list[str]:
     roles = tuple(dict.fromkeys(role for each in ROLES.values() for role in each))
     return [
-        f"there is no {part} {value!r}; there are {', '.join(known)}"
+        f"there is no {part} {value!r}; there are {', '.join(known)}; {near_name(str(value), known)}".rstrip("; ")
         for part, value, known in (
             ("role", pin.role, roles),
             ("holding", pin.holding, HOLDINGS),

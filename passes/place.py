@@ -5,6 +5,7 @@ This pass only decides: it prices the best plan of every strategy and fills `pro
     single_device      T = compute(global batch)                                         one rank
     data_parallel      T = compute(largest share) + ring(all gradients)                  all ranks
     layer_separation   T = conv compute + fc compute + exchange + max(ring, ring)        conv, fc
+    parameter_server   a price by its paper's formula, to compare with; never a plan
 
     maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
 
@@ -23,6 +24,7 @@ from typing import ClassVar
 
 from cost_models.devices import load_cluster
 from passes.families import Offer, Request, data_parallel, single_device
+from passes.parameter_server import parameter_server
 from passes.pins import resolve_pins
 from passes.reasons import reasons
 from passes.separate_layers import layer_separation
@@ -101,7 +103,7 @@ class Place(Pass):
             proof=proof,
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.step_seconds,
-            candidates=tuple(_candidate(offer) for offer in offers),
+            candidates=(*map(_candidate, offers), parameter_server(request)),
             reasons=reasons(request, chosen),
             model=self.model,
         )
@@ -115,19 +117,24 @@ class Place(Pass):
             for layer, place in plan.placements.items()
         }
 
-    def _request(self, program: Program) -> Request:
-        problems = []
+    def problems(self) -> list[str]:
+        """What is wrong with the request whatever the model: one line each."""
+        found = []
         for what, value in (("world", self.world), ("global_batch", self.global_batch)):
             if value is not None and (type(value) is not int or value < 1):
-                problems.append(f"{what} is {value!r}; it must be a whole number of at least 1")
+                found.append(f"{what} is {value!r}; it must be a whole number of at least 1")
         if self.memory is not None and not self.memory > 0:
-            problems.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
+            found.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
         if self.optimizer_copies < 0:
-            problems.append(f"optimizer_copies is {self.optimizer_copies}; it must be at least 0")
+            found.append(f"optimizer_copies is {self.optimizer_copies}; it must be at least 0")
         if self.cluster.world is not None and self.world > self.cluster.world:
-            problems.append(
+            found.append(
                 f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {self.cluster.world} devices"
             )
+        return found
+
+    def _request(self, program: Program) -> Request:
+        problems = self.problems()
         if problems:
             raise PlacementError(bullets("this cannot be planned:", problems))
         pins = resolve_pins(self.pins, [layer.name for layer in program.layers])

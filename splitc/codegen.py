@@ -52,12 +52,12 @@ def role_file(program: Program, stage: Stage) -> str:
     batches = {plan.batch(rank) for rank in ranks}
     batch = batches.pop() if len(batches) == 1 else None
     stage_lines, returned = stage_class(program, stage, batch)
-    body = [*stage_lines, "", ""]
+    body = [f'PLAN = "{plan.hash}"', "", "", *stage_lines, "", ""]
     if stage.buckets and len(ranks) > 1:
         body += [*_buckets(program, stage), "", ""]
     body += _step(program, stage, returned, batch)
     body += ["", "", *_evaluate(program, stage, returned, batch)]
-    return "\n".join([*_role_header(program, stage, batch), "", *module_imports(body), "", "", *body, ""])
+    return "\n".join([*_role_header(program, stage, batch), "", *module_imports(body), "", *body, ""])
 
 
 def _role_header(program: Program, stage: Stage, batch: int | None) -> list[str]:
@@ -253,6 +253,8 @@ def rank_file(program: Program, rank: int) -> str:
         "",
         '__all__ = ["Stage", "evaluate", "rank", "step"]',
         "",
+        f'PLAN = "{plan.hash}"',
+        "",
         "rank = Rank(",
     ]
     lines += _fields(
@@ -341,7 +343,7 @@ def _idle_rank_file(program: Program, rank: int) -> str:
         f'"""Rank {rank} of {plan.world} of {program.name}: the plan {plan.strategy} gives it no work.  '
         f'Written by splitc {__version__}; yours to edit."""\n\nfrom {IDLE} import Stage, evaluate, step\n\n'
         f'from splitc.runtime import Rank\n\n__all__ = ["Stage", "evaluate", "rank", "step"]\n\n'
-        f'rank = Rank(\n    index={rank},\n    world={plan.world},\n    role="{IDLE}",\n'
+        f'PLAN = "{plan.hash}"\n\nrank = Rank(\n    index={rank},\n    world={plan.world},\n    role="{IDLE}",\n'
         f"    readers={plan.roles[plan.reader]},\n    bounds={plan.examples[plan.reader]},\n"
         f"    owners={_owners(program)},\n)\n"
     )
@@ -350,8 +352,8 @@ def _idle_rank_file(program: Program, rank: int) -> str:
 def _idle_file(program: Program) -> str:
     return (
         f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
-        f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n\n'
-        f'class Stage(nn.Module):\n    """Nothing."""\n\n\n'
+        f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n'
+        f'PLAN = "{program.required_plan.hash}"\n\n\nclass Stage(nn.Module):\n    """Nothing."""\n\n\n'
         f'def step(rank, stage):\n    """Learn the loss of one batch."""\n'
         f"    return rank.sum_loss({_zero(program)}).wait()\n\n\nevaluate = step\n"
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from splitc.errors import PlacementError
+from splitc.names import near_name
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class Auto(Strategy):
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (SingleDevice, DataParallel, LayerSeparation, Auto)}
 
 
+PRICED = ("parameter_server",)
+"""Strategies that the report prices by the formula of their paper, and that cannot be compiled yet."""
+
+_PLANNED = ("hybrid_single", "modulo_shard", "late_multiply", "independent_subnets", "local_sgd")
+
+
 def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
     """`"layer_separation(n_f=1)"` -> LayerSeparation(n_f=1).  Parsed, never evaluated.
 
@@ -77,21 +84,34 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
         return text()
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None or match[1] not in STRATEGIES:
-        raise PlacementError(
-            f"unknown strategy {text!r}; there are {', '.join(sorted(STRATEGIES))}, "
-            f"with options as in layer_separation(n_c=3, n_f=1)"
-        )
+        raise PlacementError(f"unknown strategy {text!r}; {_instead(text)}")
     cls = STRATEGIES[match[1]]
     known = [f.name for f in fields(cls)]
     options: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in (match[2] or "").split(","))):
         name, _, value = (p.strip() for p in part.partition("="))
         if name not in known:
-            raise PlacementError(
-                f"{cls.name} has no option {name!r}; " + (f"it has {', '.join(known)}" if known else "it has none")
-            )
+            there = f"it has {', '.join(known)}, as in {cls.name}({known[0]}=1)" if known else "it has none"
+            raise PlacementError(f"{cls.name} has no option {name!r}; {near_name(name, known)}{there}")
+        if name in options:
+            raise PlacementError(f"{cls.name}: {name} is given twice")
         options[name] = _literal(value, f"{cls.name}: {name}")
     return cls(**options)
+
+
+def _instead(text: str) -> str:
+    """What to write in place of an unknown strategy."""
+    name = text.partition("(")[0].strip()
+    if name in PRICED:
+        return f"{name} is priced by a formula in the report, but cannot be compiled yet"
+    if name in _PLANNED:
+        return f"{name} cannot be planned yet; there are {', '.join(sorted(STRATEGIES))}"
+    if name in STRATEGIES:
+        return f"write its options in parentheses, as in {LayerSeparation(3, 1)}"
+    return (
+        f"{near_name(name, STRATEGIES)}there are {', '.join(sorted(STRATEGIES))}, "
+        f"with options as in {LayerSeparation(3, 1)}"
+    )
 
 
 def _literal(text: str, where: str) -> Any:

@@ -71,6 +71,7 @@ def test_a_state_reaches_every_rank_that_holds_a_part_and_rank_0_keeps_what_nobo
     assert others == [{}, {}]
     assert list(left) == ["third.weight", "third.bias"]
     assert torch.equal(left["third.bias"], whole["third.bias"])
+    assert left["third.bias"].data_ptr() != whole["third.bias"].data_ptr()
 
 
 def test_a_state_of_another_precision_is_cast_as_torch_casts_it() -> None:
@@ -89,13 +90,14 @@ def test_a_state_of_another_precision_is_cast_as_torch_casts_it() -> None:
 def test_only_rank_0s_state_counts() -> None:
     whole = state()
 
-    def run(transport: Transport) -> Tensor:
+    def run(transport: Transport) -> None:
         stage = stage_of(transport.rank)
         own = whole if transport.rank == 0 else {key: torch.zeros_like(t) for key, t in whole.items()}
         spread_state(transport, stage, own, list(whole))
-        return stage.state_dict()["second.weight" if transport.rank else "first.weight"]
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in stage.state_dict().items())
+        assert transport.rank == 0 or not any(bool(tensor.any()) for tensor in own.values())  # and is left alone
 
-    assert all(bool(tensor.any()) for tensor in on_ranks(3, run))
+    on_ranks(3, run)
 
 
 def broken(**changes: Any) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from splitc.api import CompiledProgram
 from splitc.runtime.transport import LaunchError, Transport
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.wire import wire
 from tests.compiled import compiled
 from tests.ranks import (
     SEPARATION,
@@ -33,7 +34,7 @@ from tests.ranks import (
     worker_of,
 )
 
-STRATEGIES = {"data_parallel": 2, SEPARATION: 3, "single_device": 2, "layer_separation(n_c=1, n_f=2)": 3}
+STRATEGIES = {"auto": 1, "data_parallel": 2, SEPARATION: 3, "single_device": 2, "layer_separation(n_c=1, n_f=2)": 3}
 
 
 @cache
@@ -170,6 +171,34 @@ def test_drops_turns_dropout_off_in_training() -> None:
 
     model.drop.p = 0.0
     assert on_workers(program, run)[0][0] == pytest.approx(one_process(model, batches)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single_device"])  # it has an idle rank
+def test_what_a_step_puts_on_the_wire_is_what_the_checker_has_proved_in_that_order(strategy: str) -> None:
+    _, program = plain(strategy)
+    batch = batch_of(program.plan.global_batch)
+
+    def run(worker: Worker) -> list[Any]:
+        log: list[Any] = []
+        transport = worker.rank.transport
+
+        def logged(kind: str, start: Any) -> Any:
+            def issue(tensor: Tensor, other: Any, *rest: Any) -> Any:
+                others = other if isinstance(other, tuple) else (other,)
+                if len(others) > 1 or kind != "collective":
+                    log.append((kind, others, tuple(tensor.shape)))
+                return start(tensor, other, *rest)
+
+            return issue
+
+        for kind, name in {"send": "isend", "recv": "irecv", "collective": "all_reduce"}.items():
+            setattr(transport, name, logged(kind, getattr(transport, name)))
+        worker.step(*part_of(worker, batch, program.plan.sizes))
+        return log
+
+    for rank, issued in enumerate(on_workers(program, run)):
+        proved = [(op.kind, op.ranks, op.shape) for op in wire(program.program, rank)]
+        assert issued == proved, f"rank {rank}"
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -411,11 +440,14 @@ def test_evaluation_changes_no_training() -> None:
 def test_evaluation_keeps_no_graph() -> None:
     _, program = plain()
 
-    def run(worker: Worker) -> None:
+    def run(worker: Worker) -> list[bool]:
+        modes: list[bool] = []
+        worker.stage.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
         worker.evaluate(*part_of(worker, batch_of(8), (4, 4)))
-        assert all(p.grad is None for p in worker.stage.parameters())
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))
+        return modes
 
-    on_workers(program, run)
+    assert on_workers(program, run) == [[False, True]] * 3
 
 
 # -- the state ---------------------------------------------------------------------------------------------------------
@@ -503,11 +535,12 @@ def test_a_state_loads_into_another_plan_and_training_goes_on_as_in_one_process(
 
 def test_a_loaded_state_keeps_the_optimizers_parameters() -> None:
     model, program = plain()
-    zeros = {key: torch.zeros_like(tensor) for key, tensor in model.state_dict().items()}
 
     def run(worker: Worker) -> dict[str, Tensor] | None:
+        zeros = {key: torch.zeros_like(tensor) for key, tensor in model.state_dict().items()}
         worker.load_state_dict(zeros)
-        zeros["head.2.bias"].fill_(9.0)  # the worker has copies
+        for tensor in zeros.values():
+            tensor.fill_(9.0)  # the worker has copies
         train(worker, [batch_of(8)])
         return worker.state_dict()
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,7 +96,7 @@ def _train(folder: Path, world: int, optimizer: OptimizerFactory, args: argparse
     if args.save is not None and (not args.save.parent.is_dir() or args.save.resolve() == folder / "weights.pt"):
         raise LaunchError(f"--save {args.save}: name another file, in a folder that exists")
     worker = open_worker(folder, world, optimizer, args.seed, args.backend)
-    batches = iter(_loaded(args.data, worker) if args.data else synthetic(worker.rank, args.seed))
+    batches = given(args.data, worker) if args.data else synthetic(worker.rank, args.seed)
     begin = time.perf_counter()
     for step in range(args.steps):
         try:
@@ -123,8 +123,11 @@ def save(state: dict[str, Tensor] | None, path: Path) -> None:
         partial.replace(path)
 
 
-def _loaded(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
-    """The batches of the user's function; on ranks that read no data what it gives only counts the steps."""
+def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """The batches of the user's `module:function`; on ranks that read no data what it gives only counts the steps.
+
+    Raises LaunchError when there is no such function.
+    """
     module, _, function = name.partition(":")
     if not function:
         raise LaunchError(f"--data {name}: write module:function")
@@ -135,9 +138,8 @@ def _loaded(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
         raise LaunchError(f"--data {name}: {error}") from error
     if make is None:
         raise LaunchError(f"--data {name}: {module} has no {function}")
-    given: Iterable[Any] = make(worker)
-    for batch in given:
-        yield as_tuple(batch, list(worker.rank.inputs)) if worker.data_rank is not None else ()
+    reads, names = worker.data_rank is not None, list(worker.rank.inputs)
+    return (as_tuple(batch, names) if reads else () for batch in make(worker))
 
 
 def synthetic(rank: Rank, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:

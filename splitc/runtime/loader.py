@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import linecache
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .transport import LaunchError
+
 _LOCK = threading.Lock()
+_PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)
 
 
 def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
@@ -22,6 +27,7 @@ def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
     stays in `sys.modules`, and one of another kind that was there under such a name is there again afterwards.
     """
     finder = _Finder(source)
+    one_plan(source)
     with _LOCK:
         hidden = {name: sys.modules.pop(name) for name in finder.texts if name in sys.modules}
         sys.meta_path.insert(0, finder)
@@ -32,6 +38,39 @@ def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
             for name in finder.texts:
                 sys.modules.pop(name, None)
             sys.modules.update(hidden)
+
+
+def one_plan(source: Path | Mapping[str, str]) -> None:
+    """Raises LaunchError when files of a build say that they come from different plans: then some are stale.
+
+    A file that was edited still says its plan; one that says none, a user's own, may stand beside them.
+    """
+    if isinstance(source, Path):
+        source = {
+            path.name: path.read_text(encoding="utf-8", errors="replace")
+            for path in sorted([*source.glob("*.py"), *source.glob("plan.json")])
+        }
+    plans: dict[str, list[str]] = {}
+    for name, text in source.items():
+        plan = _plan_of(name, text)
+        if plan is not None:
+            plans.setdefault(plan, []).append(name)
+    if len(plans) > 1:
+        listed = "; ".join(f"plan {plan}: {', '.join(names)}" for plan, names in plans.items())
+        raise LaunchError(
+            f"the build is stale, its files come from different plans ({listed}); compile the model again"
+        )
+
+
+def _plan_of(name: str, text: str) -> str | None:
+    """The hash of the plan that a file of a build was written from; None where it says none."""
+    if name == "plan.json":
+        try:
+            return str(json.loads(text)["hash"])
+        except (ValueError, KeyError, TypeError):
+            return None  # nothing that training reads
+    found = _PLAN.search(text)
+    return found[1] if found else None
 
 
 class _Finder:

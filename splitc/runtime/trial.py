@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +15,12 @@ from torch import Tensor
 from .distributed import init
 from .launch import guarded
 from .loader import load_rank
+from .torchrun import torchrun
 from .transport import LaunchError, Transport
 from .weights import first_names
 from .worker import Worker
+
+__all__ = ["Feeds", "Trial", "run_trial", "torchrun", "torchrun_trial"]
 
 Feeds = Sequence[Sequence[tuple[Tensor, ...]]]
 """For each step, for each reader, its batch."""
@@ -85,15 +85,6 @@ def torchrun_trial(
         raise LaunchError(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
     saved = torch.load(folder / "result.pt", weights_only=True)
     return [Trial(**trial) for trial in saved]
-
-
-def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `arguments` on `world` processes of this machine.  quiet: keep the output instead of showing it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
-    home = str(Path(__file__).parents[2])  # the ranks use this splitc, wherever it was imported from
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
-    return subprocess.run([*launcher, *arguments], text=True, capture_output=quiet, env=environment, check=False)
 
 
 def _main() -> None:

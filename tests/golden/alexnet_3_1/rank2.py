@@ -15,6 +15,8 @@ from splitc.runtime import Rank
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
+PLAN = "d6c8356821ea"
+
 rank = Rank(
     index=2,
     world=4,

@@ -13,6 +13,8 @@ from splitc.runtime import Rank
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
+PLAN = "d6c8356821ea"
+
 rank = Rank(
     index=3,
     world=4,

@@ -11,6 +11,8 @@ plan     334a496ef1eb
 import torch.nn.functional as F
 from torch import nn
 
+PLAN = "334a496ef1eb"
+
 
 class Stage(nn.Module):
     """Parameter names are those of the original model, so its checkpoints load."""

@@ -13,6 +13,8 @@ from splitc.runtime import Rank
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
+PLAN = "334a496ef1eb"
+
 rank = Rank(
     index=1,
     world=2,

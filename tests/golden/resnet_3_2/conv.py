@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+PLAN = "8504588a9cd5"
+
 
 class Stage(nn.Module):
     """Parameter names are those of the original model, so its checkpoints load."""

@@ -15,6 +15,8 @@ from splitc.runtime import Rank
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
+PLAN = "8504588a9cd5"
+
 rank = Rank(
     index=0,
     world=5,

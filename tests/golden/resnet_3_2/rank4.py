@@ -13,6 +13,8 @@ from splitc.runtime import Rank
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
+PLAN = "8504588a9cd5"
+
 rank = Rank(
     index=4,
     world=5,

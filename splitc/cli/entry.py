@@ -1,0 +1,79 @@
+"""Run one command, and turn whatever goes wrong into a text and an exit code.
+
+Exit codes: 0 done; 1 a run failed, a verification does not hold, or a bug of splitc; 2 the input is wrong; 130 stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from splitc.cli import commands
+from splitc.cli.options import parse
+from splitc.errors import InternalError, SplitcError
+
+_LIBRARIES = ("splitc", "passes", "cost_models")
+_REPORT = "this is a bug of splitc, not of your input; please report it with the command and the text above"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: this process's arguments) asks for; returns the exit code."""
+    verbose = False
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        verbose = getattr(args, "verbose", False)
+        code = commands.run(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as leave:  # --help, --version
+        return leave.code if isinstance(leave.code, int) else 0
+    except KeyboardInterrupt:
+        return _say("stopped", 130)
+    except BrokenPipeError:  # the reader of our output went away, `| head` for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SplitcError as error:
+        return _say(_with_notes(error), 2)
+    except MemoryError:
+        return _say("this machine has not enough memory for that; take a smaller batch with --input", 1)
+    except Exception as error:
+        if _is_launch_error(error):
+            return _say(_with_notes(error), 1)
+        if verbose:
+            raise
+        return _say(_bug(error), 1)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"splitc: {text}", file=sys.stderr)
+    return code
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def _is_launch_error(error: Exception) -> bool:
+    """Whether the ranks failed: the runtime has errors of its own, which are loaded with torch only."""
+    return any(kind.__module__ == "splitc.runtime.transport" for kind in type(error).__mro__)
+
+
+def _bug(error: Exception) -> str:
+    kind = "" if isinstance(error, InternalError) else f"{type(error).__name__}: "
+    where = _where(error.__traceback__)
+    at = "" if where is None else f"\n  at {where}; -v shows more"
+    return f"{kind}{_with_notes(error)}{at}\n{_REPORT}"
+
+
+def _where(traceback: TracebackType | None) -> str | None:
+    """`splitc/capture.py:120 in capture`: the innermost line of our own."""
+    found = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] in _LIBRARIES:
+            path = frame.f_globals["__name__"].replace(".", "/")
+            found = f"{path}.py:{traceback.tb_lineno} in {frame.f_code.co_name}"
+        traceback = traceback.tb_next
+    return found

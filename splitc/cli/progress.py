@@ -1,0 +1,67 @@
+"""Say on stderr what takes long: at once on a terminal, else only what takes more than two seconds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+PATIENCE = 2.0  # seconds of silence where nobody watches a terminal
+
+
+class Step:
+    """One piece of work that may take long, as a context.  On a terminal its line goes away when it is done."""
+
+    def __init__(self, what: str, quiet: bool, stream: TextIO | None = None, patience: float = PATIENCE) -> None:
+        self._what, self._quiet, self._patience = what, quiet, patience
+        self._stream = stream if stream is not None else sys.stderr
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.seconds = 0.0
+
+    def __enter__(self) -> Step:
+        self._begin = time.perf_counter()
+        if not self._quiet:
+            watch = self._live if self._stream.isatty() else self._once
+            self._thread = threading.Thread(target=watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begin
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _live(self) -> None:
+        """The line with its seconds, until the work is done."""
+        while True:
+            seconds = int(time.perf_counter() - self._begin)
+            self._write(f"\r{self._line()}{f' {seconds} s' if seconds >= 2 else ''}")
+            if self._done.wait(1.0):
+                self._write("\r\x1b[K")
+                return
+
+    def _once(self) -> None:
+        if not self._done.wait(self._patience):
+            self._write(f"{self._line()}\n")
+
+    def _line(self) -> str:
+        return f"splitc: {self._what} ..."
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more
+            self._done.set()
+
+
+@contextmanager
+def step(what: str, quiet: bool) -> Iterator[Step]:
+    """`with step("tracing AlexNet", args.quiet):`."""
+    with Step(what, quiet) as one:
+        yield one

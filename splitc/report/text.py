@@ -1,0 +1,220 @@
+"""The report as text of at most 80 columns, however long the names and however many the layers."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tabulate as tables
+
+from splitc import units
+from splitc.plan import Candidate, Plan
+from splitc.program import Program
+from splitc.report.blocks import Hidden, Shown, sum_up
+from splitc.report.figures import Figures, by_formula
+
+WIDTH = 80
+MANY = 24  # layers; more of them are summed up where blocks repeat
+REASONS = 16  # layers; of more of them only the heaviest are given reasons
+tables.MIN_PADDING = 0  # columns as narrow as their text
+
+
+def report(program: Program, everything: bool = False) -> str:
+    """The whole report.  everything: a row and a reason for every layer, also where many are alike."""
+    figures = Figures(program)
+    layers = [figures.layer(layer) for layer in program.layers]
+    parts = [
+        _headline(program),
+        _placements(layers, everything),
+        _ranks(program, figures),
+        _candidates(program.required_plan),
+        _reasons(layers, everything),
+    ]
+    if program.frozen_layers:
+        parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
+    if (norms := _norm_groups(program)) is not None:
+        parts.append(norms)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _headline(program: Program) -> str:
+    plan = program.required_plan
+    proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(
+        plan.proof, f"not proved optimal, at most {plan.gap:.1%} from it" if plan.gap else "not proved optimal"
+    )
+    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.roles.items())
+    parameters = sum(h.numel for h in program.holdings.values() if h.parameter)
+    layers = f"{len(program.layers)} layers" if len(program.layers) > 1 else "1 layer"
+    return "\n".join(
+        [
+            _wrap(f"{program.name} on {_number(plan.world, 'rank')} of {plan.cluster}: {plan.strategy} ({proof})"),
+            _wrap(
+                f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
+                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted); "
+                f"{units.count(parameters)} parameters in {layers}"
+            ),
+        ]
+    )
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`(0, 1, 2)` -> `ranks 0-2`; a list of many pieces says how many ranks it leaves out."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    pieces: list[tuple[int, int]] = []
+    for rank in ranks:
+        if pieces and rank == pieces[-1][1] + 1:
+            pieces[-1] = pieces[-1][0], rank
+        else:
+            pieces.append((rank, rank))
+    shown = [f"{a}-{b}" if b > a else str(a) for a, b in pieces[:4]]
+    more = sum(b - a + 1 for a, b in pieces[4:])
+    return f"ranks {' '.join(shown)}" + (f" +{more}" if more else "")
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _placements(layers: Sequence[Mapping[str, Any]], everything: bool) -> str:
+    rows = [(layer["name"], _cells(layer)) for layer in layers]
+    whole = everything or len(rows) <= MANY
+    parts: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else sum_up(rows)
+    headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
+    widths = [max(map(len, column)) for column in zip(headers[1:], *(cells for _, cells in rows), strict=True)]
+    room = max(8, WIDTH - sum(widths) - 2 * len(widths))
+    shown = [rows[part.index] for part in parts if isinstance(part, Shown)]
+    lines = _table(
+        headers,
+        [[_short(name, room), *cells] for name, cells in shown],
+        ("left", "right", "right", "right", "left", "left", "right", "right"),
+    ).splitlines()
+    text = lines[:2]
+    following = iter(lines[2:])
+    for part in parts:
+        text.append(next(following) if isinstance(part, Shown) else _middle(f"  {part}"))
+    hidden = sum(part.rows for part in parts if isinstance(part, Hidden))
+    if hidden:
+        text.append(_wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
+    return "\n".join(text)
+
+
+def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        units.count(layer["parameters"]),
+        units.count(layer["flops"]),
+        "" if layer["ccr"] is None else units.count(layer["ccr"]),
+        _short(layer["role"], 8),
+        layer["sync"],
+        units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else "",
+        units.seconds(layer["seconds"]),
+    )
+
+
+def _ranks(program: Program, figures: Figures) -> str:
+    seen: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(program.required_plan.world):
+        one = figures.rank(rank)
+        key = (
+            _short(one["role"] or "idle", 12),
+            *(units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")),
+        )
+        seen.setdefault(key, []).append(rank)
+    return _table(
+        ["", "role", "parameters", "memory", "sends/step", "receives/step"],
+        [[_short(rank_list(ranks), 24), *key] for key, ranks in seen.items()],
+        ("left", "left", "right", "right", "right", "right"),
+    )
+
+
+def _candidates(plan: Plan) -> str:
+    fastest = max((c.samples_per_second for c in plan.candidates if c.feasible), default=0.0)
+    ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
+    headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]
+    rows = [_candidate(c, fastest) for c in ordered]
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
+    cut = [[row[0], _short(row[1], max(room, 6)), *row[2:]] for row in rows]
+    text = _table(headers, cut, ("left", "left", "right", "right", "right", "right"))
+    notes = [_wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
+    return "\n".join(["the best plan of each strategy", text, *notes])
+
+
+def _candidate(c: Candidate, fastest: float) -> list[str]:
+    if not c.feasible and not by_formula(c):
+        return [c.strategy, "not possible", "", "", "", ""]
+    return [
+        c.strategy,
+        ", ".join(f"{len(ranks)} {role}" for role, ranks in c.roles.items()),
+        str(c.global_batch),
+        units.seconds(c.step_seconds),
+        f"{c.samples_per_second:,.0f}",
+        "(by formula)" if by_formula(c) else f"{c.samples_per_second / fastest:.2f}x" if fastest else "",
+    ]
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
+    text: str = tables.tabulate(rows, headers, disable_numparse=True, colalign=align)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _reasons(layers: Sequence[Mapping[str, Any]], everything: bool) -> str:
+    given = [layer for layer in layers if layer["why"]]
+    chosen = given
+    if not everything and len(given) > REASONS:
+        chosen = _heaviest(given, REASONS)
+    lines = [_wrap(f"{layer['name']} {layer['why']}", "  ") for layer in chosen]
+    if len(chosen) < len(given):
+        left = len(given) - len(chosen)
+        lines.append(_wrap(f"{left} of {len(given)} layers, the lightest, are left out here; --all shows them", "  "))
+    return "\n".join(["why", *lines]) if lines else ""
+
+
+def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[str, Any]]:
+    """Those with the most of the model's parameters and computing, in their own order."""
+    parameters = sum(layer["parameters"] for layer in layers) or 1
+    flops = sum(layer["flops"] for layer in layers) or 1
+    weight = [layer["parameters"] / parameters + layer["flops"] / flops for layer in layers]
+    kept = sorted(sorted(range(len(layers)), key=lambda k: -weight[k])[:number])
+    return [layers[k] for k in kept]
+
+
+def _norm_groups(program: Program) -> str | None:
+    plan = program.required_plan
+    sizes: dict[str, tuple[int, ...]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
+            role = plan.placements[node.meta["layer"]].role
+            assert role is not None
+            sizes[role] = tuple(plan.batch(rank) for rank in plan.roles[role])
+    if not any(len(groups) > 1 for groups in sizes.values()):
+        return None
+    listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())
+    return _wrap(f"BatchNorm normalises over what one rank runs, as under DDP ({listed}).")
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """`(4, 4, 3)` -> `4, 4, 3`; `100 x 128` for many that are equal."""
+    if len(sizes) > 8 and len(set(sizes)) <= 4:
+        return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
+    return ", ".join(map(str, sizes))
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + ("  " if indent else ""))
+
+
+def _short(name: str, width: int) -> str:
+    return name if len(name) <= width else "..." + name[-(width - 3) :]
+
+
+def _middle(text: str) -> str:
+    """The text without its middle, where it is too long for a line."""
+    return text if len(text) <= WIDTH else f"{text[:30]}...{text[-(WIDTH - 33) :]}"
