@@ -50,15 +50,26 @@ def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> 
     `~/.cache/splitc`. The cache is keyed by processor, cores and torch version; one that cannot be
     read is measured anew.
     """
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
-    key = _key()
-    path = cache_dir / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    here = measured_before(cache_dir)
+    if here is None:
+        key = _key()
+        here = _measure(budget, key)
+        _write(_cache(cache_dir, key), here.to_toml())
+    return here
+
+
+def measured_before(cache_dir: Path | None = None) -> Cluster | None:
+    """This machine from the cache; None when it was not measured yet, or the cache cannot be read."""
+    path = _cache(cache_dir, _key())
     with contextlib.suppress(OSError, UnicodeDecodeError, CostError):
         return parse_cluster(path.read_text(encoding="utf-8"), str(path))
-    cluster = _measure(budget, key)
-    _write(path, cluster.to_toml())
-    return cluster
+    return None
+
+
+def _cache(cache_dir: Path | None, key: str) -> Path:
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
+    return cache_dir / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
 
 
 def _key() -> str:

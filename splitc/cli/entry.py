@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from splitc.cli import commands
+from splitc.cli.commands import run
 from splitc.cli.options import parse
 from splitc.errors import InternalError, SplitcError
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         verbose = getattr(args, "verbose", False)
-        code = commands.run(args)
+        code = run(args)
         sys.stdout.flush()
         return code
     except SystemExit as leave:  # --help, --version

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 PATIENCE = 2.0  # seconds of silence where nobody watches a terminal
@@ -58,10 +56,3 @@ class Step:
             self._stream.flush()
         except (OSError, ValueError):  # nobody reads it any more
             self._done.set()
-
-
-@contextmanager
-def step(what: str, quiet: bool) -> Iterator[Step]:
-    """`with step("tracing AlexNet", args.quiet):`."""
-    with Step(what, quiet) as one:
-        yield one

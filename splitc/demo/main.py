@@ -222,7 +222,7 @@ def next_commands(folder: Path) -> str:
     return "\n".join(
         [
             "# read what the ranks run; it is yours to edit",
-            f"less {build}/conv.py {build}/fc.py {build}/rank0.py",
+            f"less {build}/conv.py {build}/fc.py",
             "# train ten steps with it",
             f"{command} run {build} --data splitc.demo.model:batches",
             "# see how a slower network changes the prices",

@@ -11,7 +11,7 @@ import tabulate as tables
 from splitc import units
 from splitc.plan import Candidate, Plan
 from splitc.program import Program
-from splitc.report.blocks import Hidden, Shown, sum_up
+from splitc.report.blocks import Hidden, Row, Shown, sum_up
 from splitc.report.figures import Figures, by_formula
 
 WIDTH = 80
@@ -24,12 +24,15 @@ def report(program: Program, everything: bool = False) -> str:
     """The whole report.  everything: a row and a reason for every layer, also where many are alike."""
     figures = Figures(program)
     layers = [figures.layer(layer) for layer in program.layers]
+    rows = [(layer["name"], _cells(layer)) for layer in layers]
+    whole = everything or len(rows) <= MANY
+    shown: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else sum_up(rows)
     parts = [
         _headline(program),
-        _placements(layers, everything),
+        _placements(rows, shown),
         _ranks(program, figures),
         _candidates(program.required_plan),
-        _reasons(layers, everything),
+        _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
     ]
     if program.frozen_layers:
         parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
@@ -80,10 +83,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _placements(layers: Sequence[Mapping[str, Any]], everything: bool) -> str:
-    rows = [(layer["name"], _cells(layer)) for layer in layers]
-    whole = everything or len(rows) <= MANY
-    parts: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else sum_up(rows)
+def _placements(rows: Sequence[Row], parts: Sequence[Shown | Hidden]) -> str:
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
     widths = [max(map(len, column)) for column in zip(headers[1:], *(cells for _, cells in rows), strict=True)]
     room = max(8, WIDTH - sum(widths) - 2 * len(widths))
@@ -165,16 +165,20 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequenc
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _reasons(layers: Sequence[Mapping[str, Any]], everything: bool) -> str:
-    given = [layer for layer in layers if layer["why"]]
-    chosen = given
-    if not everything and len(given) > REASONS:
-        chosen = _heaviest(given, REASONS)
+def _reasons(layers: Sequence[Mapping[str, Any]], number: int, everything: bool) -> str:
+    """Why the layers are where they are.  number: layers of the model, also those whose rows are hidden."""
+    chosen = [layer for layer in layers if layer["why"]]
+    if not everything and len(chosen) > REASONS:
+        chosen = _heaviest(chosen, REASONS)
+    if not chosen:
+        return ""
     lines = [_wrap(f"{layer['name']} {layer['why']}", "  ") for layer in chosen]
-    if len(chosen) < len(given):
-        left = len(given) - len(chosen)
-        lines.append(_wrap(f"{left} of {len(given)} layers, the lightest, are left out here; --all shows them", "  "))
-    return "\n".join(["why", *lines]) if lines else ""
+    if len(chosen) < number:
+        left = number - len(chosen)
+        lines.append(
+            _wrap(f"{left} of {number} layers, that repeat or weigh least, are left out; --all shows them", "  ")
+        )
+    return "\n".join(["why", *lines])
 
 
 def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[str, Any]]:

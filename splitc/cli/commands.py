@@ -1,0 +1,151 @@
+"""What each command does with its options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from splitc import units
+from splitc.cli.progress import Step
+from splitc.errors import LaunchError
+
+if TYPE_CHECKING:
+    from splitc.cluster import Cluster
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that the options name; returns the exit code."""
+    return {
+        "inspect": inspect,
+        "compile": compile,
+        "run": run_build,
+        "verify": verify,
+        "clusters": clusters,
+        "demo": demo,
+    }[args.command](args)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print the placement report."""
+    from splitc.cli.compiling import compiled
+    from splitc.report import as_json, report
+
+    program = compiled(args).program
+    if args.json:
+        print(json.dumps(as_json(program), indent=1))
+    else:
+        print(report(program, everything=args.all), end="")
+    return 0
+
+
+def compile(args: argparse.Namespace) -> int:
+    """Write a build."""
+    folder = Path(args.output)
+    _writable(folder)
+    from splitc.cli.compiling import compiled
+
+    program = compiled(args, args.plan)
+    try:
+        with Step(f"writing {folder}", args.quiet):
+            program.save(folder, standalone=args.standalone)
+    except OSError as error:
+        raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
+    plan = program.plan
+    ranks = "rank0.py" if plan.world == 1 else f"rank0.py..rank{plan.world - 1}.py"
+    files = " ".join([*(f"{role}.py" for role in plan.roles), ranks, "launch.py"])
+    print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {plan.strategy}, plan {plan.hash}")
+    print(f"wrote {folder}/: {files}")
+    print(f"run   splitc run {folder} --steps 3")
+    print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")
+    return 0
+
+
+def _writable(folder: Path) -> None:
+    """Raises LaunchError, before a model is traced for minutes, when a build cannot be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise LaunchError(f"{folder} is a file; give a folder for the build: -o build")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "is not a folder" if not there.is_dir() else "cannot be written to"
+        raise LaunchError(f"cannot write {folder}: {there} {what}; give another folder with -o")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "weights.pt").is_file():
+        raise LaunchError(
+            f"{folder} is not empty and is no build of splitc, or lost its weights.pt, which tells what splitc wrote; "
+            f"give another folder, nothing was written"
+        )
+
+
+def run_build(args: argparse.Namespace) -> int:
+    """Train a build under torchrun."""
+    from splitc.cli.launching import launch
+
+    return launch(Path(args.build), args.arguments)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Compare the ranks with one process."""
+    import dataclasses
+
+    import torch
+
+    from splitc.cli.compiling import compiled
+
+    program = compiled(args)
+    plan = program.plan
+    where = f"{plan.world} {'processes' if args.processes else 'simulated ranks'}"
+    with Step(f"training {args.steps} steps on {where} and in one process", args.quiet) as step:
+        result = program.verify(
+            processes=args.processes,
+            steps=args.steps,
+            examples=args.examples,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+        )
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result), indent=1))
+    else:
+        roles = ", ".join(f"{role} x {len(ranks)}" for role, ranks in plan.roles.items())
+        print(f"{program.program.name} on {plan.world} ranks, {plan.strategy} ({roles}), {step.seconds:.1f} s")
+        for line in str(result).splitlines():
+            print(textwrap.fill(line, 80, subsequent_indent=" " * 19, break_on_hyphens=False))
+    return 0 if result.holds else 1
+
+
+def clusters(args: argparse.Namespace) -> int:
+    """List the clusters by name."""
+    from cost_models.devices import known_clusters, load_cluster
+    from cost_models.local import THIS_MACHINE, measured_before
+
+    for name in known_clusters():
+        print(_described(load_cluster(name)))
+    here = measured_before()
+    if here is None:
+        print(f"{THIS_MACHINE}\n  not measured yet; any command without --cluster measures it, in about 5 s")
+    else:
+        print(_described(here))
+    return 0
+
+
+def _described(cluster: Cluster) -> str:
+    device, link = cluster.device, cluster.link
+    rates = ", ".join(f"{units.flops(rate)}/s {dtype}" for dtype, rate in device.flop_rate.items())
+    limit = f", {cluster.world} devices" if cluster.world is not None else ""
+    shared = ", which all ranks share" if cluster.ranks_share_device else ""
+    lines = [
+        f"device  {device.name}{limit}{shared}: {units.nbytes(device.memory)} at "
+        f"{units.nbytes(device.memory_bandwidth)}/s, {rates}",
+        f"link    {units.bandwidth(link.bandwidth)}, {units.seconds(link.latency)} a message",
+        f"source  {cluster.source or 'not said'}",
+    ]
+    wrapped = [textwrap.fill(line, 80, initial_indent="  ", subsequent_indent=" " * 10) for line in lines]
+    return "\n".join([cluster.name, *wrapped])
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Train on real digits three ways."""
+    from splitc.demo.main import main
+
+    return main(args.arguments)

@@ -1,0 +1,138 @@
+"""From the options to a compiled program: everything that can be wrong is looked at in the order of what it costs.
+
+options     strategy, pins, world against cluster, plan.json: all problems at once, in milliseconds
+files       the model file is imported, its model and example are made
+tracing     the model runs on fake tensors; when that fails it is run as it is, to tell whose fault it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from cost_models.devices import load_cluster
+from cost_models.local import THIS_MACHINE, measured_before
+from passes.place import Place
+from splitc.api import CompiledProgram, Settings, analyse, specialise
+from splitc.cli.alone import runs_alone
+from splitc.cli.progress import Step
+from splitc.cluster import Cluster
+from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
+from splitc.model_file import ModelFile, load_model
+from splitc.pipeline import Pass
+from splitc.plan import Plan
+from splitc.plan_file import read_plan_file
+from splitc.printer import print_program
+from splitc.program import Program
+from splitc.strategies import Strategy, parse_strategy
+
+
+def compiled(args: argparse.Namespace, plan_path: str | None = None) -> CompiledProgram:
+    """The program that the options ask for."""
+    plan = None if plan_path is None else _plan(args, Path(plan_path))
+    settings = _settings(args) if plan is None else Settings(plan.world)
+    with Step(f"loading {args.model}", args.quiet):
+        file = load_model(args.model, args.input)
+    observer = watch if args.verbose else None
+    with Step(f"tracing {file.name}", args.quiet):
+        program = _analysed(file, args.verbose)
+    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
+        placed = specialise(program, settings, plan, observer)
+    return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
+
+
+def _analysed(file: ModelFile, verbose: bool) -> Program:
+    # torch logs a traceback of its own for every op that fails on fake tensors; the error itself says all of it
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    try:
+        return analyse(
+            file.model, file.example, file.target, file.loss, name=file.name, watch=watch if verbose else None
+        )
+    except SplitcError as error:
+        if error.__cause__ is not None and (problem := runs_alone(file)) is not None:
+            raise problem from error
+        raise
+    except Exception as error:
+        if (problem := runs_alone(file)) is not None:
+            raise problem from error
+        error.add_note(f"{file.name} itself runs on its example, but splitc could not trace it")
+        raise
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """What was asked for besides the model.  Raises with all problems at once, before anything is imported."""
+    problems: list[SplitcError] = []
+    strategy, cluster, pins = None, None, {}
+    if args.world is None:
+        problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
+    try:
+        strategy = parse_strategy(args.strategy)
+    except SplitcError as error:
+        problems.append(error)
+    try:
+        pins = parse_pins(args.pin)
+    except SplitcError as error:
+        problems.append(error)
+    try:
+        cluster = _cluster(args.cluster, args.quiet, measure=not problems)
+    except SplitcError as error:
+        problems.append(error)
+    if strategy is not None and cluster is not None and args.world is not None:
+        problems += map(PlacementError, _limits(args, cluster, strategy))
+    if len(problems) > 1:
+        raise LaunchError(bullets("this cannot be started:", map(str, problems)))
+    if problems:
+        raise problems[0]
+    return Settings(args.world, args.global_batch, cluster, strategy or "auto", pins, args.memory)
+
+
+def _limits(args: argparse.Namespace, cluster: Cluster, strategy: Strategy) -> list[str]:
+    return Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory).problems()
+
+
+def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
+    """The cluster by its name; this machine is not measured when there is a problem already."""
+    if name not in (None, THIS_MACHINE):
+        return load_cluster(name)
+    here = measured_before()
+    if here is not None or not measure:
+        return here
+    with Step("measuring this machine, once", quiet):
+        return load_cluster(None)
+
+
+def parse_pins(pairs: list[str]) -> dict[str, str]:
+    """`["classifier.*=fc"]` -> pattern and role; a later one of the same pattern counts."""
+    pins: dict[str, str] = {}
+    for pair in pairs:
+        pattern, _, role = (part.strip() for part in pair.rpartition("="))
+        if not pattern or not role:
+            raise PlacementError(f"--pin {pair}: write PATTERN=ROLE, for example --pin 'classifier.*=fc'")
+        pins.pop(pattern, None)
+        pins[pattern] = role
+    return pins
+
+
+def _plan(args: argparse.Namespace, path: Path) -> Plan:
+    """The plan to compile.  Raises LaunchError when it is none, or when options contradict it."""
+    plan = read_plan_file(path)
+    if args.world not in (None, plan.world):
+        raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out")
+    decided = {
+        "--strategy": args.strategy != "auto",
+        "--pin": bool(args.pin),
+        "--global-batch": args.global_batch is not None,
+        "--memory": args.memory is not None,
+        "--cluster": args.cluster is not None,
+    }
+    given = [option for option, there in decided.items() if there]
+    if given:
+        raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")
+    return plan
+
+
+def watch(each: Pass, program: Program, seconds: float) -> None:
+    """`-v`: what a pass made of the program, on stderr."""
+    print(f"# {each.name}: {seconds:.3f} s\n{print_program(program)}", file=sys.stderr)

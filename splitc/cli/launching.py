@@ -1,0 +1,135 @@
+"""`splitc run`: look at a build, and train it under torchrun on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from splitc.cli.options import Parser, positive
+from splitc.errors import LaunchError
+from splitc.names import near_name
+from splitc.plan import Plan
+from splitc.plan_file import read_plan_file
+
+
+def launch(folder: Path, arguments: Sequence[str]) -> int:
+    """Train the build; returns 1 when it fails.  Raises LaunchError before any process starts for what is wrong."""
+    plan = _checked(folder)
+    script = folder / "launch.py"
+    if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it takes what its author likes
+        _check_arguments(arguments)
+    from splitc.runtime.torchrun import torchrun
+
+    return torchrun([str(script), *arguments], plan.world).returncode and 1
+
+
+def _checked(folder: Path) -> Plan:
+    """The plan of a build whose files are all there and all come from it."""
+    if not (folder / "plan.json").is_file() or not (folder / "launch.py").is_file():
+        raise LaunchError(
+            f"{folder} is no build of splitc (it has no plan.json and launch.py); "
+            f"make one with: splitc compile MODEL --world N -o {folder}"
+        )
+    plan = read_plan_file(folder / "plan.json")
+    ranks = [f"rank{rank}.py" for rank in range(plan.world)]
+    missing = [name for name in (*(f"{role}.py" for role in plan.roles), *ranks, "weights.pt")
+               if not (folder / name).is_file()]  # fmt: skip
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise LaunchError(f"{folder} has no {', '.join(missing[:4])}{more}; compile the model again")
+    _same_plan(folder, plan)
+    return plan
+
+
+def _same_plan(folder: Path, plan: Plan) -> None:
+    from splitc.runtime.loader import one_plan
+    from splitc.runtime.transport import LaunchError as Stale
+
+    try:
+        one_plan(folder)
+    except Stale as error:
+        raise LaunchError(f"{folder}: {error}") from error
+    written = re.search(r'"hash": "(\w+)"', (folder / "plan.json").read_text(encoding="utf-8"))
+    if written is not None and written[1] != plan.hash:
+        raise LaunchError(
+            f"{folder}/plan.json was edited after the scripts were written from it; "
+            f"write them anew with: splitc compile MODEL --plan {folder}/plan.json -o OTHER_FOLDER"
+        )
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """What each rank would refuse, said once."""
+    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--steps", type=positive)
+    parser.add_argument("--data")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--backend", choices=("gloo", "nccl"))
+    parser.add_argument("--save", type=Path)
+    args, unknown = parser.parse_known_args(arguments)
+    if args.help:
+        _print_help(parser)
+    if unknown:
+        options = [text for text in parser._option_string_actions if text.startswith("--")]
+        parser.error(
+            f"launch.py has no option {unknown[0]}; {near_name(unknown[0], options)}there are {', '.join(options)}"
+        )
+    if args.data is not None:
+        check_data(args.data)
+    if args.save is not None and not args.save.absolute().parent.is_dir():
+        raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
+
+
+def _print_help(parser: argparse.ArgumentParser) -> None:
+    parser.print_help()
+    raise SystemExit(0)
+
+
+def check_data(name: str) -> None:
+    """Raises LaunchError when `module:function` cannot be found.  The module is read and not run."""
+    module, _, function = name.partition(":")
+    if not module or not function.isidentifier():
+        raise LaunchError(f"--data {name}: write module:function, a function of the worker that gives its batches")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise LaunchError(f"--data {name}: {error}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if spec is None:
+        raise LaunchError(f"--data {name}: there is no module {module} here or among the installed packages")
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise LaunchError(
+            f"--data {name}: {Path(spec.origin).name}:{error.lineno} is no Python: {error.msg}"
+        ) from error
+    names = _top_level(tree)
+    if names is not None and function not in names:
+        functions = ", ".join(sorted(n for n in names if not n.startswith("_"))) or "nothing"
+        raise LaunchError(f"--data {name}: {module} has no {function}; {near_name(function, names)}it has {functions}")
+
+
+def _top_level(tree: ast.Module) -> set[str] | None:
+    """What a module defines or imports by name; None when only running it would tell."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if any(alias.name == "*" for alias in node.names):
+                return None
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif not isinstance(node, ast.Expr):
+            return None
+    return names

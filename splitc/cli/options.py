@@ -1,0 +1,232 @@
+"""The commands and their options, and the help that teaches them.  Quick to load: no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from splitc.errors import LaunchError
+from splitc.names import near_name
+from splitc.version import __version__
+
+_EXIT = """exit codes
+  0  done
+  1  a run failed, a verification does not hold, or a bug of splitc
+  2  the input is wrong; nothing was started or written
+  130  stopped by Ctrl-C
+"""
+_MODEL = "path/model.py[:name] or package.module:name"
+_CONVENTIONS = """a model file offers
+  model    a torch.nn.Module, or a function or class that gives one without
+           arguments; net.py:other takes `other` instead
+  loss     a function of (output, target), or a loss module; without it the
+           model returns the loss
+  example  one rank's batch of inputs: a tensor, a tuple of them, or a dict by
+           the names of forward's arguments
+  target   a tensor with a row for each example, or a tuple of them
+example and target may be functions; where they take `batch`, they are called
+with the batch that --input asks for.
+"""
+_HELP = {
+    "": """examples:
+  splitc inspect examples/alexnet.py --world 4 --cluster v100-10gbe
+  splitc compile examples/alexnet.py --world 4 --strategy layer_separation
+  splitc run build --steps 3
+  splitc verify examples/mlp.py --world 4
+  splitc clusters
+
+splitc COMMAND --help shows more.
+""",
+    "inspect": """examples:
+  splitc inspect examples/alexnet.py --world 11 --cluster v100-10gbe
+  splitc inspect examples/vgg16.py --world 4           (measures this machine)
+  splitc inspect examples/vgg16.py:vgg19 --world 8 --cluster my.toml
+  splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
+  splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
+      --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
+  splitc inspect examples/alexnet.py --world 4 --json > report.json
+""",
+    "compile": """examples:
+  splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
+  splitc compile examples/alexnet.py --world 4 --strategy layer_separation
+  splitc compile examples/alexnet.py --world 4 --standalone
+  splitc compile examples/alexnet.py --plan build/plan.json -o again
+then:
+  splitc run build --steps 3
+""",
+    "run": """examples:
+  splitc run build
+  splitc run build --steps 100 --data mydata:batches --save trained.pt
+
+What follows the folder goes to its launch.py; splitc run build --help lists
+it. On several machines start torchrun yourself:
+  torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
+""",
+    "verify": """examples:
+  splitc verify examples/mlp.py --world 4
+  splitc verify examples/mlp.py --world 4 --dtype float64   (to 1e-9)
+  splitc verify examples/mlp.py --world 4 --processes       (under torchrun)
+  splitc verify examples/alexnet.py --world 4 --strategy layer_separation \\
+      --input 4x3x224x224
+""",
+    "clusters": """examples:
+  splitc clusters
+  splitc inspect examples/alexnet.py --world 4 --cluster v100-25gbe
+
+A cluster of your own is a .toml file: --cluster my.toml
+""",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are those of splitc, and which suggests names that are near."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        if choice is not None:
+            known = [word.strip("' ") for word in choice[3].split(",")]
+            what = "command" if choice[1] == "COMMAND" else choice[1]
+            message = f"unknown {what} {choice[2]!r}; {near_name(choice[2], known)}there are {', '.join(known)}"
+        raise LaunchError(f"{message}\nsee {self.prog} --help")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of one command.  Raises LaunchError for what is unknown, missing or malformed."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        own: Parser = args.parser
+        options = [text for text in own._option_string_actions if text.startswith("--")]
+        wrong = unknown[0].partition("=")[0]
+        if wrong.startswith("-"):
+            own.error(f"unknown option {wrong}; {near_name(wrong, options)}there are {', '.join(options)}")
+        own.error(f"{unknown[0]!r} is one argument too many")
+    return args
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="splitc",
+        description="Compile a PyTorch model into one program for each rank.",
+        epilog=f"{_HELP['']}\n{_EXIT}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"splitc {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+
+    inspect = _command(commands, "inspect", "show the best placement of a model, what it costs, and why")
+    _model_options(inspect)
+    inspect.add_argument("--json", action="store_true", help="print the report as JSON (schema 1)")
+    inspect.add_argument("--all", action="store_true", help="show every layer, also blocks that repeat")
+
+    build = _command(commands, "compile", "write the per-rank scripts of a model")
+    _model_options(build, world_required=False)
+    build.add_argument("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
+    build.add_argument("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
+    build.add_argument(
+        "--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone"
+    )
+
+    run = _command(commands, "run", "train a build on this machine, under torchrun")
+    run.add_argument("build", help="a folder that `splitc compile` wrote")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
+
+    verify = _command(commands, "verify", "show that the ranks train exactly as one process does")
+    _model_options(verify)
+    verify.add_argument(
+        "--processes", action="store_true", help="real processes under torchrun instead of simulated ranks"
+    )
+    verify.add_argument("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
+    verify.add_argument(
+        "--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)"
+    )
+    verify.add_argument(
+        "--dtype", choices=("float32", "float64"), help="precision; float64 proves the algebra (default: the model's)"
+    )
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    _command(commands, "clusters", "list the known clusters, and this machine if it was measured")
+
+    demo = _command(commands, "demo", "train on real digits: one process, DDP and splitc side by side")
+    demo.add_argument("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
+    return parser
+
+
+def _command(commands: Any, name: str, text: str) -> Parser:
+    conventions = f"\n{_CONVENTIONS}\n" if name in ("inspect", "compile", "verify") else ""
+    parser: Parser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"{_HELP.get(name, '')}{conventions}\n{_EXIT}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=name != "demo",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+def _model_options(parser: Parser, world_required: bool = True) -> None:
+    parser.add_argument("model", help=_MODEL)
+    parser.add_argument("--world", type=positive, required=world_required, metavar="N", help="how many ranks")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="a known cluster (see splitc clusters) or a .toml file; default: this machine, measured once",
+    )
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        help="auto, single_device, data_parallel or layer_separation, with options as in "
+        '"layer_separation(n_c=3, n_f=1)" (default: auto, the fastest)',
+    )
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="PATTERN=ROLE",
+        help="place the layers that match in a role, 'classifier.*=fc'; the later one counts; may be repeated",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="examples of a step over all ranks (default: the example's for each reader)",
+    )
+    parser.add_argument(
+        "--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB"
+    )
+    parser.add_argument(
+        "--input",
+        metavar="SIZES",
+        help="an example of these sizes, 4x3x224x224, or of this batch, 4; one for each input, separated by commas",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{unit}": base ** (power + 1)
+    for power, letter in enumerate("KMGT")
+    for unit, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
+def memory(text: str) -> float:
+    """`16GB`, `40GiB`, `512 MB` or a number of bytes, in bytes."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or not 0 < float(found[1]) < 1e30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 16GB, 40GiB or a number of bytes")
+    return float(found[1]) * float(_UNITS[found[2].upper()])

@@ -1,0 +1,141 @@
+"""The example and the target that a model file offers, and those of other sizes that `--input` asks for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitc.errors import CaptureError
+
+_FORM = "write sizes as in 4x3x224x224, the first one is the batch, or the batch alone; commas between several inputs"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def parse_sizes(text: str) -> tuple[tuple[int, ...], ...]:
+    """`4x3x32x32,4x7` -> ((4, 3, 32, 32), (4, 7))."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,12}(x[0-9]{1,12})*", part) for part in parts):
+        raise CaptureError(f"--input {text}: {_FORM}")
+    sizes = tuple(tuple(map(int, part.split("x"))) for part in parts)
+    if any(0 in shape for shape in sizes):
+        raise CaptureError(f"--input {text}: every size must be at least 1")
+    if len({shape[0] for shape in sizes}) > 1:
+        raise CaptureError(f"--input {text}: the inputs differ in the batch, their first size; make it the same")
+    return sizes
+
+
+def made(offered: Any, where: str, batch: int | None = None) -> Any:
+    """What a function gives, for `batch` examples when it has an argument of that name; any other value as it is.
+
+    Raises CaptureError when the function fails.
+    """
+    if isinstance(offered, nn.Module | Tensor) or not callable(offered):
+        return offered
+    options = {"batch": batch} if batch is not None and takes_batch(offered) else {}
+    try:
+        return offered(**options)
+    except Exception as error:
+        from traceback import extract_tb
+
+        line = extract_tb(error.__traceback__)[-1]
+        call = f"{where}({', '.join(f'{k}={v}' for k, v in options.items())})"
+        at = "" if line.filename == __file__ else f" (line {line.lineno})"
+        hint = "; it must work without arguments" if isinstance(error, TypeError) and not at and not options else ""
+        raise CaptureError(f"{call} fails{at}: {type(error).__name__}: {error}{hint}") from error
+
+
+def takes_batch(offered: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `batch`."""
+    try:
+        return "batch" in inspect.signature(offered).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) -> Any:
+    """An example of the given sizes that is like `example`: as many tensors, of the same dtypes and names.
+
+    A single number asks for that many rows of the example as it is.
+    """
+    if example is None:
+        dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+        return tuple(_random(shape, dtype, 2) for shape in sizes)
+    parts = dict(example) if isinstance(example, Mapping) else dict(enumerate(as_tuple(example)))
+    tensors = [name for name, part in parts.items() if isinstance(part, Tensor)]
+    if len(sizes) == 1 and len(sizes[0]) == 1:
+        sizes = sizes * len(tensors)
+    if len(sizes) != len(tensors):
+        named = f" ({', '.join(map(str, tensors))})" if isinstance(example, Mapping) else ""
+        raise CaptureError(
+            f"--input gives {_count(len(sizes), 'size')}, but the example has "
+            f"{_count(len(tensors), 'tensor')}{named}; {_FORM}"
+        )
+    for name, shape in zip(tensors, sizes, strict=True):
+        like = parts[name]
+        if len(shape) == 1:
+            parts[name] = rows(like, shape[0])
+        else:
+            high = int(like.max()) + 1 if like.numel() and not like.dtype.is_floating_point else 2
+            parts[name] = _random(shape, like.dtype, high)
+    return parts if isinstance(example, Mapping) else tuple(parts.values())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(*shape, dtype=dtype)
+    return torch.randint(0, max(high, 1), tuple(shape)).to(dtype)
+
+
+def rows(value: Any, batch: int) -> Any:
+    """The first `batch` rows of every tensor in `value`, repeated when there are fewer."""
+    if isinstance(value, Tensor):
+        return torch.cat([value] * -(-batch // max(value.shape[0], 1)))[:batch] if value.dim() else value
+    return tuple(rows(part, batch) for part in value) if isinstance(value, tuple | list) else value
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def check_example(example: Any, where: str) -> None:
+    """Raises CaptureError unless it is a tensor, a tuple or list of them, or a dict of them."""
+    form = "give a tensor, a tuple of tensors, or a dict of them by the names of forward's arguments"
+    if isinstance(example, Mapping):
+        parts = {str(name): part for name, part in example.items()}
+    else:
+        parts = {f"[{k}]" if isinstance(example, tuple | list) else "": p for k, p in enumerate(as_tuple(example))}
+    for name, part in parts.items():
+        if not isinstance(part, (Tensor, *_PLAIN)) or (not name and not isinstance(part, Tensor)):
+            what = f" {name}" if name else ""
+            numpy = "; torch.from_numpy makes a tensor of it" if type(part).__module__ == "numpy" else ""
+            raise CaptureError(f"{where}: example{what} is a {type(part).__name__}; {form}{numpy}")
+    if not any(isinstance(part, Tensor) for part in parts.values()):
+        raise CaptureError(f"{where}: example has no tensor; {form}")
+
+
+def check_target(target: Any, example: Any, where: str) -> None:
+    """Raises CaptureError unless it is a tensor, or several, with a row for each example."""
+    parts = tuple(example.values()) if isinstance(example, Mapping) else as_tuple(example)
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
+    for part in as_tuple(target):
+        if not isinstance(part, Tensor):
+            inside = "" if part is target else f" with a {type(part).__name__}"
+            raise CaptureError(
+                f"{where}: target is a {type(target).__name__}{inside}; "
+                f"give a tensor with a row for each example, or a tuple of them"
+            )
+        if tensors and (part.dim() == 0 or part.shape[0] != tensors[0].shape[0]):
+            got = "no rows" if part.dim() == 0 else _count(part.shape[0], "row")
+            raise CaptureError(
+                f"{where}: target has {got}, but example has {_count(tensors[0].shape[0], 'row')}; "
+                f"give a target for each example"
+            )
