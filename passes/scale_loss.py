@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from splitc import comm_ops
@@ -72,7 +73,8 @@ def _weighted(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
         weights = graph.call_function(comm_ops.total_weight, (target,), options)
     rename(graph, weights, f"{node.name}_weight")
-    weights.meta = {**node.meta, "spec": TensorSpec((), node.meta["spec"].dtype)}
+    dtype = node.meta["spec"].dtype if weight is not None else torch.int64  # without weights it is a count
+    weights.meta = {**node.meta, "spec": TensorSpec((), dtype)}
     with graph.inserting_after(weights):
         scaled = graph.call_function(operator.truediv, (node, weights))
     rename(graph, scaled, "loss")

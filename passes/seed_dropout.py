@@ -52,9 +52,11 @@ class SeedDropout(Pass):
 
     def run(self, program: Program) -> Program:
         graph, _ = copy_graph(program.graph)
+        labels: set[str] = set()
         for node in list(graph.nodes):
             if node.target in DROPOUTS:
-                _replace(graph, node)
+                labels.add(label := _label(node, labels))
+                _replace(graph, node, label)
             elif _name(node) in _RANDOM or _drops_inside(node):
                 raise CaptureError(
                     f"{node.meta['source']}: {_name(node)} is random, and each rank would draw other numbers than one "
@@ -63,7 +65,13 @@ class SeedDropout(Pass):
         return replace(program, graph=graph)
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> None:
+def _label(node: fx.Node, taken: set[str]) -> str:
+    """What the mask is drawn for: the module's path, or the node's name where the module is used again."""
+    module = node.meta.get("module")
+    return node.name if not module or module in taken else str(module)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
     if node.target not in _PLAIN:
         raise CaptureError(f"{node.meta['source']}: {_name(node)} cannot be seeded by example; use F.dropout")
     value, *rest = node.args
@@ -75,7 +83,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
         return
     with graph.inserting_after(node):
-        options = {"layer": node.meta.get("module") or node.name}
+        options: dict[str, object] = {"layer": label}
         if DROPOUTS[node.target]:
             options["feature_dims"] = DROPOUTS[node.target]
         new = graph.call_function(comm_ops.dropout, (value, p), options)

@@ -31,8 +31,10 @@ from splitc.errors import LaunchError
 from splitc.pipeline import Pass, Watcher, run_passes
 from splitc.plan import Placement, Plan
 from splitc.program import Program
+from splitc.runtime.checkpoint import hand_out
 from splitc.runtime.distributed import init
 from splitc.runtime.loader import load_rank
+from splitc.runtime.weights import first_names
 from splitc.runtime.worker import OptimizerFactory, Worker
 from splitc.strategies import Strategy, parse_strategy
 from splitc.verify import Verification, verify_program
@@ -255,20 +257,16 @@ class CompiledProgram:
     ) -> Worker:
         """This process's part of training, inside torchrun.  Collective: all use rank 0's programs and weights."""
         transport = init(self.plan.world, backend)
-        files, weights = transport.scatter_objects(list(self.parts()) if transport.rank == 0 else None)
+        parts = list(self.parts()) if transport.rank == 0 else None
+        files = transport.broadcast_object(self.files if transport.rank == 0 else None)
+        held = hand_out(transport, parts)
+        keys = first_names(self._model.state_dict())
         return Worker(
-            load_rank(files, transport.rank),
-            transport,
-            weights,
-            list(self._model.state_dict()),
-            optimizer,
-            clip_norm,
-            accumulate,
-            seed,
+            load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed
         )
 
-    def parts(self) -> Iterator[tuple[dict[str, str], dict[str, Tensor]]]:
-        """What each rank needs to start: the programs, and its weights; rank 0 also those that no rank trains."""
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """The weights that each rank starts with; rank 0 also those that no rank trains."""
         weights = self.weights()
         everything = {**weights["state"], **weights["extra"]}
         working = {alias for stage in self.program.stages for alias in self._names(stage.holdings)}
@@ -279,10 +277,7 @@ class CompiledProgram:
                 if rank in self.plan.roles[stage.role]
                 for alias in self._names(stage.holdings)
             }
-            yield (
-                self.files,
-                {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)},
-            )
+            yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
 
     def _names(self, holdings: tuple[str, ...]) -> set[str]:
         """All names of the given tensors."""

@@ -4,7 +4,8 @@
 
 The trace runs on fake tensors at the example's batch size and one more (see `tracer`), so every node's batch dimension
 is known and a program runs at any batch.  What is captured is then compared with the model itself, on a few real
-examples: the loss and every gradient (see `confirm`).
+examples: the loss and every gradient (see `confirm`).  A module's training flag is taken as it is: a BatchNorm in
+evaluation mode stays so.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.constructors import construction
+from splitc.emit import changes_statistics
 from splitc.errors import CaptureError
-from splitc.fake import fake_copy
+from splitc.fake import fake_copy, quiet, shapes_at
+from splitc.intercept import intercepted
 from splitc.layers import group_layers
-from splitc.program import Holding, Input, Program, SizeSpec, Spec, TensorSpec
+from splitc.loss_terms import isolate_terms
+from splitc.program import Holding, Input, Program, TensorSpec
+from splitc.proxy import leaves
+from splitc.refusals import Unsupported, no_python_randomness, refuse_model
+from splitc.specs import prune_gradients, require_all_examples, specify
 from splitc.tracer import Tracer
+from splitc.user_code import line_of
 from splitc.value_range import class_bound
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -38,10 +46,10 @@ def as_arguments(model: nn.Module, example: Example) -> dict[str, Any]:
     try:
         if isinstance(example, Mapping):
             bound = signature.bind(**example)
-        elif isinstance(example, torch.Tensor):
-            bound = signature.bind(example)
-        else:
+        elif isinstance(example, (tuple, list)):
             bound = signature.bind(*example)
+        else:
+            bound = signature.bind(example)
     except TypeError as error:
         raise CaptureError(
             f"the example does not fit {type(model).__name__}.forward{signature}: {error}; give example=(tensor, ...) "
@@ -56,51 +64,13 @@ def as_arguments(model: nn.Module, example: Example) -> dict[str, Any]:
             raise CaptureError(f"{type(model).__name__}.forward takes *{name}: give it named parameters to compile it")
         else:
             flat[name] = value
+    for name, value in flat.items():
+        if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
+            raise CaptureError(
+                f"the input {name} is a {type(value).__name__} of tensors: let {type(model).__name__}.forward take "
+                f"each tensor as a parameter"
+            )
     return flat
-
-
-def capture(model: nn.Module, example: Example, target: Any = None, loss: Loss = None, name: str | None = None) -> Program:
-    """Trace `loss(model(*example), target)` into a Program.
-
-    example: a tensor, a tuple of tensors, or a dict of keyword arguments: one data-parallel rank's batch, dim 0 is the
-    batch.  target: a tensor or a tuple of them.  loss None: the model returns the loss.
-    Raises CaptureError with the op, the user's line and a remedy.
-    """
-    model_inputs = as_arguments(model, example)
-    targets = target_names(target, model_inputs)
-    tensors = {k: v for k, v in {**model_inputs, **targets}.items() if isinstance(v, torch.Tensor)}
-    batch = _batch_of(tensors)
-    if loss is None and targets:
-        raise CaptureError(
-            "a target is given but no loss; give loss=..., or let the model return it and pass the target as an input"
-        )
-    if loss is not None and not targets:
-        raise CaptureError("a loss is given but no target; give target=..., one row for each example")
-    batches = (batch, batch + 1) if batch > 1 else (2, 3)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    root = fake_copy(step_root(model, loss), mode)
-    leaves = {module for module in root.modules() if construction(module) is not None}
-    tracer = Tracer(root, mode, leaves.__contains__, batches)
-    _trace(tracer, mode, root, model_inputs, targets, loss)
-    specs = {node: _spec(values, batches) for node, values in tracer.values.items()}
-    for node in tracer.graph.nodes:
-        node.meta["spec"] = specs.get(node.name)
-    for constant, tensor in tracer.constants.items():
-        root.register_buffer(constant, tensor, persistent=False)
-    _plain_sizes(tracer.graph)
-    tracer.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or n.target is _SETITEM)
-    holdings = _holdings(model, root, tracer.graph)
-    program = Program(
-        name=name or type(model).__name__,
-        graph=tracer.graph,
-        root=root,
-        inputs=tuple(_input(k, v, tracer.graph, root, k in targets) for k, v in tensors.items()),
-        batch=batch,
-        layers=(),
-        holdings=holdings,
-    )
-    _require_loss(program)
-    return replace(program, **group_layers(program))
 
 
 def target_names(target: Any, taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +84,52 @@ def target_names(target: Any, taken: Mapping[str, Any]) -> dict[str, Any]:
     return parts
 
 
+def capture(
+    model: nn.Module, example: Example, target: Any = None, loss: Loss = None, name: str | None = None
+) -> Program:
+    """Trace `loss(model(*example), target)` into a Program.
+
+    example: a tensor, a tuple of tensors, or a dict of keyword arguments: one data-parallel rank's batch, dim 0 is the
+    batch.  target: a tensor or a tuple of them.  loss None: the model returns the loss.
+    Raises CaptureError with the op, the user's line and a remedy.
+    """
+    refuse_model(model, loss)
+    inputs = as_arguments(model, example)
+    targets = target_names(target, inputs)
+    tensors = {k: v for k, v in {**inputs, **targets}.items() if isinstance(v, torch.Tensor)}
+    batch = _batch_of(tensors)
+    if loss is None and targets:
+        raise CaptureError(
+            "a target is given but no loss; give loss=..., or let the model return it and pass the target as one of "
+            "its inputs"
+        )
+    if loss is not None and not targets:
+        raise CaptureError("a loss is given but no target; give target=..., one row for each example")
+    original = step_root(model, loss)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    root = fake_copy(original, mode)
+    tracer = Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
+    graph = _trace(tracer, model, original, root, mode, inputs, targets, loss)
+    tracer.attributes.adopt_constants()
+    specify(graph, tracer.values, tracer.evaluator.probes)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _changes_buffers(node, root))
+    trained = prune_gradients(graph, tracer.values)
+    program = Program(
+        name=name or type(model).__name__,
+        graph=graph,
+        root=root,
+        inputs=tuple(_input(name, tensor, graph, root, name in targets) for name, tensor in tensors.items()),
+        batch=batch,
+        layers=(),
+        holdings=_holdings(model, root, graph, trained),
+    )
+    _require_loss(program)
+    isolate_terms(graph)
+    require_all_examples(graph)
+    _require_any_batch(program, tracer.evaluator.probes[2])
+    return replace(program, **group_layers(program))
+
+
 def step_root(model: nn.Module, loss: Loss) -> nn.Module:
     """The model, with a loss module (its class weights, say) as a child beside its own children."""
     root = nn.Module()
@@ -121,34 +137,62 @@ def step_root(model: nn.Module, loss: Loss) -> nn.Module:
     root.__class__ = type(model)
     root._modules = dict(model._modules)
     if isinstance(loss, nn.Module):
-        if LOSS in root._modules or hasattr(model, LOSS):
-            raise CaptureError(f"the model has an attribute {LOSS!r}, which is also the loss module's name; rename it or "
-                               f"pass the loss as a function")
-        root._modules[LOSS] = loss
+        if not hasattr(model, LOSS):
+            root._modules[LOSS] = loss
+        elif any(True for _ in loss.buffers()):
+            raise CaptureError(
+                f"the model has an attribute {LOSS!r}, which is also the loss module's name; rename it or pass the "
+                f"loss as a function"
+            )
     return root
 
 
-def _trace(tracer: Tracer, mode: FakeTensorMode, root: nn.Module, inputs: Mapping[str, Any],
-           targets: Mapping[str, Any], loss: Loss) -> None:
-    def fakes(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with mode:
-            first, second = (torch.empty((b, *value.shape[1:]), dtype=value.dtype, device=value.device)
-                             for b in tracer.batches)
-        return first, second
-
+def _trace(
+    tracer: Tracer,
+    model: nn.Module,
+    original: nn.Module,
+    root: nn.Module,
+    mode: FakeTensorMode,
+    inputs: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    loss: Loss,
+) -> fx.Graph:
     def feed(name: str, value: Any) -> Any:
-        return tracer.placeholder(name, fakes(value)) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            first, second = (
+                torch.empty((b, *value.shape[1:]), dtype=value.dtype, device=value.device)
+                for b in tracer.evaluator.batches
+            )
+        return tracer.placeholder(name, (first, second))
 
     fed = {name: feed(name, value) for name, value in inputs.items()}
     fed_targets = [feed(name, value) for name, value in targets.items()]
     parameters = inspect.signature(root.forward).parameters
     args = [fed.pop(n) for n, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY and n in fed]
-    loss_call = root._modules[LOSS] if isinstance(loss, nn.Module) else loss
-    with tracer.patched():
-        value = root.forward(*args, **fed)
-        if loss_call is not None:
-            value = loss_call(value, *fed_targets)  # type: ignore[misc]
-    tracer.output(value)
+    paths = {module: path for tree in (original, root) for path, module in tree.named_modules()}
+    leaf_paths = {path for path, module in root.named_modules() if path and construction(module) is not None}
+    loss_module = root._modules.pop(LOSS, None) if isinstance(loss, nn.Module) and not hasattr(model, LOSS) else None
+    try:
+        with intercepted(tracer, paths, leaf_paths), no_python_randomness(type(model).__name__), quiet():
+            value = root(*args, **fed)  # without the loss among its children, which it may iterate over
+            if loss_module is not None:
+                root._modules[LOSS] = loss_module
+            if loss is not None:
+                tracer.elsewhere = "loss"
+                value = (loss_module or loss)(value, *fed_targets)
+        tracer.output(value)
+    except CaptureError:
+        raise
+    except Unsupported as error:
+        raise tracer.refused(error) from None
+    except Exception as error:
+        raise CaptureError(
+            f"{line_of(error) or tracer.elsewhere}: {type(error).__name__}: {error}; if the model itself runs, this "
+            f"line asks of a tensor what a traced one cannot answer: keep to torch functions and tensor methods"
+        ) from error
+    return tracer.graph
 
 
 def _batch_of(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -161,94 +205,48 @@ def _batch_of(tensors: Mapping[str, torch.Tensor]) -> int:
     batch = next(iter(sizes.values()))
     if set(sizes.values()) != {batch}:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-        raise CaptureError(f"the example's tensors disagree about the batch: {listed} rows; dim 0 must be the batch in all")
+        raise CaptureError(
+            f"the example's tensors disagree about the batch: {listed} rows; dim 0 must be the batch in all"
+        )
     if batch == 0:
         raise CaptureError("the example batch is empty; give at least one example")
     return batch
 
 
-def _spec(values: tuple[Any, Any], batches: tuple[int, int]) -> Spec:
-    a, b = values
-    if isinstance(a, torch.Tensor):
-        differing = [d for d, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
-        shape = list(a.shape)
-        if not differing:
-            return TensorSpec(tuple(shape), a.dtype, None, a.requires_grad)
-        dim = differing[0]
-        if len(differing) > 1 or a.shape[dim] % batches[0] or a.shape[dim] // batches[0] * batches[1] != b.shape[dim]:
-            return None  # the batch appears twice (a similarity matrix of examples): it can live on one rank only
-        shape[dim] = a.shape[dim] // batches[0]
-        return TensorSpec(tuple(shape), a.dtype, dim, a.requires_grad)
-    if isinstance(a, (tuple, list)):
-        return tuple(_spec(pair, batches) for pair in zip(a, b, strict=True))
-    if type(a) is int:
-        scale = (b - a) // (batches[1] - batches[0])
-        return SizeSpec(scale, a - scale * batches[0])
-    return None
+def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the model is another after this node, though its value may not be used: running statistics, counters."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+    return "writes" in node.meta or changes_statistics(node)
 
 
-_SETITEM = __import__("operator").setitem
-
-
-def _plain_sizes(graph: fx.Graph) -> None:
-    """Rewrite whole shapes into their parts: `x.shape` used as a value becomes `(x.size(0), 3, 4)`.
-
-    After this every number that depends on the batch is one SizeSpec node that can be recomputed in any role.
-    """
-    for node in list(graph.nodes):
-        if not _is_shape(node):
-            continue
-        tensor = node.args[0]
-        with graph.inserting_after(node):
-            parts = [_size_of(graph, tensor, d, node) if isinstance(spec, SizeSpec) and spec.scale else
-                     (spec.offset if isinstance(spec, SizeSpec) else spec)
-                     for d, spec in enumerate(node.meta["spec"])]
-        for user in list(node.users):
-            if user.op == "call_function" and user.target is _GETITEM and type(user.args[1]) is int:
-                part = parts[user.args[1]]
-                if isinstance(part, fx.Node):
-                    user.replace_all_uses_with(part)
-                    continue
-        for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda n, node=node, parts=parts: tuple(parts) if n is node else n)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda n, node=node, parts=parts: tuple(parts) if n is node else n)
-
-
-_GETITEM = __import__("operator").getitem
-
-
-def _is_shape(node: fx.Node) -> bool:
-    whole_size = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
-    return whole_size or (node.op == "call_function" and node.target is getattr and node.args[1] == "shape")
-
-
-def _size_of(graph: fx.Graph, tensor: Any, dim: int, like: fx.Node) -> fx.Node:
-    node = graph.call_method("size", (tensor, dim))
-    node.meta.update(like.meta, spec=like.meta["spec"][dim])
-    return node
-
-
-def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph) -> dict[str, Holding]:
-    """Every parameter and buffer that the graph uses, under its first name."""
+def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[fx.Node]) -> dict[str, Holding]:
+    """Every parameter and buffer that the graph uses, under its first name; `reached` nodes train theirs."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), []).append(name)
     persistent = set(model.state_dict(keep_vars=True))
     used: set[str] = set()
+    trained: set[str] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
-            used.add(node.target)
+            reads = {str(node.target)}
         elif node.op == "call_module":
-            module = root.get_submodule(node.target)
-            used.update(f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers()))
+            module = root.get_submodule(str(node.target))
+            reads = {f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())}
+        else:
+            continue
+        used |= reads
+        trained |= reads if node in reached else set()
     holdings: dict[str, Holding] = {}
     for tensors, parameter in ((root.named_parameters(), True), (root.named_buffers(), False)):
         for name, tensor in tensors:
             aliases = tuple(names[id(tensor)])
             if used.intersection(aliases):
                 kept = tuple(a for a in aliases if a in persistent)
-                holdings[name] = Holding(name, tuple(tensor.shape), tensor.dtype, parameter, tensor.requires_grad,
-                                         bool(kept), kept)
+                trains = tensor.requires_grad and not trained.isdisjoint(aliases)
+                holdings[name] = Holding(name, tuple(tensor.shape), tensor.dtype, parameter, trains, bool(kept), kept)
     return holdings
 
 
@@ -274,4 +272,13 @@ def _require_loss(program: Program) -> None:
             f"loss=torch.nn.functional.cross_entropy"
         )
     if not any(h.trainable for h in program.holdings.values()):
-        raise CaptureError(f"{program.name} has no trainable parameter that its loss depends on; there is nothing to train")
+        raise CaptureError(
+            f"{program.name} has no trainable parameter that its loss depends on; there is nothing to train"
+        )
+
+
+def _require_any_batch(program: Program, batch: int) -> None:
+    """Raise CaptureError when the graph is another at a batch size that the trace has not seen."""
+    problems = shapes_at(program, batch)
+    if problems:
+        raise CaptureError(f"{problems[0]}; ranks run other batches than the example's, so forward must work for any")

@@ -38,7 +38,7 @@ def total(value: torch.Tensor) -> torch.Tensor:
 
 def total_weight(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
     """The weights of all targets of the role's ranks, summed; ignored ones weigh nothing."""
-    return target.new_zeros((), dtype=torch.float32 if weight is None else weight.dtype)
+    return target.new_zeros((), dtype=torch.int64 if weight is None else weight.dtype)
 
 
 def share(value: torch.Tensor) -> torch.Tensor:

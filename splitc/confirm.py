@@ -7,50 +7,86 @@ gradient, or a loss that couples examples, shows here and not after a week of tr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from splitc.capture import Loss, as_arguments, step_root, target_names
 from splitc.errors import CaptureError
 from splitc.fake import NodeRunner
-from splitc.program import LossTerm, Program, TensorSpec
-from splitc.runtime.loss import target_weight
+from splitc.loss_terms import loss_terms, tolerance
+from splitc.program import LossTerm, Program
+from splitc.user_code import line_of
 
 DROPOUTS = {
     F.dropout: 0, F.dropout1d: 2, F.dropout2d: 2, F.dropout3d: 2, F.alpha_dropout: 0, F.feature_alpha_dropout: 2,
     torch.dropout: 0,
-}
+}  # fmt: skip
 """Dropout functions -> the number of leading dims whose elements are dropped together; 0: each element by itself."""
 
-_TOLERANCE = 1e-4
-_LINEAR = {"add", "sub", "neg", "mul", "truediv", "div", "rsub"}
+
+def undropped(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The call with its dropout off: a dropout passes its input through, attention has none."""
+    if function in DROPOUTS:
+        return args[0] if args else kwargs["input"]
+    if function is F.scaled_dot_product_attention:
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    elif function is F.multi_head_attention_forward:
+        args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
+        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    return function(*args, **kwargs)
 
 
 class NoDropout(TorchFunctionMode):
     """Dropout passes its input through."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in DROPOUTS else func(*args, **(kwargs or {}))
+        return undropped(func, args, kwargs or {})
+
+
+class _Steady(NoDropout):
+    """Besides, BatchNorm uses running statistics, or none, so that examples are independent of each other."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return super().__torch_function__(func, types, args, kwargs)
+        bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        options = {**bound.arguments, "training": False}
+        channels = options["input"].shape[1]
+        if options["running_mean"] is None:
+            options.update(
+                running_mean=options["input"].new_zeros(channels), running_var=options["input"].new_ones(channels)
+            )
+        return func(**options)
 
 
 @contextmanager
 def steady(model: nn.Module) -> Iterator[None]:
-    """Dropout off and normalisation by running statistics, so that examples are independent of each other."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    for norm in norms:
-        norm.training = False
+    """Dropout off and BatchNorm by running statistics; afterwards attributes and buffers are as they were."""
+    tensors = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.training = False
     try:
-        with NoDropout():
+        with _Steady():
             yield
     finally:
-        for norm in norms:
-            norm.training = True
+        for module, plain, buffers in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(plain)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in tensors:
+                buffer.copy_(before)
 
 
 def confirm(program: Program, model: nn.Module, example: Any, target: Any, loss: Loss) -> tuple[LossTerm, ...]:
@@ -60,165 +96,96 @@ def confirm(program: Program, model: nn.Module, example: Any, target: Any, loss:
     """
     inputs = as_arguments(model, example)
     targets = target_names(target, inputs)
+    everything = {**inputs, **targets}
     root = step_root(model, loss)
     for name, constant in program.root.named_buffers(recurse=False):
-        if name not in root._buffers and name not in dict(model.named_buffers(recurse=False)):
+        if name not in root._buffers and not hasattr(model, name):
             root._buffers = {**root._buffers, name: constant}
-    everything = {**inputs, **targets}
-    few = {name: _first(value, 3) for name, value in everything.items()}
-    with steady(model):
-        _compare(program, root, model, few, inputs, targets, loss)
-        values = [_scalars(program, root, few, part) for part in (slice(0, 3), slice(0, 1), slice(1, 3))]
-    return tuple(_classify(node, values) for node in _terms(program))
+    _compare(program, root, model, everything, inputs, targets, loss)
+    return loss_terms(program, root, everything, lambda: steady(model))
 
 
-def _first(value: Any, number: int) -> Any:
-    """The first `number` examples, repeated when there are fewer."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.cat([value] * -(-number // value.shape[0]))[:number].detach()
-
-
-def _compare(program: Program, root: nn.Module, model: nn.Module, few: Mapping[str, Any], inputs: Mapping[str, Any],
-             targets: Mapping[str, Any], loss: Loss) -> None:
-    two = {name: _first(value, 2) for name, value in few.items()}
+def _compare(
+    program: Program,
+    root: nn.Module,
+    model: nn.Module,
+    everything: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    loss: Loss,
+) -> None:
+    two = {name: value[:2].detach() if isinstance(value, torch.Tensor) else value for name, value in everything.items()}
+    positional = [
+        n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_ONLY and n in inputs
+    ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def gradients(value: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    def model_loss() -> torch.Tensor:
+        value = model(*(two[n] for n in positional), **{n: two[n] for n in inputs if n not in positional})
+        return value if loss is None else loss(value, *(two[name] for name in targets))
 
-    signature = inspect.signature(model.forward)
-    positional = [n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_ONLY and n in inputs]
-    own = model(*(two[n] for n in positional), **{n: two[n] for n in inputs if n not in positional})
-    if loss is not None:
-        own = loss(own, *(two[name] for name in targets))
-    captured = NodeRunner(root, program.graph).run_named(two)
-    if not torch.allclose(own, captured, rtol=_TOLERANCE, atol=1e-6, equal_nan=True):
+    with steady(model):
+        _require_no_counting(model, model_loss)
+    with steady(model):
+        own = model_loss()
+        expected = _gradients(program.name, own, list(parameters.values()))
+    with steady(model):
+        captured = NodeRunner(root, program.graph).run_named(two)
+        got = _gradients(program.name, captured, list(parameters.values()))
+    allowed = tolerance(own.dtype)
+    if not torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
         raise CaptureError(
-            f"the captured graph computes a loss of {captured.item():.6g} where the model computes {own.item():.6g}: the "
-            f"model does something that a graph cannot hold (state kept between calls, random numbers, writing into tensors)"
+            f"the captured graph computes a loss of {captured.item():.6g} where the model computes {own.item():.6g}: "
+            f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"
         )
-    for name, a, b in zip(parameters, gradients(own), gradients(captured), strict=True):
-        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
+    for name, a, b in zip(parameters, expected, got, strict=True):
+        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b, allowed)):
             raise CaptureError(
-                f"the gradient of {name} differs between the model and its captured graph: something in between has its "
-                f"own backward (a custom autograd function, a hook); write it with torch operations"
+                f"the gradient of {name} differs between the model and its captured graph: something between {name} "
+                f"and the loss has a backward of its own; write it with torch operations"
             )
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a - b).norm() <= _TOLERANCE * max(float(a.norm()), 1e-6) or (a.isnan() == b.isnan()).all() and
-    a.isnan().any())
+def _gradients(name: str, loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    except RuntimeError as error:
+        raise CaptureError(f"the backward of {name} fails: {error}") from error
 
 
-# -- the terms of the loss ---------------------------------------------------------------------------------------------
+def _require_no_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> None:
+    """Raise CaptureError for a number that every call of the model changes, and for a call that fails."""
+    before = _numbers(model)
+    try:
+        with torch.no_grad():
+            run()
+            first = _numbers(model)
+            if first != before:
+                run()
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = line_of(error) or type(model).__name__
+        text = f"{where}: the model fails on two examples of its batch: {type(error).__name__}: {error}"
+        raise CaptureError(text) from error
+    counting = [name for name, number in _numbers(model).items() if number != first.get(name)]
+    if counting:
+        raise CaptureError(
+            f"every call of {type(model).__name__} changes {', '.join(counting)}, and a graph would keep the number of "
+            f"one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
+        )
 
 
-def _terms(program: Program) -> list[tuple[fx.Node, str]]:
-    """(node, use): the scalars that the loss is a linear function of, and the denominators of quotients of sums."""
-    found: dict[fx.Node, str] = {}
-    batched = _batched(program.graph)
-
-    def scalars(node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.all_input_nodes if n in batched and _is_scalar(n)]
-
-    def walk(node: fx.Node) -> None:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        parts = scalars(node)
-        whole = all(_is_scalar(n) for n in node.all_input_nodes)
-        if name in ("truediv", "div") and len(parts) == 2 and whole:
-            walk(parts[0])
-            denominator(parts[1])
-        elif name in _LINEAR and parts and whole and (name in ("add", "sub", "rsub") or len(parts) == 1):
-            if name in ("truediv", "div") and node.args[0] is not parts[0]:
-                denominator(parts[0])
-            for part in parts:
-                walk(part)
-        else:
-            found.setdefault(node, "term")
-
-    def denominator(node: fx.Node) -> None:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        parts = scalars(node)
-        if name in ("clamp", "clamp_min", "add", "max", "maximum", "float", "to") and len(parts) == 1:
-            denominator(parts[0])
-        else:
-            found[node] = "denominator"
-
-    walk(program.loss)
-    return list(found.items())
+def _numbers(model: nn.Module) -> dict[str, object]:
+    """Plain numbers that are attributes of the model's modules."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float)) and name != "training"
+    }
 
 
-def _is_scalar(node: fx.Node) -> bool:
-    spec = node.meta["spec"]
-    return isinstance(spec, TensorSpec) and spec.shape == ()
-
-
-def _batched(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value depends on the batch."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def weighted_mean(node: fx.Node) -> bool:
-    """Whether `node` is a cross entropy (or nll_loss) that divides by the weights of its targets."""
-    if node.target not in (F.cross_entropy, F.nll_loss) or node.kwargs.get("reduction", "mean") != "mean":
-        return False
-    target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
-    assert isinstance(target, fx.Node)
-    spec = target.meta["spec"]
-    return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
-
-
-def _scalars(program: Program, root: nn.Module, few: Mapping[str, Any], part: slice) -> dict[fx.Node, tuple[float,
-float]]:
-    """Value and weight of every term on a part of the examples."""
-    out: dict[fx.Node, tuple[float, float]] = {}
-    terms = dict(_terms(program))
-    runner: NodeRunner
-
-    def keep(node: fx.Node, run: Any) -> Any:
-        value = run()
-        if node in terms:
-            weight = 1.0
-            if weighted_mean(node):
-                _, target = runner.map_nodes_to_values(node.args[:2], node)
-                named = runner.map_nodes_to_values(dict(node.kwargs), node)
-                weight = float(target_weight(target, named.get("weight"), named.get("ignore_index", -100)))
-            out[node] = float(value), weight
-        return value
-
-    inputs = {n: v[part] if isinstance(v, torch.Tensor) else v for n, v in few.items()}
-    with torch.no_grad():
-        runner = NodeRunner(root, program.graph, keep)
-        runner.run_named(inputs)
-    return out
-
-
-def _classify(item: tuple[fx.Node, str], values: list[dict[fx.Node, tuple[float, float]]]) -> LossTerm:
-    node, use = item
-    (whole, weight), (first, weight1), (rest, weight2) = (v[node] for v in values)
-
-    def close(a: float, b: float) -> bool:
-        return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-3) or (a != a and b != b)
-
-    suffix = "" if use == "term" else " denominator"
-    if use == "denominator" and node.meta["spec"].requires_grad:
-        raise CaptureError(f"{node.meta['source']}: the loss divides by {node.name}, which depends on parameters and on the "
-                           f"whole batch; splitc sums denominators without gradient only; detach it")
-    if weighted_mean(node):
-        parts = [value * w if w else 0.0 for value, w in ((first, weight1), (rest, weight2))]  # 0/0 when all are ignored
-        if close(whole * weight if weight else 0.0, sum(parts)):
-            return LossTerm(node.name, "weighted")
-    elif close(whole, (first + 2 * rest) / 3):
-        return LossTerm(node.name, "mean" + suffix)
-    elif close(whole, first + rest):
-        return LossTerm(node.name, "sum" + suffix)
-    raise CaptureError(
-        f"{node.meta['source']}: the loss couples examples: {node.name} is {whole:.6g} over 3 examples, {first:.6g} over the "
-        f"first and {rest:.6g} over the other two, neither their sum nor their mean; a rank that sees a part of the batch "
-        f"cannot compute it (use a loss that is a sum, a mean or a weighted mean over examples)"
-    )
+def _close(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
+    both_nan = bool((a.isnan() == b.isnan()).all()) and bool(a.isnan().any())
+    return both_nan or float((a - b).norm()) <= allowed * max(float(a.norm()), 1e-6)

@@ -8,44 +8,56 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 _SKIP = ("device", "dtype", "self")
+_ATTENTION: dict[str, Callable[[Any], Any]] = {  # arguments of nn.MultiheadAttention that it keeps under other names
+    "bias": lambda m: m.in_proj_bias is not None,
+    "add_bias_kv": lambda m: m.bias_k is not None,
+    "kdim": lambda m: None if m.kdim == m.embed_dim else m.kdim,
+    "vdim": lambda m: None if m.vdim == m.embed_dim else m.vdim,
+}
 
 
 def construction(module: nn.Module) -> str | None:
-    """The constructor call of a parameterised torch.nn module, or None when it must be traced through."""
+    """The constructor call of a parameterised torch.nn module, or None when it must be traced through.
+
+    That is also one whose training differs from what its constructor gives: a normalisation in evaluation mode, an
+    attention with dropout of its own.
+    """
     cls = type(module)
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
         return None
-    if any(True for _ in module.children()) or not (module._parameters or module._buffers) or _has_hooks(module):
+    is_attention = isinstance(module, nn.MultiheadAttention)
+    if (any(True for _ in module.children()) and not is_attention) or not (module._parameters or module._buffers):
         return None
-    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-        return None if isinstance(module, nn.MultiheadAttention) or getattr(module, "dropout", 0.0) else _call(module)
-    return _call(module)
+    if (
+        _has_hooks(module)
+        or getattr(module, "dropout", None)
+        or (hasattr(module, "track_running_stats") and not module.training)
+    ):
+        return None
+    return _call(module, _ATTENTION if is_attention else {})
 
 
-def _call(module: nn.Module) -> str | None:
-    cls = type(module)
+def _call(module: nn.Module, special: dict[str, Callable[[Any], Any]]) -> str | None:
+    """The call with the arguments that differ from their defaults; the leading required ones by position."""
     parts: list[str] = []
     positional = True
     arguments: dict[str, Any] = {}
-    try:
-        signature = inspect.signature(cls)
-    except (TypeError, ValueError):
-        return None
-    for name, parameter in signature.parameters.items():
+    for name, parameter in inspect.signature(type(module)).parameters.items():
         if name in _SKIP or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name.startswith("_"):
             continue
-        if not hasattr(module, name):
+        if name not in special and not hasattr(module, name):
             return None
-        value = getattr(module, name)
+        value = special[name](module) if name in special else getattr(module, name)
         if isinstance(value, torch.Tensor) or (name == "bias" and value is None):
             value = value is not None
-        value = _plain(value)
+        value = _short(value)
         if parameter.default is not parameter.empty and _same(value, parameter.default):
             positional = False
             continue
@@ -54,7 +66,7 @@ def _call(module: nn.Module) -> str | None:
         arguments[name] = value
         positional = positional and parameter.default is parameter.empty
         parts.append(literal(value) if positional else f"{name}={literal(value)}")
-    return f"nn.{cls.__name__}({', '.join(parts)})" if _rebuilds(module, arguments) else None
+    return f"nn.{type(module).__name__}({', '.join(parts)})" if _rebuilds(module, arguments) else None
 
 
 def _rebuilds(module: nn.Module, arguments: dict[str, Any]) -> bool:
@@ -68,7 +80,10 @@ def _rebuilds(module: nn.Module, arguments: dict[str, Any]) -> bool:
     def tensors(m: nn.Module) -> dict[str, torch.Size]:
         return {n: t.shape for n, t in (*m.named_parameters(), *m.named_buffers())}
 
-    return other.extra_repr() == module.extra_repr() and tensors(other) == tensors(module)
+    def settings(m: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(m).items() if _is_literal(value) and name != "training"}
+
+    return settings(other) == settings(module) and tensors(other) == tensors(module)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -76,10 +91,10 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in vars(module)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple) and len(value) > 0 and all(v == value[0] for v in value) and type(value[0]) is int:
-        return value[0] if len(value) == 2 or len(value) == 1 else value
-    return value
+def _short(value: Any) -> Any:
+    """`3` for a kernel of `(3, 3)` or `(3,)`."""
+    is_square = isinstance(value, tuple) and len(value) in (1, 2) and type(value[0]) is int and value[0] == value[-1]
+    return value[0] if is_square else value
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -88,7 +103,7 @@ def _same(value: Any, default: Any) -> bool:
 
 def _is_literal(value: Any) -> bool:
     if isinstance(value, tuple):
-        return all(_is_literal(v) for v in value)
+        return all(map(_is_literal, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -97,9 +112,9 @@ def literal(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
     return str(value) if isinstance(value, (torch.dtype, torch.layout)) else repr(value)

@@ -111,8 +111,8 @@ class DeferredWorker:
         files, weights, failure = None, None, None
         if self._transport.rank == 0:
             try:
-                parts = list(self._program.compile(_first(batches)).parts())
-                files, weights = parts[0][0], [held for _, held in parts]
+                compiled = self._program.compile(_first(batches))
+                files, weights = compiled.files, list(compiled.parts())
             except Exception as error:
                 failure = error
         files, reason = self._transport.broadcast_object((files, failure and f"{type(failure).__name__}: {failure}"))

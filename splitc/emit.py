@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,44 +13,61 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.constructors import literal
-from splitc.errors import CaptureError
 
-_BINARY = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
-    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.eq: "==", operator.ne: "!=", operator.lt: "<",
-    operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.and_: "&", operator.or_: "|", operator.xor: "^",
-    operator.lshift: "<<", operator.rshift: ">>",
-}
+_SIGNS: tuple[dict[Any, str], ...] = (  # from the loosest to the tightest
+    {operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="},
+    {operator.or_: "|"},
+    {operator.xor: "^"},
+    {operator.and_: "&"},
+    {operator.lshift: "<<", operator.rshift: ">>"},
+    {operator.add: "+", operator.sub: "-"},
+    {operator.mul: "*", operator.truediv: "/", operator.floordiv: "//", operator.mod: "%", operator.matmul: "@"},
+    {},  # the unary ones
+    {operator.pow: "**"},
+)
+_BINARY = {function: (sign, tightness) for tightness, signs in enumerate(_SIGNS) for function, sign in signs.items()}
 _UNARY = {operator.neg: "-", operator.invert: "~", operator.pos: "+"}
-_BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
+_TIGHT = 7  # how tightly a unary operator binds; a name or a call holds together more than any
+_DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which tell none
     "max_pool2d": {"padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False},
     "max_pool1d": {"padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False},
     "avg_pool2d": {"padding": 0, "ceil_mode": False, "count_include_pad": True, "divisor_override": None},
+    "gelu": {"approximate": "none"},
 }
 RESERVED = {"rank", "self", "stage", "step", "evaluate", "torch", "nn", "F", "Stage", "BUCKETS"}
 
 
-@cache
-def _functional_names() -> dict[int, str]:
-    return {id(value): name for name, value in vars(F).items() if callable(value) and not name.startswith("_")}
+def _all_names() -> dict[int, str]:
+    """`id` of a function -> how generated code calls it; the first name counts."""
+    names: dict[int, str] = {
+        id(getattr): "getattr",
+        id(torch._weight_norm): "torch._weight_norm",
+    }
+    for module, prefix in (
+        (F, "F"),
+        (torch, "torch"),
+        (torch.linalg, "torch.linalg"),
+        (torch.fft, "torch.fft"),
+        (torch.special, "torch.special"),
+        (operator, "operator"),
+    ):
+        for name, value in vars(module).items():
+            if callable(value) and not name.startswith("_"):
+                names.setdefault(id(value), f"{prefix}.{name}")
+    return names
+
+
+_NAMES = _all_names()  # now: while a model is traced, some functions of torch are replaced
 
 
 def function_name(target: Callable[..., Any]) -> str:
-    """How generated code calls a function.  Raises CaptureError for one that it could not import."""
-    if target in comm_ops.OPS:
-        return f"rank.{target.__name__}"
-    if id(target) in _functional_names():
-        return f"F.{_functional_names()[id(target)]}"
-    name = getattr(target, "__name__", "")
-    for module, prefix in ((torch, "torch"), (torch.linalg, "torch.linalg"), (torch.fft, "torch.fft"), (torch.special, "torch.special")):
-        if getattr(module, name, None) is target:
-            return f"{prefix}.{name}"
-    if getattr(operator, name, None) is target:
-        return f"operator.{name}"
-    if target is getattr:
-        return "getattr"
-    raise CaptureError(f"generated code cannot call {name or target!r}: it is no function of torch; "
-                       f"write it with torch operations")
+    """How generated code calls a function."""
+    return f"rank.{target.__name__}" if target in comm_ops.OPS else _NAMES[id(target)]
+
+
+def is_nameable(target: Callable[..., Any]) -> bool:
+    """Whether generated code can call the function."""
+    return target in comm_ops.OPS or id(target) in _NAMES
 
 
 class Emitter:
@@ -61,14 +77,13 @@ class Emitter:
         self._names, self._path = names, path
         self.folded: dict[fx.Node, str] = {}
 
-    def value(self, item: Any, inside: bool = False) -> str:
-        """An argument as source; `inside` an operator, where a folded expression needs parentheses."""
+    def value(self, item: Any, tightness: int = -1) -> str:
+        """An argument as source, in parentheses where an operator around it binds tighter than it does."""
         if isinstance(item, fx.Node):
             text = self.folded.get(item)
             if text is None:
                 return self._path(str(item.target)) if item.op == "get_attr" else self._names[item]
-            simple = item.target not in _BINARY and item.target not in _UNARY
-            return text if simple or not inside else f"({text})"
+            return f"({text})" if _tightness(item) < tightness else text
         if isinstance(item, slice):
             return f"slice({', '.join(self.value(v) for v in (item.start, item.stop, item.step))})"
         if isinstance(item, (tuple, list)):
@@ -80,7 +95,8 @@ class Emitter:
             return "{" + ", ".join(f"{literal(k)}: {self.value(v)}" for k, v in item.items()) + "}"
         if item is Ellipsis:
             return "..."
-        return literal(item)
+        is_negative = isinstance(item, (int, float)) and not isinstance(item, bool) and item < 0
+        return f"({literal(item)})" if is_negative and tightness > _TIGHT else literal(item)
 
     def expression(self, node: fx.Node) -> str:
         """The right-hand side of `node`."""
@@ -88,49 +104,89 @@ class Emitter:
         if node.op == "call_module":
             return f"{self._path(target)}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
-            return f"{self._receiver(node.args[0])}.{target}({self._arguments(node.args[1:], node.kwargs)})"
+            args = node.args[1:2] if target == "flatten" and node.args[2:] == (-1,) else node.args[1:]
+            return f"{self.receiver(node.args[0])}.{target}({self._arguments(args, node.kwargs)})"
         if target in _BINARY:
-            left, right = (self.value(arg, inside=True) for arg in node.args)
-            return f"{left} {_BINARY[target]} {right}"
+            sign, tightness = _BINARY[target]
+            is_power = target is operator.pow
+            left = self.value(node.args[0], tightness + (is_power or tightness == 0))
+            return f"{left} {sign} {self.value(node.args[1], tightness + 1)}"
         if target in _UNARY:
-            return f"{_UNARY[target]}{self.value(node.args[0], inside=True)}"
+            return f"{_UNARY[target]}{self.value(node.args[0], _TIGHT)}"
         if target is operator.getitem:
-            return f"{self._receiver(node.args[0])}[{self._index(node.args[1])}]"
-        if target is operator.setitem:
-            return f"{self._receiver(node.args[0])}[{self._index(node.args[1])}] = {self.value(node.args[2])}"
+            return f"{self.receiver(node.args[0])}[{self.index(node.args[1])}]"
         if target is getattr:
-            return f"{self._receiver(node.args[0])}.{node.args[1]}"
+            return f"{self.receiver(node.args[0])}.{node.args[1]}"
         name = function_name(target)
-        return f"{name}({self._arguments(*_without_defaults(target, name, node.args, node.kwargs))})"
+        return f"{name}({self._arguments(node.args, _telling(node, name))})"
 
-    def _receiver(self, item: Any) -> str:
-        text = self.value(item, inside=True)
-        return text if not isinstance(item, (int, float)) else f"({text})"
+    def receiver(self, item: Any) -> str:
+        """What a method is called on."""
+        text = self.value(item, _TIGHT + 2)
+        return f"({text})" if isinstance(item, (int, float)) and not text.startswith("(") else text
 
-    def _index(self, item: Any) -> str:
-        if isinstance(item, tuple):
-            return ", ".join(map(self._index, item))
-        if isinstance(item, slice):
-            parts = ["" if v is None else self.value(v) for v in (item.start, item.stop)]
-            return ":".join(parts) + ("" if item.step is None else f":{self.value(item.step)}")
-        return self.value(item)
+    def index(self, item: Any) -> str:
+        """What stands between the brackets of an index."""
+        if isinstance(item, tuple) and item:
+            return ", ".join(self._bounds(part) for part in item) + ("," if len(item) == 1 else "")
+        return self._bounds(item)
+
+    def _bounds(self, item: Any) -> str:
+        if not isinstance(item, slice):
+            return self.value(item)
+        parts = ["" if v is None else self.value(v) for v in (item.start, item.stop)]
+        return ":".join(parts) + ("" if item.step is None else f":{self.value(item.step)}")
 
     def _arguments(self, args: Any, kwargs: Mapping[str, Any]) -> str:
         named = [f"{k}={self.value(v)}" for k, v in kwargs.items()]
         return ", ".join([*map(self.value, args), *named])
 
 
-def _without_defaults(target: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any,
-dict[str, Any]]:
-    """Leave out keyword arguments that have their default value."""
+def _tightness(node: fx.Node) -> int:
+    """How tightly the expression of a node holds together."""
+    if node.target in _BINARY:
+        return _BINARY[node.target][1]
+    return _TIGHT if node.target in _UNARY else _TIGHT + 2
+
+
+def _telling(node: fx.Node, name: str) -> dict[str, Any]:
+    """The keyword arguments that tell something: not those with their default value.
+
+    A normalisation that trains its running statistics does so while the stage trains.
+    """
+    target: Any = node.target
     try:
         defaults = {k: p.default for k, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
     except (TypeError, ValueError):
         defaults = {}
-    defaults = {**_BUILTIN_DEFAULTS.get(name.rpartition(".")[2], {}), **defaults}
+    defaults = {**_DEFAULTS.get(name.rpartition(".")[2], {}), **defaults}
 
     def is_default(key: str, value: Any) -> bool:
-        known = key in defaults and not isinstance(value, fx.Node)
-        return known and type(value) is type(defaults[key]) and bool(value == defaults[key])
+        known = (
+            key in defaults
+            and not isinstance(value, fx.Node)
+            and type(value) is type(defaults[key])
+            and value == defaults[key]
+        )
+        return known or key == "_stacklevel"
 
-    return args, {k: v for k, v in kwargs.items() if not is_default(k, v)}
+    telling: dict[str, Any] = {k: v for k, v in node.kwargs.items() if not is_default(k, v)}
+    if changes_statistics(node):
+        telling["training" if target is F.batch_norm else "use_input_stats"] = _WhileTraining()
+    return telling
+
+
+class _WhileTraining:
+    """Written as `self.training`."""
+
+    def __repr__(self) -> str:
+        return "self.training"
+
+
+def changes_statistics(node: fx.Node) -> bool:
+    """Whether the node is a normalisation function that changes running statistics."""
+    if node.target not in (F.batch_norm, F.instance_norm):
+        return False
+    named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
+    flag = named.get("training", False) if node.target is F.batch_norm else named.get("use_input_stats", True)
+    return flag is True and named.get("running_mean") is not None

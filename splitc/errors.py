@@ -6,9 +6,18 @@ where (the node and the user's file and line), the numbers with their units, and
 
 from collections.abc import Iterable
 
+from splitc.runtime.errors import LaunchError, RanksFailed, SplitcError
 
-class SplitcError(Exception):
-    """What splitc raises about the user's model, cluster, plan or launch."""
+__all__ = [
+    "CaptureError",
+    "CostError",
+    "InternalError",
+    "LaunchError",
+    "PlacementError",
+    "RanksFailed",
+    "SplitcError",
+    "bullets",
+]
 
 
 class CaptureError(SplitcError):
@@ -21,10 +30,6 @@ class CostError(SplitcError):
 
 class PlacementError(SplitcError):
     """No plan meets what was asked for."""
-
-
-class LaunchError(SplitcError):
-    """The ranks cannot be started, or do not fit what was compiled."""
 
 
 class InternalError(Exception):

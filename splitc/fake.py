@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from splitc.errors import CaptureError
 from splitc.program import Program, TensorSpec
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `module` whose parameters and buffers are fake; tied ones stay tied."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        memo[id(tensor)] = mode.from_tensor(tensor)
-    return copy.deepcopy(module, memo)
+    """A copy of `module` whose parameters and buffers are fake; tied ones stay tied, other tensors are shared.
+
+    Raises CaptureError for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {
+        id(value): value for m in module.modules() for value in vars(m).values() if isinstance(value, torch.Tensor)
+    }
+    memo.update({id(tensor): mode.from_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())})
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}; keep what copy.deepcopy does "
+            f"not take (locks, files, process groups) out of its attributes"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Fake tensors log every operation that fails; here failures are explained to the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def mode_of(root: nn.Module) -> FakeTensorMode:
@@ -46,6 +70,7 @@ class NodeRunner(fx.Interpreter):
 
     def __init__(self, root: nn.Module, graph: fx.Graph, hook: NodeHook | None = None) -> None:
         super().__init__(root, garbage_collect_values=hook is None, graph=graph)
+        self.extra_traceback = False  # an error is explained by who runs the graph
         self._hook = hook
 
     def run_node(self, n: fx.Node) -> Any:
@@ -62,18 +87,20 @@ def shapes_at(program: Program, batch: int) -> list[str]:
     """What goes wrong when the graph runs at `batch` examples: lines that name the node; none when all specs hold."""
     mode = mode_of(program.root)
     problems: list[str] = []
+    where = "output"
 
     def check(node: fx.Node, run: Callable[[], Any]) -> Any:
+        nonlocal where
+        where = f"{node.meta['source']}: {node.name}"
         value = run()
         spec = node.meta.get("spec")
         if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
-            problems.append(f"{node.name} ({node.meta['source']}) is {tuple(value.shape)} at a batch of {batch}, "
-                            f"not {spec.at(batch)}")
+            problems.append(f"{where} is {tuple(value.shape)} at a batch of {batch}, not {spec.at(batch)}")
         return value
 
     try:
-        with mode:
+        with mode, quiet():
             NodeRunner(program.root, program.graph, check).run_named(fake_inputs(program, batch, mode))
     except Exception as error:
-        problems.append(f"the graph does not run at a batch of {batch}: {error}")
+        problems.append(f"{where} does not run at a batch of {batch}: {str(error).partition(chr(10))[0]}")
     return problems

@@ -1,7 +1,7 @@
 """Group the nodes of a graph into layers.
 
-A layer is a node that owns parameters, with the parameterless nodes that follow it; a parameterless node belongs to the
-topologically last layer it depends on, else to the first.  So a max-pool after the last convolution is part of it,
+A layer is a node that owns parameters, with the parameterless nodes that follow it; a parameterless node belongs to
+the topologically last layer it depends on, else to the first.  So a max-pool after the last convolution is part of it,
 and a cut above the next layer sends the pooled activations.
 
 Some nodes can be computed anywhere from nothing that crosses a cut: sizes, constants, masks made of them.  They are
@@ -41,8 +41,9 @@ def group_layers(program: Program) -> dict[str, Any]:
             first = min(index[user] for user in node.users if user in index)
             members[list(members)[first]].append(node)
     sequence = {node: i for i, node in enumerate(program.graph.nodes)}
-    layers = tuple(_layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters)
-                   for name, nodes in members.items())
+    layers = tuple(
+        _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters) for name, nodes in members.items()
+    )
     return {"layers": layers, "frozen_layers": tuple(layer.name for layer in layers if _is_frozen(program, layer))}
 
 
@@ -51,6 +52,8 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
     if node.op == "call_module":
         module = program.root.get_submodule(str(node.target))
         return str(node.target) if any(True for _ in module.parameters()) else None
+    if "writes" in node.meta and any(name.startswith(f"{node.meta['module']}.") for name in parameters):
+        return str(node.meta["module"])  # a counter belongs to the module that counts
     for value in node.all_input_nodes:
         if value.op == "get_attr" and value.target in parameters:
             return str(value.target).rpartition(".")[0] or str(value.target)
@@ -102,7 +105,7 @@ def _mark_everywhere(graph: fx.Graph, parameters: set[str]) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
             everywhere = node.target not in parameters
-        elif node.op in ("placeholder", "output", "call_module"):
+        elif "writes" in node.meta or node.op in ("placeholder", "output", "call_module"):
             everywhere = False
         elif isinstance(node.meta["spec"], SizeSpec) or _is_device(node):
             everywhere = True

@@ -35,7 +35,7 @@ def wire(program: Program, rank: int) -> tuple[WireOp, ...]:
     """Everything `rank` sends, receives and sums in one training step, in order."""
     plan = program.required_plan
     if all(rank not in ranks for ranks in plan.roles.values()):
-        return ()
+        return _loss(plan.world)  # a rank without work learns the loss
     stage = program.stage(plan.role_of(rank))
     return tuple(op for action in stage.actions for op in _expand(program, stage, rank, action.verb, action.value))
 
@@ -54,16 +54,7 @@ def _expand(program: Program, stage: Stage, rank: int, verb: str, value: str) ->
                 sent = comm_ops.OPS[node.target].sent(dtype.itemsize, len(members))
                 yield WireOp("collective", f"{stage.role}.{node.name}", members, (), dtype, sent)
     elif verb == "sum_loss":
-        everyone = tuple(sorted(r for ranks in plan.roles.values() for r in ranks))
-        if len(everyone) > 1:
-            yield WireOp(
-                "collective",
-                "loss",
-                everyone,
-                (),
-                torch.float64,
-                comm_ops.OPS[comm_ops.all_reduce].sent(8, len(everyone)),
-            )
+        yield from _loss(plan.world)
     elif verb == "reduce":
         names = stage.buckets[int(value.removeprefix("bucket"))]
         numel = sum(program.holdings[name].numel for name in names)
@@ -76,6 +67,12 @@ def _expand(program: Program, stage: Stage, rank: int, verb: str, value: str) ->
             dtype,
             comm_ops.OPS[comm_ops.all_reduce].sent(numel * dtype.itemsize, len(members)),
         )
+
+
+def _loss(world: int) -> tuple[WireOp, ...]:
+    """The sum of the loss over all ranks, also those without work."""
+    sent = comm_ops.OPS[comm_ops.all_reduce].sent(torch.float64.itemsize, world)
+    return (WireOp("collective", "loss", tuple(range(world)), (), torch.float64, sent),) if world > 1 else ()
 
 
 def _cut(cuts: tuple[Cut, ...], name: str) -> Cut:

@@ -17,7 +17,6 @@ from splitc.build import read_plan
 from splitc.errors import LaunchError
 from splitc.runtime.launch import load_weights
 from splitc.runtime.loader import load_rank
-from splitc.runtime.transport import LaunchError as RanksError
 from tests.ranks import Net, assert_same, compile_net
 
 
@@ -148,7 +147,7 @@ def test_a_folder_without_a_plan_or_a_launcher_is_no_build(tmp_path: Path) -> No
 def test_weights_that_are_missing_or_not_ours_are_refused(damage: object, text: str, tmp_path: Path) -> None:
     if damage is not None:
         torch.save(damage, tmp_path / "weights.pt")
-    with pytest.raises(RanksError, match=text):
+    with pytest.raises(LaunchError, match=text):
         load_weights(tmp_path)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from splitc.runtime.checkpoint import gather_state, hand_out, spread_state
-from splitc.runtime.transport import LaunchError, Transport
+from splitc.errors import LaunchError
+from splitc.runtime.transport import Transport
 from tests.ranks import on_ranks
 
 DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.int64, "d": torch.bool}

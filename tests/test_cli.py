@@ -177,10 +177,10 @@ def test_verify_ends_with_1_when_it_does_not_hold(capsys: Capture, monkeypatch: 
 
 
 def test_ranks_that_fail_end_with_1(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from splitc.runtime.transport import LaunchError
+    from splitc.errors import RanksFailed
 
     def fail(*_: object, **__: object) -> None:
-        raise LaunchError("the ranks failed:\nrank 1 has had enough")
+        raise RanksFailed("the ranks failed:\nrank 1 has had enough")
 
     monkeypatch.setattr("splitc.api.CompiledProgram.verify", fail)
     done = splitc(capsys, "verify net.py --world 2")

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from splitc.runtime.distributed import init
 from splitc.runtime.simulated import run_ranks
-from splitc.runtime.transport import LaunchError, PeerLost, Transport
+from splitc.errors import LaunchError
+from splitc.runtime.transport import PeerLost, Transport
 
 WORLD = 3
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from splitc.api import CompiledProgram
 from splitc.runtime.launch import given, save, synthetic
 from splitc.runtime.rank import Rank
-from splitc.runtime.transport import LaunchError
+from splitc.errors import LaunchError
 from splitc.runtime.trial import torchrun_trial
 from splitc.runtime.worker import Worker
 from tests.compiled import compiled

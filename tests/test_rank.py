@@ -11,7 +11,8 @@ from torch import Tensor
 
 from splitc.plan import Plan
 from splitc.runtime.rank import Rank
-from splitc.runtime.transport import LaunchError, PeerLost, Transport
+from splitc.errors import LaunchError
+from splitc.runtime.transport import PeerLost, Transport
 from tests.ranks import Watched, on_ranks, plan_of, rank_of
 
 ONE_TO_ONE = plan_of(conv=(0, 4), fc=(0, 4))

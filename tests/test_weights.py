@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitc.runtime.transport import LaunchError
+from splitc.errors import LaunchError
 from splitc.runtime.weights import Tree, build, first_names
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from splitc.api import CompiledProgram
-from splitc.runtime.transport import LaunchError, Transport
+from splitc.errors import LaunchError
+from splitc.runtime.transport import Transport
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from splitc.wire import wire

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from splitc.cli.commands import run
 from splitc.cli.options import parse
-from splitc.errors import InternalError, SplitcError
+from splitc.errors import InternalError, RanksFailed, SplitcError
 
 _LIBRARIES = ("splitc", "passes", "cost_models")
 _REPORT = "this is a bug of splitc, not of your input; please report it with the command and the text above"
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SplitcError as error:
-        return _say(_with_notes(error), 2)
+        return _say(_with_notes(error), 1 if isinstance(error, RanksFailed) else 2)
     except MemoryError:
         return _say("this machine has not enough memory for that; take a smaller batch with --input", 1)
     except Exception as error:
-        if _is_launch_error(error):
+        if _is_of_the_wire(error):
             return _say(_with_notes(error), 1)
         if verbose:
             raise
@@ -55,8 +55,8 @@ def _with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def _is_launch_error(error: Exception) -> bool:
-    """Whether the ranks failed: the runtime has errors of its own, which are loaded with torch only."""
+def _is_of_the_wire(error: Exception) -> bool:
+    """Whether ranks lost each other; those errors are loaded with torch only, so they are known by their home."""
     return any(kind.__module__ == "splitc.runtime.transport" for kind in type(error).__mro__)
 
 

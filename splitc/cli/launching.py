@@ -48,11 +48,10 @@ def _checked(folder: Path) -> Plan:
 
 def _same_plan(folder: Path, plan: Plan) -> None:
     from splitc.runtime.loader import one_plan
-    from splitc.runtime.transport import LaunchError as Stale
 
     try:
         one_plan(folder)
-    except Stale as error:
+    except LaunchError as error:
         raise LaunchError(f"{folder}: {error}") from error
     written = re.search(r'"hash": "(\w+)"', (folder / "plan.json").read_text(encoding="utf-8"))
     if written is not None and written[1] != plan.hash:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .transport import LaunchError, Transport
+from .errors import LaunchError
+from .transport import Transport
 from .weights import misfits
 
 

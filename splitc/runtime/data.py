@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .transport import LaunchError
+from .errors import LaunchError
 
 Fits = Callable[[Sequence[int]], bool]
 """Whether readers' batches with these bounds give every rank with work an example."""

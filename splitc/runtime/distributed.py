@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .torch_transport import TorchTransport, cause
-from .transport import LaunchError
+from .errors import LaunchError
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 

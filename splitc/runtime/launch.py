@@ -20,7 +20,8 @@ from .data import as_tuple
 from .distributed import init
 from .loader import load_rank
 from .rank import Rank
-from .transport import LaunchError, PeerLost
+from .errors import LaunchError
+from .transport import PeerLost
 from .weights import first_names
 from .worker import OptimizerFactory, Worker
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .transport import LaunchError
+from .errors import LaunchError
 
 _LOCK = threading.Lock()
 _PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from .gradients import Buckets, GradientSum
 from .loss import Loss, target_weight
 from .seeded import mask
-from .transport import LaunchError, Transport, Work
+from .errors import LaunchError
+from .transport import Transport, Work
 
 Routes = Mapping[str, tuple[tuple[int, int, int], ...]]
 

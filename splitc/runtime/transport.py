@@ -28,10 +28,6 @@ class Mismatch(RuntimeError):
     """Simulated ranks disagree about a message or a collective: a bug in the program they run."""
 
 
-class LaunchError(RuntimeError):
-    """The processes were not started as the program needs them."""
-
-
 class Work(Protocol):
     """An operation under way.  Keep it until `wait`: it keeps the tensors alive."""
 

@@ -16,7 +16,8 @@ from .distributed import init
 from .launch import guarded
 from .loader import load_rank
 from .torchrun import torchrun
-from .transport import LaunchError, Transport
+from .errors import RanksFailed
+from .transport import Transport
 from .weights import first_names
 from .worker import Worker
 
@@ -74,7 +75,7 @@ def torchrun_trial(
     learning_rate: float,
     momentum: float,
 ) -> list[Trial]:
-    """`run_trial` in `world` real processes.  Raises LaunchError with the first error of a rank when one fails."""
+    """`run_trial` in `world` real processes.  Raises RanksFailed with the first error of a rank when one fails."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     torch.save(dict(weights), folder / "weights.pt")
@@ -82,7 +83,7 @@ def torchrun_trial(
     done = torchrun(["-m", "splitc.runtime.trial", str(folder)], world, quiet=True)
     if done.returncode:
         of_torchrun = re.search(r"^[A-Z]\d{4} .*torch/distributed/elastic", done.stderr, re.MULTILINE)
-        raise LaunchError(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
+        raise RanksFailed(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
     saved = torch.load(folder / "result.pt", weights_only=True)
     return [Trial(**trial) for trial in saved]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .transport import LaunchError
+from .errors import LaunchError
 
 
 class Tree(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from . import data
 from .checkpoint import gather_state, spread_state
 from .rank import Rank
-from .transport import LaunchError, Transport
+from .errors import LaunchError
+from .transport import Transport
 from .weights import build
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
