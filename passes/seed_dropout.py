@@ -8,7 +8,7 @@ This pass rewrites:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
         graph.erase_node(node)
         return
     with graph.inserting_after(node):
-        options: dict[str, object] = {"layer": label}
+        options: dict[str, Any] = {"layer": label}
         if DROPOUTS[node.target]:
             options["feature_dims"] = DROPOUTS[node.target]
         new = graph.call_function(comm_ops.dropout, (value, p), options)

@@ -261,9 +261,7 @@ class CompiledProgram:
         files = transport.broadcast_object(self.files if transport.rank == 0 else None)
         held = hand_out(transport, parts)
         keys = first_names(self._model.state_dict())
-        return Worker(
-            load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed
-        )
+        return Worker(load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The weights that each rank starts with; rank 0 also those that no rank trains."""

@@ -183,7 +183,7 @@ def _kind(
 def _measure(
     program: Program, root: nn.Module, example: Mapping[str, Any], terms: Mapping[fx.Node, str], steady: Steady
 ) -> tuple[Measured, ...]:
-    """The terms on three examples, on the first and on the other two; other examples where a term is zero or not finite."""
+    """The terms on three examples, on the first, and on the other two; on others where a term is zero or not finite."""
     found: list[tuple[Measured, ...]] = []
     for rows in _choices(example):
         parts = [_take(example, rows[part]) for part in (slice(0, 3), slice(0, 1), slice(1, 3))]

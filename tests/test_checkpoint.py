@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitc.runtime.checkpoint import gather_state, hand_out, spread_state
 from splitc.errors import LaunchError
+from splitc.runtime.checkpoint import gather_state, hand_out, spread_state
 from splitc.runtime.transport import Transport
 from tests.ranks import on_ranks
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from splitc.runtime.data import as_tuple, order, plan_epoch, shard
 from splitc.errors import LaunchError
+from splitc.runtime.data import as_tuple, order, plan_epoch, shard
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 

@@ -1,4 +1,4 @@
-"""Programs that compile on the first batch: where they may be used before, what reaches the ranks, and who hears of errors."""
+"""Compiling on the first batch: rank 0 plans, all get its programs and weights, and errors reach every rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from tests.compiled import CLUSTER
 from tests.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on_ranks, one_process, sgd
 
 
-def deferred(model: nn.Module, world: int = 3, strategy: str = SEPARATION, loss: Any = F.cross_entropy) -> DeferredProgram:
+def deferred(
+    model: nn.Module, world: int = 3, strategy: str = SEPARATION, loss: Any = F.cross_entropy
+) -> DeferredProgram:
     pins = PINS if strategy.startswith("layer_separation") else {}
     program = splitc.compile(model, world, loss=loss, strategy=strategy, cluster=CLUSTER, pins=pins)
     assert isinstance(program, DeferredProgram)
     return program
 
 
-def on_deferred(model: nn.Module, function: Callable[[DeferredWorker], Any], world: int = 3, **options: Any) -> list[Any]:
+def on_deferred(
+    model: nn.Module, function: Callable[[DeferredWorker], Any], world: int = 3, **options: Any
+) -> list[Any]:
     """Call `function` with a deferred worker on every rank, each of which has its own model, as in processes."""
 
     def run(transport: Transport) -> Any:
@@ -46,7 +50,9 @@ def on_deferred(model: nn.Module, function: Callable[[DeferredWorker], Any], wor
 def test_a_program_without_an_example_says_what_it_needs_one_for() -> None:
     program = deferred(Net())
     for name in ("plan", "verify", "report", "save", "rank"):
-        with pytest.raises(LaunchError, match=rf"program\.{name} needs a compiled program: give compile\(\) an example"):
+        with pytest.raises(
+            LaunchError, match=rf"program\.{name} needs a compiled program: give compile\(\) an example"
+        ):
             getattr(program, name)
     assert not hasattr(program, "no_such_name")
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from splitc.errors import LaunchError
 from splitc.runtime.distributed import init
 from splitc.runtime.simulated import run_ranks
-from splitc.errors import LaunchError
 from splitc.runtime.transport import PeerLost, Transport
 
 WORLD = 3
@@ -27,9 +27,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.com
           torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]  # fmt: skip
 
 
-def launch(
-    world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0
-) -> dict[int, Any]:
+def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> dict[int, Any]:
     """Run `function(*arguments)` in `world` processes with torchrun's environment.
 
     Return the results of the ranks that came to an end; raise when one raised.
@@ -68,9 +66,7 @@ def launch(
     return ended
 
 
-def _process(
-    rank: int, world: int, port: int, results: Any, function: Callable[..., Any], arguments: Any
-) -> None:
+def _process(rank: int, world: int, port: int, results: Any, function: Callable[..., Any], arguments: Any) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.update(
@@ -300,12 +296,8 @@ def test_a_start_with_another_number_of_ranks_names_both(torchrun: Callable[...,
 
 
 @pytest.mark.parametrize("text", ["soon", "-3", "0", "nan"])
-def test_a_timeout_that_is_no_number_above_zero_is_refused(
-    torchrun: Callable[..., None], text: str
-) -> None:
-    torchrun(
-        RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", SPLITC_TIMEOUT=text
-    )
+def test_a_timeout_that_is_no_number_above_zero_is_refused(torchrun: Callable[..., None], text: str) -> None:
+    torchrun(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1", SPLITC_TIMEOUT=text)
     with pytest.raises(LaunchError, match=rf"timeout \(SPLITC_TIMEOUT\) is '{text}'"):
         init()
 

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from splitc.api import CompiledProgram
+from splitc.errors import LaunchError
 from splitc.runtime.launch import given, save, synthetic
 from splitc.runtime.rank import Rank
-from splitc.errors import LaunchError
 from splitc.runtime.trial import torchrun_trial
 from splitc.runtime.worker import Worker
 from tests.compiled import compiled

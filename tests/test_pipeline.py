@@ -56,9 +56,7 @@ def test_a_pass_that_cannot_start_names_what_is_missing() -> None:
 
 
 def test_a_broken_promise_names_the_pass_and_every_problem() -> None:
-    with pytest.raises(
-        InternalError, match=r"broke the program:\n  - has_costs: layer 0 .*\n  - has_costs: layer 2"
-    ):
+    with pytest.raises(InternalError, match=r"broke the program:\n  - has_costs: layer 0 .*\n  - has_costs: layer 2"):
         run_passes(program(), [PromisesCosts()])
 
 

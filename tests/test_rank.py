@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splitc.errors import LaunchError
 from splitc.plan import Plan
 from splitc.runtime.rank import Rank
-from splitc.errors import LaunchError
 from splitc.runtime.transport import PeerLost, Transport
 from tests.ranks import Watched, on_ranks, plan_of, rank_of
 

@@ -34,9 +34,7 @@ def idle(t: Transport) -> None:
 
 
 def test_results_come_in_rank_order() -> None:
-    assert run_ranks(4, lambda t: (t.rank, t.world, t.device.type)) == [
-        (rank, 4, "cpu") for rank in range(4)
-    ]
+    assert run_ranks(4, lambda t: (t.rank, t.world, t.device.type)) == [(rank, 4, "cpu") for rank in range(4)]
 
 
 def test_no_ranks_are_refused() -> None:
@@ -56,9 +54,7 @@ def test_a_message_arrives_as_it_was_when_it_was_sent() -> None:
     assert torch.equal(each_rank(sender, lambda t: received(t, x, 0))[1], x)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
 def test_every_dtype_travels(dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1, 1, 0]).to(dtype)
     assert torch.equal(each_rank(lambda t: t.isend(x, 1).wait(), lambda t: received(t, x, 0))[1], x)
@@ -71,9 +67,7 @@ def test_a_tensor_that_is_not_contiguous_or_is_a_scalar_can_be_sent() -> None:
         t.isend(x, 1).wait()
         t.isend(y, 1).wait()
 
-    _, (gotten_x, gotten_y) = each_rank(
-        sender, lambda t: (received(t, torch.empty(3, 2), 0), received(t, y, 0))
-    )
+    _, (gotten_x, gotten_y) = each_rank(sender, lambda t: (received(t, torch.empty(3, 2), 0), received(t, y, 0)))
     assert torch.equal(gotten_x, x)
     assert torch.equal(gotten_y, y)
 
@@ -321,9 +315,7 @@ def test_the_first_error_is_raised_with_its_rank_and_the_others_are_released() -
     with pytest.raises(KeyError, match="weights") as caught:
         run_ranks(3, action)
     assert caught.value.__notes__ == ["raised by simulated rank 1 of 3"]
-    assert sorted(released) == [
-        (rank, f"rank {rank} is released: KeyError: 'weights'") for rank in (0, 2)
-    ]
+    assert sorted(released) == [(rank, f"rank {rank} is released: KeyError: 'weights'") for rank in (0, 2)]
 
 
 def test_a_rank_that_computes_is_released_at_its_next_operation() -> None:
@@ -353,9 +345,7 @@ def test_an_exit_of_one_rank_is_not_swallowed() -> None:
 
 def test_a_receive_of_another_shape_names_both() -> None:
     with pytest.raises(Mismatch, match=r"irecv \(4,\) float32 from rank 0, .* sent \(5,\) float32"):
-        each_rank(
-            lambda t: t.isend(torch.ones(5), 1).wait(), lambda t: received(t, torch.ones(4), 0)
-        )
+        each_rank(lambda t: t.isend(torch.ones(5), 1).wait(), lambda t: received(t, torch.ones(4), 0))
 
 
 def test_a_receive_of_another_dtype_names_both() -> None:
@@ -403,9 +393,7 @@ def deadlock(*actions: Action) -> str:
 
 
 def test_two_ranks_that_receive_first_are_a_deadlock() -> None:
-    text = deadlock(
-        lambda t: received(t, torch.ones(2), 1, tag=3), lambda t: received(t, torch.ones(4), 0)
-    )
+    text = deadlock(lambda t: received(t, torch.ones(2), 1, tag=3), lambda t: received(t, torch.ones(4), 0))
     assert text == (
         "no rank can go on\n"
         "  rank 0 waits: irecv (2,) float32 from rank 1, tag 3\n"

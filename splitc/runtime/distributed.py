@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .torch_transport import TorchTransport, cause
 from .errors import LaunchError
+from .torch_transport import TorchTransport, cause
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 

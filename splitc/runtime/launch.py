@@ -18,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from .data import as_tuple
 from .distributed import init
+from .errors import LaunchError
 from .loader import load_rank
 from .rank import Rank
-from .errors import LaunchError
 from .transport import PeerLost
 from .weights import first_names
 from .worker import OptimizerFactory, Worker

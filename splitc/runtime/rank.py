@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from .errors import LaunchError
 from .gradients import Buckets, GradientSum
 from .loss import Loss, target_weight
 from .seeded import mask
-from .errors import LaunchError
 from .transport import Transport, Work
 
 Routes = Mapping[str, tuple[tuple[int, int, int], ...]]

@@ -105,10 +105,7 @@ class Transport(ABC):
             raise ValueError(f"all_gather into {len(outputs)} outputs from {len(ranks)} ranks")
         own = outputs[ranks.index(self.rank)]
         if describe(own) != describe(tensor):
-            raise ValueError(
-                f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is "
-                f"{describe(own)}"
-            )
+            raise ValueError(f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is {describe(own)}")
         if len(ranks) == 1:
             own.detach().copy_(tensor.detach())
             return Done()
@@ -164,27 +161,20 @@ class Transport(ABC):
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work: ...
 
     @abstractmethod
-    def _all_gather(
-        self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]
-    ) -> Work: ...
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work: ...
 
     @abstractmethod
     def _connect(self, ranks: tuple[int, ...]) -> None: ...
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world:
-            raise ValueError(
-                f"{what} rank {peer} on rank {self.rank} of {self.world}: the peer must be "
-                f"another rank"
-            )
+            raise ValueError(f"{what} rank {peer} on rank {self.rank} of {self.world}: the peer must be another rank")
         if tag < 0:
             raise ValueError(f"{what} rank {peer} with tag {tag}: a tag must not be negative")
 
     def _check_group(self, what: str, ranks: tuple[int, ...]) -> None:
         if list(ranks) != sorted(set(ranks)) or not set(ranks) <= set(range(self.world)):
-            raise ValueError(
-                f"{what} over {ranks}: ranks must be sorted, different and below {self.world}"
-            )
+            raise ValueError(f"{what} over {ranks}: ranks must be sorted, different and below {self.world}")
         if self.rank not in ranks:
             raise ValueError(f"{what} over {ranks} on rank {self.rank}, which is not one of them")
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .distributed import init
+from .errors import RanksFailed
 from .launch import guarded
 from .loader import load_rank
 from .torchrun import torchrun
-from .errors import RanksFailed
 from .transport import Transport
 from .weights import first_names
 from .worker import Worker

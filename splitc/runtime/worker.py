@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from . import data
 from .checkpoint import gather_state, spread_state
-from .rank import Rank
 from .errors import LaunchError
+from .rank import Rank
 from .transport import Transport
 from .weights import build
 
