@@ -173,3 +173,10 @@ def serve(bounds: tuple[int, ...], servers: int) -> tuple[int, ...]:
     if servers > producers:
         return share_out(bounds[-1], servers)
     return tuple(bounds[p] for p in share_out(producers, servers))
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`(0, 1, 2)` -> `ranks 0 to 2`."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {' '.join(map(str, ranks))}"

@@ -12,7 +12,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for room in ("splitc", "cost_models", "passes") for p in (ROOT / room).rglob("*.py"))
-UPPER = {"api", "build", "cli", "codegen", "deferred", "model_file", "report", "stage_source", "verify", "demo"}
+UPPER = {
+    "api",
+    "build",
+    "cli",
+    "codegen",
+    "deferred",
+    "model_file",
+    "module_tree",
+    "one_process",
+    "rank_source",
+    "report",
+    "role_source",
+    "stage_source",
+    "verify",
+    "demo",
+}
 
 
 def module_name(path: Path) -> str:
