@@ -142,17 +142,19 @@ def _split(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, 
 
 
 def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """|a - b| / max(|b|, 1e-3 rms(all) sqrt(numel)) of every tensor, L2."""
-    numel = sum(t.numel() for t in expected.values())
-    rms = (sum(float(t.double().square().sum()) for t in expected.values()) / max(numel, 1)) ** 0.5
+    """|a - b| / max(|b|, 1e-3 rms(all) sqrt(numel)) of every tensor, L2; infinities must be equal (a mask's, say)."""
+    wide = {name: b.double().nan_to_num(0.0, 0.0, 0.0) for name, b in expected.items()}
+    numel = sum(b.numel() for b in wide.values())
+    rms = (sum(float(b.square().sum()) for b in wide.values()) / max(numel, 1)) ** 0.5
     out = {}
-    for name, b in expected.items():
+    for name, b in wide.items():
         if name not in got:
             out[name] = float("inf")
             continue
+        a = got[name]
+        difference = float(torch.where(a == expected[name], 0.0, a.double() - b).norm())
         floor = 1e-3 * rms * b.numel() ** 0.5
-        difference = float((got[name].double() - b.double()).norm())
-        out[name] = difference / max(float(b.double().norm()), floor) if difference else 0.0
+        out[name] = difference / max(float(b.norm()), floor) if difference else 0.0
         if out[name] != out[name]:
             out[name] = float("inf")
     return out
