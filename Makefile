@@ -41,7 +41,7 @@ types: $(VENV)/dev.stamp  ## check types with mypy
 
 clean:      ## remove .venv, build/ and the caches
 	@echo "clean: remove .venv, build, dist and the caches"
-	@rm -rf .venv build dist splitc.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv build splitc-demo dist splitc.egg-info .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp says that .venv holds what pyproject.toml and constraints.txt ask for.

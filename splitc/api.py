@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +57,7 @@ class Settings:
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     world: int,
     example: Example | None = None,
     target: Any = None,
@@ -75,6 +75,7 @@ def compile(
 ) -> CompiledProgram | DeferredProgram:
     """Compile the training of `model` for `world` ranks.
 
+    model: a module, or a function or class that gives one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.
     Without it, the program compiles on the first batch that its worker sees.
     target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module;
@@ -87,6 +88,8 @@ def compile(
 
     Raises CaptureError, CostError or PlacementError.
     """
+    if not isinstance(model, nn.Module) and callable(model):
+        model = model()  # a function or a class, as model files offer them
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
     if microbatches not in ("auto", 1):

@@ -101,7 +101,7 @@ def verify_program(
     zero = (
         set() if dtype == torch.float64 else _zero_by_mathematics(in_double(program, model, loss, batches[:1], sizes))
     )
-    return _compare(program, expected, trials, states, zero, dtype, sum(sizes), processes)
+    return _compare(program, expected, trials, states, zero, dtype, sizes, processes)
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _compare(
     states: Sequence[Mapping[str, Tensor]],
     zero: set[str],
     dtype: torch.dtype,
-    examples: int,
+    sizes: Sequence[int],
     processes: bool,
 ) -> Verification:
     tolerance = TOLERANCES.get(dtype, 1e-5)
@@ -222,21 +222,23 @@ def _compare(
         tolerance,
         worst,
         len(expected.losses),
-        examples,
+        sum(sizes),
         str(dtype).removeprefix("torch."),
         processes,
-        _notes(program, zero),
+        _notes(program, sizes, zero),
         "" if holds else _suspect(program, trials, expected, tolerance),
     )
 
 
-def _notes(program: Program, zero: set[str]) -> tuple[str, ...]:
+def _notes(program: Program, sizes: Sequence[int], zero: set[str]) -> tuple[str, ...]:
     notes = []
+    if (whole := program.required_plan.global_batch) > sum(sizes):
+        notes.append(f"with {sum(sizes)} of the plan's {whole} examples a step, in its proportions")
     if zero:
         notes.append(f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}")
     if any(node.target is comm_ops.dropout for node in program.graph.nodes):
         notes.append("dropout was off on both sides")
-    groups = {g for g in norm_groups(program, program.required_plan.sizes) if len(g) > 1}
+    groups = {g for g in norm_groups(program, sizes) if len(g) > 1}
     if groups:
         listed = "; ".join("+".join(map(str, g)) for g in sorted(groups))
         notes.append(f"BatchNorm normalises over each rank's examples, as under DDP: groups of {listed}")

@@ -239,3 +239,27 @@ def test_tied_and_frozen_parameters_are_known() -> None:
     assert program.frozen_layers == ("mid",)
     assert program.inputs[0].high == 20
     assert compiled(Tied().double(), (ids,), ids, F.cross_entropy, 2, "data_parallel").verify().holds
+
+
+def test_a_class_or_a_function_stands_for_the_model_it_gives() -> None:
+    import splitc
+    from splitc.api import CompiledProgram
+
+    x, y = class_batch((4, 3, 2, 2))
+    program = splitc.compile(Shapes, 2, x, y, F.cross_entropy, strategy="data_parallel", cluster="v100-10gbe")
+    assert isinstance(program, CompiledProgram) and program.program.name == "Shapes"
+
+
+def test_verify_says_how_much_of_the_batch_it_took_and_which_groups_it_replayed() -> None:
+    class Normed(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(self.fc(x.flatten(1)))
+
+    x, y = class_batch((16, 3, 2, 2))
+    notes = compiled(Normed(), (x,), y, F.cross_entropy, 2, "data_parallel").verify().notes
+    assert "with 16 of the plan's 32 examples a step, in its proportions" in notes
+    assert any("groups of 8+8" in note for note in notes)

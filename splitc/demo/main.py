@@ -24,7 +24,7 @@ from splitc import units
 from splitc.demo import model as digits
 from splitc.demo.train import Training, train_alone
 from splitc.errors import LaunchError, SplitcError
-from splitc.runtime.trial import torchrun
+from splitc.runtime.torchrun import torchrun
 
 CLUSTER = (
     "v100-100gbe"  # where the plan is priced; on slower networks a model so small is best trained by one of its GPUs
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("splitc-demo"),
         help="where scripts and results go (default: splitc-demo); an earlier demo there is replaced",
     )
-    parser.add_argument("--epochs", type=_positive, default=3, metavar="N", help="epochs of 35 steps (default 3)")
+    parser.add_argument("--epochs", type=_positive, default=2, metavar="N", help="epochs of 35 steps (default 2)")
     return parser
 
 
@@ -152,7 +152,7 @@ def _compile(folder: Path) -> None:
 
 def train_on_ranks(way: str, folder: Path, epochs: int) -> Training | None:
     """Train in `WORLD` real processes; None when they failed, and have shown their error."""
-    arguments = [way, str(folder), "--epochs", str(epochs), "--owner", str(os.getpid())]
+    arguments = [way, str(folder), "--epochs", str(epochs)]
     if torchrun(["-m", "splitc.demo.train", *arguments], digits.WORLD).returncode:
         return None
     return Training.load(folder / f"{way}.pt")
