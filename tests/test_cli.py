@@ -305,3 +305,8 @@ def test_run_passes_arguments_on_and_ends_with_1_when_the_ranks_fail(capsys: Cap
     process = start("run", "build", "--data", "mydata:batches")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "ended after 0 of 10 steps" in errors
+
+
+def test_the_demo_gets_its_own_options() -> None:
+    assert parse(["demo", "-o", "here", "--epochs", "1"]).arguments == ["-o", "here", "--epochs", "1"]
+    assert parse(["demo"]).arguments == []

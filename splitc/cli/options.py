@@ -95,6 +95,10 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options of one command.  Raises LaunchError for what is unknown, missing or malformed."""
     parser = _parser()
+    if argv[:1] == ["demo"]:  # the demo has options of its own; argparse would take those that lead
+        args = parser.parse_args(argv[:1])
+        args.arguments = list(argv[1:])
+        return args
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         own: Parser = args.parser
