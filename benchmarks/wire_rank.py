@@ -1,0 +1,40 @@
+"""One rank of `wire_bytes`: trains a build on synthetic batches, and stops before and after the steps that count."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.lockstep import Marks
+from splitc.runtime.launch import guarded, open_worker, synthetic
+
+WARM_UP = 2  # steps; connections are made and buffers found in the first
+
+
+def train(folder: Path, world: int, steps: int) -> None:
+    """Train `steps` steps between the marks `warm` and `done`."""
+    marks = Marks()
+    worker = open_worker(folder, world, lambda params: torch.optim.SGD(params, lr=0.001))
+    batches = synthetic(worker.rank)
+    for _ in range(WARM_UP):
+        worker.step(*next(batches))
+    marks.reach("warm", sent=worker.rank.sent_bytes)
+    for _ in range(steps):
+        worker.step(*next(batches))
+    marks.reach("done", sent=worker.rank.sent_bytes)
+    worker.rank.transport.close()
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="one rank of wire_bytes, which starts it")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    args = parser.parse_args()
+    guarded(lambda: train(args.folder, args.world, args.steps))
+
+
+if __name__ == "__main__":
+    _main()
