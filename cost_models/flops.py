@@ -1,7 +1,8 @@
 """Count what each layer computes, moves and keeps, by running the graph on fake tensors.
 
 FLOPs come from torch's FlopCounterMode, forward and backward, a multiply-add as two; kept bytes are the tensors that
-autograd saves; moved bytes are those of inputs and outputs, once forward and twice backward.
+autograd saves; moved bytes are those of inputs and outputs, once forward and twice backward.  A program under autocast
+is counted under it: what is kept is in its dtype, with the copies of weights that are cast.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from splitc.fake import NodeRunner, fake_inputs, mode_of
-from splitc.program import CostLine, LayerCost, Program
+from splitc.program import CostLine, LayerCost, Program, under_autocast
 
 
 def layer_costs(program: Program) -> dict[str, CostLine]:
@@ -79,7 +80,7 @@ def _count(program: Program, batch: int) -> dict[str, LayerCost]:
             tally.launches += 3 if value.requires_grad else 1
         return value
 
-    with mode:
+    with mode, under_autocast(program.root, program.autocast):
         runner = NodeRunner(program.root, program.graph, hook)
         runner.run_named(fake_inputs(program, batch, mode))
     return {layer.name: LayerCost(batch, **vars(tallies[layer.name])) for layer in program.layers}

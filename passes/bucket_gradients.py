@@ -1,8 +1,8 @@
 """Put the gradients that a role sums into buckets, so that all-reduces run while backward goes on.
 
-This pass rewrites the stages: it fills `Stage.buckets`.  Backward computes gradients from the last layer to the first,
-so buckets are filled in that order; every rank starts them in that order (design 8).  The last bucket is kept small:
-its all-reduce has nothing left to hide behind.
+This pass rewrites the stages: it fills `Stage.buckets`, and `Stage.served` with the gradients that go to servers.
+Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
+them in that order (design 8).  The last bucket is kept small: its all-reduce has nothing left to hide behind.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ class BucketGradients(Pass):
         return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
 
     def _fill(self, program: Program, stage: Stage) -> Stage:
-        summed = [
-            p for node in stage.graph.nodes if node.target is comm_ops.all_reduce for p in node.kwargs["parameters"]
-        ]
+        summed, pushed = (
+            [p for node in stage.graph.nodes if node.target is function for p in node.kwargs["parameters"]]
+            for function in (comm_ops.all_reduce, comm_ops.push)
+        )
+        return replace(stage, buckets=self._buckets(program, summed), served=self._buckets(program, pushed))
+
+    def _buckets(self, program: Program, names: list[str]) -> tuple[tuple[str, ...], ...]:
+        """`names`, from the last to the first, in buckets."""
         buckets: list[list[str]] = []
         size = 0
-        for name in reversed(summed):
+        for name in reversed(names):
             holding = program.holdings[name]
             full = size >= self.nbytes or (buckets and program.holdings[buckets[-1][0]].dtype != holding.dtype)
             if not buckets or full:
@@ -43,4 +48,4 @@ class BucketGradients(Pass):
                 size = 0
             buckets[-1].append(name)
             size += holding.nbytes
-        return replace(stage, buckets=tuple(map(tuple, buckets)))
+        return tuple(map(tuple, buckets))

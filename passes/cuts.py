@@ -44,11 +44,14 @@ class CutRules:
     crossings: tuple[Crossing, ...]
 
 
-def cut_rules(program: Program) -> CutRules:
-    """The rules of the program's graph and of its tied parameters."""
+def cut_rules(program: Program, copies: bool = False) -> CutRules:
+    """The rules of the program's graph and of its tied parameters.
+
+    copies: layers that share a parameter may be parted, with a copy in each role and its gradients summed.
+    """
     layer_of = program.layer_of
     order: dict[tuple[str, str], None] = {}
-    together = _tied(program)
+    together = _tied(program, copies)
     conv_only: dict[str, str] = {}
     crossings = []
     for node in program.graph.nodes:
@@ -73,8 +76,8 @@ def cut_rules(program: Program) -> CutRules:
     return CutRules(tuple(order), together, conv_only, tuple(crossings))
 
 
-def _tied(program: Program) -> dict[tuple[str, str], str]:
-    """Pairs of layers that use one parameter; constants that are only read may be held twice."""
+def _tied(program: Program, copies: bool) -> dict[tuple[str, str], str]:
+    """Pairs of layers that use one parameter or buffer; constants that are only read may be held twice."""
     copied = {str(node.target) for node in program.graph.nodes if node.op == "get_attr" and _everywhere(node)}
     users: dict[str, list[str]] = {}
     for layer in program.layers:
@@ -84,6 +87,8 @@ def _tied(program: Program) -> dict[tuple[str, str], str]:
     for name, layers in users.items():
         holding = program.holdings[name]
         if not holding.parameter and copied & {name, *holding.names}:
+            continue
+        if holding.parameter and copies:
             continue
         for other in layers[1:]:
             pairs.setdefault((layers[0], other), f"{layers[0]} and {other} share {name}")

@@ -13,14 +13,14 @@ from itertools import pairwise
 
 import torch
 
-from cost_models.alpha_beta import ring_all_reduce
+from cost_models.alpha_beta import recursive_doubling, ring_all_reduce
 from cost_models.memory import gradient_nbytes, rank_memory
 from cost_models.roofline import layer_seconds
 from passes.pins import Pin, contradictions
 from passes.separation import Separation
 from splitc import units
 from splitc.cluster import Cluster, Device
-from splitc.plan import share_out
+from splitc.plan import Grouping, Placement, share_out
 from splitc.program import Holding, Program, TensorSpec
 
 
@@ -30,6 +30,7 @@ class Request:
 
     global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes
     of a rank; None: the device's.  optimizer_copies: of the parameters.  time_limit: seconds.
+    all_reduce: the algorithm, as of a plan.
     """
 
     program: Program
@@ -40,6 +41,13 @@ class Request:
     memory: float | None = None
     optimizer_copies: int = 1
     time_limit: float = 60.0
+    all_reduce: str = "backend"
+
+    def all_reduce_seconds(self, nbytes: float, ranks: int) -> float:
+        """Summing `nbytes` over `ranks`: by a ring, or by recursive doubling where that was asked for."""
+        if self.all_reduce == "recursive_doubling":
+            return recursive_doubling(nbytes, ranks, self.cluster.link)
+        return ring_all_reduce(nbytes, ranks, self.cluster.link)
 
     def bounds(self, readers: int) -> tuple[int, ...]:
         """How `readers` ranks share the global batch; some shares are empty when it is too small."""
@@ -64,6 +72,14 @@ class Request:
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""
         return gradient_nbytes(self.held[layer])
+
+    def gradient_of(self, layer: str) -> int:
+        """Bytes of the gradient of all parameters that the layer uses, tied ones too."""
+        return gradient_nbytes(self.program.holdings[name] for name in self.program.layer(layer).holdings)
+
+    def layer_copy(self, name: str) -> float:
+        """Bytes of a tensor that another layer counts, where a layer needs one of its own: a tied parameter's copy."""
+        return rank_memory([self.program.holdings[name]], 0.0, 0.0, self.optimizer_copies).total
 
     @cached_property
     def held(self) -> dict[str, tuple[Holding, ...]]:
@@ -97,7 +113,8 @@ class Offer:
 
     role_of: layer -> role.  most: samples per second that no plan of the strategy exceeds.
     searched: whether a solver has looked for it (or there was nothing to search).  problem: the
-    numbers of a separation.
+    numbers of a separation.  placements: of the layers, where they are not all replicated and
+    all-reduced; groups, servers, overlap, all_reduce: as of a plan.
     """
 
     strategy: str
@@ -110,6 +127,11 @@ class Offer:
     most: float = 0.0
     searched: bool = True
     problem: Separation | None = None
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    groups: Mapping[str, Grouping] = field(default_factory=dict)
+    servers: tuple[int, ...] = ()
+    overlap: bool = True
+    exact: bool = True
 
     @property
     def global_batch(self) -> int:
@@ -139,7 +161,7 @@ def _alike(strategy: str, request: Request, ranks: int) -> Offer:
     device = request.cluster.device_for(ranks)
     seconds = sum(request.seconds(layer, batch, device) for layer in layers)
     if gradient:
-        seconds += ring_all_reduce(gradient, ranks, request.cluster.link)
+        seconds += request.all_reduce_seconds(gradient, ranks)
     needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}
     why = contradictions(request.pins, strategy)
     if ranks > 1:

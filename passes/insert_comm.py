@@ -7,12 +7,19 @@ This pass rewrites.  A value read in another role is sent and received, once for
                                        cut0 = recv(sent0, cut="cut0", role="conv", shape=(-1, 9216), dtype=float32)
                                        fc6 = classifier_1(cut0)
 
-and the gradients of replicated layers are summed over their role by `all_reduce`.  What can be computed anywhere
-(sizes, constants) is copied to the reader's role instead of sent.
+A role with model-parallel groups gathers the examples of its members by `modulo`, and gives each rank its own of what
+it made by `keep`; between two roles of the same ranks and examples nothing travels besides:
+
+    sent0 = send(pool5), cut0 = recv(sent0), cut0_group = modulo(cut0), fc6 = classifier_1(cut0_group)
+
+The gradients of replicated layers are summed over their role by `all_reduce`, or go to servers by `push`, from which
+`pull` brings the parameters.  What can be computed anywhere (sizes, constants) is copied to the reader's role instead
+of sent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,7 +29,10 @@ from splitc import comm_ops
 from splitc.checks import cuts_are_communicated, graph_is_sound, has_plan
 from splitc.errors import InternalError
 from splitc.pipeline import Check, Pass
+from splitc.plan import Plan
 from splitc.program import Cut, Program, SizeSpec, TensorSpec, copy_graph, rename
+from splitc.served import pushable
+from splitc.tied import tied
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class InsertComm(Pass):
 
     def run(self, program: Program) -> Program:
         plan = program.required_plan
+        reached = pushable(program)
         graph, _ = copy_graph(program.graph)
         for node in graph.nodes:
             node.meta["role"] = _role(program, node)
@@ -42,25 +53,31 @@ class InsertComm(Pass):
         for node in list(graph.nodes):
             for role in dict.fromkeys(user.meta["role"] for user in node.users if user.op != "output"):
                 if node.op != "output" and role != node.meta["role"]:
-                    _transfer(graph, node, role)
+                    _transfer(plan, graph, node, role)
         _rebase_sizes(graph)
-        for role, ranks in plan.roles.items():
-            summed = tuple(
-                h
-                for layer in program.layers
-                for h in layer.holdings
-                if plan.placements[layer.name].role == role
-                and program.holdings[h].trainable
-                and plan.placements[layer.name].sync == "all_reduce"
-            )
-            if summed and len(ranks) > 1:
-                _all_reduce(graph, role, tuple(dict.fromkeys(summed)))
+        for role in plan.roles:
+            if summed := _synchronised(program, role, "all_reduce"):
+                _at_the_end(graph, role, comm_ops.all_reduce, summed)
+            served = _synchronised(program, role, "parameter_server")
+            if pushed := tuple(name for name in served if name in reached):
+                _at_the_end(graph, role, comm_ops.push, pushed)
         return replace(program, graph=graph)
+
+
+def _synchronised(program: Program, role: str, sync: str) -> tuple[str, ...]:
+    """The trainable parameters of a role whose gradients are summed in this way."""
+    placements = program.required_plan.placements
+    layers = [
+        layer for layer in program.layers if (placements[layer.name].role, placements[layer.name].sync) == (role, sync)
+    ]
+    apart = tied(program)
+    held = dict.fromkeys(h for layer in layers for h in layer.holdings if program.holdings[h].trainable)
+    return tuple(name for name in held if name not in apart)
 
 
 def _role(program: Program, node: fx.Node) -> str:
     plan = program.required_plan
-    if node.op == "placeholder":
+    if node.op == "placeholder" or node.meta.get("reads_only"):
         return plan.reader
     layer = program.loss.meta["layer"] if node.op == "output" else node.meta["layer"]
     role = plan.placements[layer].role
@@ -85,30 +102,53 @@ def _copy_everywhere(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _transfer(graph: fx.Graph, value: fx.Node, role: str) -> None:
+def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str) -> None:
     """Send `value` to `role`, and let the readers there read what they receive."""
     spec = value.meta["spec"]
     if _is_size_source(value, role):
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
-    if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
+    producer = value.meta["role"]
+    local = plan.is_local(producer, role)
+    if not isinstance(spec, TensorSpec) or (spec.batch_dim is None and not (local and value.meta.get("reads_only"))):
         raise InternalError(
             f"{value.name} ({value.meta['source']}) was cut, but its examples cannot be told apart: {spec}"
         )
-    producer = value.meta["role"]
     number = sum(node.target is comm_ops.send and node.meta["cut"].name.startswith("cut") for node in graph.nodes)
     name = value.name if value.op == "placeholder" else f"cut{number}"
-    cut = Cut(name, value.name, producer, role, spec, spec.requires_grad)
-    with graph.inserting_after(_last_of_role(value)):
-        sent = graph.call_function(comm_ops.send, (value,), {"cut": name, "role": role})
-    rename(graph, sent, f"sent_{name}")
-    sent.meta = {**value.meta, "cut": cut}
-    with graph.inserting_after(sent):
-        got = graph.call_function(
-            comm_ops.recv, (sent,), {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
-        )
-    rename(graph, got, f"{name}_{role}" if value.op == "placeholder" else name)
-    got.meta = {**value.meta, "role": role, "cut": cut}
-    value.replace_all_uses_with(got, delete_user_cb=lambda user: user.meta["role"] == role and user is not got)
+    leaves, enters = (r in plan.groups and spec.batch_dim is not None for r in (producer, role))
+    cut = Cut(name, value.name, producer, role, spec, spec.requires_grad, local, enters, leaves=leaves)
+    last, kept = _last_of_role(value), value
+    if leaves:
+        last = kept = _chained(graph, last, comm_ops.keep, (value,), {"cut": name}, f"kept_{name}", value, cut)
+    sent = _chained(graph, last, comm_ops.send, (kept,), {"cut": name, "role": role}, f"sent_{name}", value, cut)
+    options = {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
+    own_name = f"{name}_{role}" if value.op == "placeholder" else name
+    got = _chained(graph, sent, comm_ops.recv, (sent,), options, own_name, value, cut, role)
+    if enters:
+        got = _chained(graph, got, comm_ops.modulo, (got,), {"cut": name}, f"{own_name}_group", value, cut, role)
+    chain = (comm_ops.keep, *comm_ops.ENTRIES)
+    value.replace_all_uses_with(
+        got, delete_user_cb=lambda user: user.meta["role"] == role and user.target not in chain and user is not got
+    )
+
+
+def _chained(
+    graph: fx.Graph,
+    after: fx.Node,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    name: str,
+    value: fx.Node,
+    cut: Cut,
+    role: str | None = None,
+) -> fx.Node:
+    """A node of a value's way into another role."""
+    with graph.inserting_after(after):
+        node = graph.call_function(function, args, dict(options))
+    rename(graph, node, name)
+    node.meta = {**value.meta, "cut": cut, "role": role or value.meta["role"]}
+    return node
 
 
 def _last_of_role(value: fx.Node) -> fx.Node:
@@ -137,11 +177,12 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         role = node.meta["role"]
         if source.meta["role"] == role:
             continue
-        tensor = next(
+        received = [
             n
             for n in graph.nodes
-            if n.target is comm_ops.recv and n.meta["role"] == role and n.meta["spec"].batch_dim is not None
-        )
+            if n.target in comm_ops.ENTRIES and n.meta["role"] == role and n.meta["spec"].batch_dim is not None
+        ]
+        tensor = next((n for n in received if n.target is comm_ops.modulo), received[0])
         with graph.inserting_after(tensor):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
@@ -171,8 +212,8 @@ def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
     return value
 
 
-def _all_reduce(graph: fx.Graph, role: str, parameters: tuple[str, ...]) -> None:
+def _at_the_end(graph: fx.Graph, role: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     with graph.inserting_before(output):
-        node = graph.call_function(comm_ops.all_reduce, (), {"role": role, "parameters": parameters})
+        node = graph.call_function(function, (), {"role": role, "parameters": parameters})
     node.meta = {"spec": None, "source": "gradients", "role": role, "layer": None}

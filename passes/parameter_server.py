@@ -1,48 +1,67 @@
-"""What one parameter server would take, by the formula of its paper: a price to compare with, not a plan.
+"""Synchronous parameter servers: workers compute everything, servers hold the parameters.
 
-    t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6), with n_s = 1
+    t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
 
-Of the world's ranks one is the server and the others are workers that read the data.  P is the bytes of all
-gradients, B the bandwidth of the server's link, T_ps the compute of a whole step on one worker.
+P is the bytes of all gradients, B the bandwidth of a server's link, T_ps the compute of a whole step on one worker, n_w
+and n_s the numbers of workers and servers; a server's 2 n_w messages have their latency besides.  Servers have ranks of
+their own, the last ones, or are workers too.
 """
 
 from __future__ import annotations
 
 from cost_models.stanza import Symbols, ps_step_seconds
-from passes.families import Request, largest
-from splitc.plan import Candidate
+from passes.families import Offer, Request, largest, shortage, smallest
+from passes.pins import contradictions
+from splitc.plan import Placement
+from splitc.strategies import ParameterServer
 
 NAME = "parameter_server"
-SERVERS = 1
 
 
-def parameter_server(request: Request) -> Candidate:
-    """The price; never feasible, since splitc cannot generate such programs yet."""
-    workers = request.world - SERVERS
-    if workers < 1:
-        why = f"a world of {request.world} has no room for a server and a worker"
-        return Candidate(NAME, 0.0, 0.0, 0, exact=True, feasible=False, why=why)
-    examples = request.bounds(workers)
-    batch, device = largest(examples), request.cluster.device_for(workers)
+def parameter_server(request: Request, options: ParameterServer) -> Offer:
+    """The best number of servers, or the one asked for; one by default on ranks of its own, as in the paper."""
+    beside = bool(options.beside)
+    servers = options.servers or (request.world if beside else 1)
+    workers = request.world if beside else request.world - servers
+    why = contradictions(request.pins, NAME)
+    if workers < 1 or servers > request.world:
+        room = f"a world of {request.world} has no room for {servers} server{'s' if servers > 1 else ''} and a worker"
+        return Offer(NAME, feasible=False, why="; ".join([*why, room]))
+    layers = [layer.name for layer in request.program.layers]
+    examples, device = request.bounds(workers), request.cluster.device_for(workers)
+    batch = largest(examples)
     symbols = Symbols(
         K=batch,
-        P=sum(request.gradient(layer.name) for layer in request.program.layers),
+        P=sum(request.gradient(layer) for layer in layers),
         A=0.0,
         P_c=0.0,
         B=request.cluster.link.bandwidth,
         T_c=0.0,
         T_f=0.0,
-        T_ps=sum(request.seconds(layer.name, batch, device) for layer in request.program.layers),
+        T_ps=sum(request.seconds(layer, batch, device) for layer in layers),
         itemsize=1,  # P is in bytes
     )
-    seconds = ps_step_seconds(symbols, workers, SERVERS)
-    return Candidate(
+    if not symbols.P:
+        why.append("no parameter trains, so there is nothing to serve")
+    if not smallest(examples):
+        why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
+    needed = {layer: request.layer_memory(layer, batch, True) for layer in layers}
+    roles = {"worker": tuple(range(workers))}
+    why += shortage("worker", roles["worker"], sum(needed.values()), request.memory_of(request.world), needed)
+    seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * request.cluster.link.latency
+    return Offer(
         NAME,
-        seconds,
-        examples[-1] / seconds if seconds else 0.0,
-        examples[-1],
-        exact=True,
-        feasible=False,
-        why="priced by formula only (Stanza, equation 6, one server); splitc cannot generate it yet",
-        roles={"worker": tuple(range(workers)), "server": (workers,)},
+        feasible=not why,
+        why="; ".join(why),
+        roles=roles,
+        examples={"worker": examples},
+        role_of=dict.fromkeys(layers, "worker"),
+        step_seconds=seconds,
+        most=0.0 if why or not seconds else examples[-1] / seconds,
+        placements={
+            layer: Placement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
+            for layer in layers
+        },
+        servers=tuple(range(request.world - servers, request.world)),
+        overlap=options.overlap is not False,
     )

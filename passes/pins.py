@@ -13,17 +13,27 @@ from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError, bullets
 from splitc.names import near_name
-from splitc.plan import HOLDINGS, SYNCS, Placement
+from splitc.plan import HOLDINGS, SPLITS, SYNCS, Placement
 
 ROLES: dict[str, tuple[str, ...]] = {
     "single_device": ("all",),
     "data_parallel": ("all",),
-    "layer_separation": ("conv", "fc"),
+    "parameter_server": ("worker",),
+    "layer_separation": ("conv", "fc", "fc2", "fc3", "fc4", "fc5"),
+    "hybrid_single": ("conv", "fc"),
+    "modulo_shard": ("conv", "fc"),
+    "late_multiply": ("all",),
 }
 """The roles of each strategy, in the order of the data's way."""
 
-HELD = ("replicated",)
-SUMMED = ("all_reduce", "none")
+HELD: dict[str, tuple[str, ...]] = {"modulo_shard": ("replicated", "sharded")}
+"""How a strategy holds parameters, where not only replicated."""
+
+SUMMED: dict[str, tuple[str, ...]] = {
+    "late_multiply": ("all_reduce", "late_multiply", "none"),
+    "parameter_server": ("parameter_server", "none"),
+}
+"""How a strategy sums gradients, where not only by all_reduce."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,10 @@ def contradictions(pins: Mapping[str, Pin], strategy: str) -> list[str]:
         asked = pin.placement
         for part, value, known in (
             ("role", asked.role, ROLES[strategy]),
-            ("holding", asked.holding, HELD),
-            ("sync", asked.sync, SUMMED),
-            ("group", asked.group, (1,)),
+            ("holding", asked.holding, HELD.get(strategy, ("replicated",))),
+            ("sync", asked.sync, SUMMED.get(strategy, ("all_reduce", "none"))),
+            ("group", asked.group, (asked.group,) if strategy == "modulo_shard" else (1,)),
+            ("split", asked.split, SPLITS if strategy == "modulo_shard" else ()),
         ):
             if value is not None and value not in known:
                 key = pin.pattern, part, value, ", ".join(str(word) for word in known)
@@ -89,6 +100,7 @@ def _unknown_words(pin: Placement) -> list[str]:
             ("role", pin.role, roles),
             ("holding", pin.holding, HOLDINGS),
             ("sync", pin.sync, SYNCS),
+            ("split", pin.split, SPLITS),
         )
         if value is not None and value not in known
     ]

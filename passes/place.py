@@ -5,7 +5,9 @@ This pass only decides: it prices the best plan of every strategy and fills `pro
     single_device      T = compute(global batch)                                         one rank
     data_parallel      T = compute(largest share) + ring(all gradients)                  all ranks
     layer_separation   T = conv compute + fc compute + exchange + max(ring, ring)        conv, fc
-    parameter_server   a price by its paper's formula, to compare with; never a plan
+    hybrid_single      the same, with the fc rank among the conv ranks                   conv, fc
+    parameter_server   T = compute(largest share) + 2 n_w P / (n_s B)                    worker
+    late_multiply, modulo_shard, mixed      what their program computes and puts on the wire (`wire_price`)
 
     maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
 
@@ -24,17 +26,28 @@ from typing import ClassVar
 
 from cost_models.devices import load_cluster
 from passes.families import Offer, Request, data_parallel, single_device
+from passes.fc_families import Pricing, late_multiply, mixed, modulo_shard
 from passes.parameter_server import parameter_server
 from passes.pins import resolve_pins
 from passes.reasons import reasons
-from passes.separate_layers import layer_separation
+from passes.rewriting import rewrites
+from passes.separate_layers import hybrid_single, layer_separation
+from passes.wire_price import layer_seconds
 from splitc.checks import every_layer_placed, has_costs
 from splitc.cluster import Cluster
 from splitc.errors import PlacementError, bullets
 from splitc.pipeline import Check, Pass
-from splitc.plan import Candidate, Placement, Plan
+from splitc.plan import SERVER, Candidate, Placement, Plan
 from splitc.program import Program
-from splitc.strategies import Auto, LayerSeparation, Strategy, parse_strategy
+from splitc.strategies import (
+    Auto,
+    LateMultiply,
+    LayerSeparation,
+    ModuloShard,
+    ParameterServer,
+    Strategy,
+    parse_strategy,
+)
 
 _EXACT = 1e-9  # a smaller gap is none
 
@@ -84,15 +97,20 @@ class Place(Pass):
     def run(self, program: Program) -> Program:
         request = self._request(program)
         asked = self.strategy
-        options = asked if isinstance(asked, LayerSeparation) else LayerSeparation()
+        pricing = Pricing(request, rewrites)
         offers = (
             single_device(request),
             data_parallel(request),
-            layer_separation(request, options),
+            parameter_server(request, asked if isinstance(asked, ParameterServer) else ParameterServer()),
+            layer_separation(request, asked if isinstance(asked, LayerSeparation) else LayerSeparation()),
+            hybrid_single(request),
+            modulo_shard(pricing, asked if isinstance(asked, ModuloShard) else ModuloShard()),
+            late_multiply(pricing, asked if isinstance(asked, LateMultiply) else LateMultiply()),
+            mixed(pricing),
         )
         chosen, most = self._choose(offers)
         gap = max(0.0, 1 - chosen.samples_per_second / most) if most else 0.0
-        proof = "optimal" if gap <= _EXACT else "gap" if chosen.searched else "heuristic"
+        proof = "heuristic" if not chosen.searched else "optimal" if gap <= _EXACT else "gap"
         plan = Plan(
             strategy=chosen.strategy,
             world=self.world,
@@ -103,19 +121,21 @@ class Place(Pass):
             proof=proof,
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.step_seconds,
-            candidates=(*map(_candidate, offers), parameter_server(request)),
+            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != "mixed" or offer.feasible),
             reasons=reasons(request, chosen),
             model=self.model,
+            groups=chosen.groups,
+            servers=chosen.servers,
+            overlap=chosen.overlap,
+            exact=chosen.exact,
+            all_reduce=request.all_reduce,
+            synchronised=bool(self.strategy.sync_batchnorm),
         )
         return replace(program, plan=replace(plan, seconds=self._seconds(request, plan)))
 
     def _seconds(self, request: Request, plan: Plan) -> dict[str, float]:
         """Compute of every layer on the busiest rank of its role."""
-        device = self.cluster.device_for(sum(map(len, plan.roles.values())))
-        return {
-            layer: request.seconds(layer, plan.largest_batch(place.role or ""), device)
-            for layer, place in plan.placements.items()
-        }
+        return {layer: layer_seconds(request, plan, layer) for layer in plan.placements}
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
@@ -147,6 +167,7 @@ class Place(Pass):
             self.memory,
             self.optimizer_copies,
             self.time_limit,
+            self.strategy.all_reduce or "backend",
         )
 
     def _choose(self, offers: tuple[Offer, ...]) -> tuple[Offer, float]:
@@ -158,15 +179,17 @@ class Place(Pass):
                         raise PlacementError(f"{self.strategy} is not possible: {offer.why}")
                     return offer, offer.most
             raise PlacementError(f"strategy {self.strategy} cannot be planned yet")
-        feasible = [offer for offer in offers if offer.feasible]
+        feasible = [offer for offer in offers if offer.feasible and offer.exact]
         if not feasible:
             title = f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:"
-            lines = [f"{offer.strategy}: {offer.why}" for offer in offers]
+            lines = [f"{offer.strategy}: {offer.why}" for offer in offers if offer.why]
             raise PlacementError(bullets(title, lines))
         most = max(offer.most for offer in offers)
         return max(feasible, key=lambda offer: offer.samples_per_second), most
 
     def _placement(self, request: Request, offer: Offer, layer: str) -> Placement:
+        if offer.placements:
+            return offer.placements[layer]
         role = offer.role_of[layer]
         trains = any(request.program.holdings[name].trainable for name in request.program.layer(layer).holdings)
         summed = trains and len(offer.roles[role]) > 1
@@ -179,8 +202,8 @@ def _candidate(offer: Offer) -> Candidate:
         offer.step_seconds,
         offer.samples_per_second,
         offer.global_batch,
-        exact=True,
+        exact=offer.exact,
         feasible=offer.feasible,
         why=offer.why,
-        roles=offer.roles,
+        roles={**offer.roles, **({SERVER: offer.servers} if offer.servers else {})},
     )

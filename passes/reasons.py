@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cost_models.alpha_beta import ring_all_reduce
 from passes.families import Offer, Request, largest
 from passes.separation import Separation
 from splitc import units
@@ -18,6 +17,8 @@ def reasons(request: Request, offer: Offer) -> dict[str, str]:
 
 def _reason(request: Request, offer: Offer, layer: str) -> str:
     what = _what(request, offer, layer)
+    if offer.placements:
+        return _elsewhere(request, offer, layer, what)
     if offer.problem is not None:
         return _separated(request, offer, offer.problem, layer, what)
     if len(offer.roles["all"]) == 1:
@@ -25,6 +26,24 @@ def _reason(request: Request, offer: Offer, layer: str) -> str:
     if not request.gradient(layer):
         return f"{what}: it has no gradient to sum"
     return f"{what}: {_ring(request, layer, 'costs', len(offer.roles['all']))}"
+
+
+def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
+    """Of layers that are divided, late-multiplied, served, or on another number of ranks than the rest."""
+    place = offer.placements[layer]
+    ranks = len(offer.roles[place.role or ""])
+    if not request.gradient_of(layer):
+        return f"{what}: it has no gradient to sum"
+    if place.sync == "parameter_server":
+        return f"{what}: its gradient goes to the servers and its parameters come back"
+    if place.sync == "late_multiply":
+        return f"{what}: {_ring(request, layer, 'would cost', ranks)}, its inputs and errors less"
+    if place.holding == "sharded":
+        by = f", by {place.split}" if place.split else ""
+        return f"{what}: divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
+    if ranks == 1:
+        return f"{what}: on one rank; {_ring(request, layer, 'would cost', request.world)}"
+    return f"{what}: {_ring(request, layer, 'costs', ranks)}"
 
 
 def _what(request: Request, offer: Offer, layer: str) -> str:
@@ -61,5 +80,5 @@ def _separated(request: Request, offer: Offer, problem: Separation, layer: str, 
 def _ring(request: Request, layer: str, verb: str, ranks: int) -> str:
     """`its gradient would cost 240 ms on 10.0 Gbit/s`."""
     link = request.cluster.link
-    seconds = ring_all_reduce(request.gradient(layer), ranks, link)
+    seconds = request.all_reduce_seconds(request.gradient(layer), ranks)
     return f"its gradient {verb} {units.seconds(seconds)} on {units.bandwidth(link.bandwidth)}"

@@ -6,7 +6,8 @@ This pass rewrites.  After it every gradient synchronisation is a sum and nothin
     weighted  cross_entropy(out, target)    ->  cross_entropy(out, target, reduction="sum") / total_weight(target)
     quotient  masked.sum() / mask.sum()     ->  masked.sum() / total(mask.sum())
 
-Where one rank sees the whole batch the loss stays as it is.
+Where one rank sees the whole batch the loss stays as it is.  Where a role works in turns, denominators are computed by
+the ranks that read the data, before the first turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.checks import graph_is_sound, has_plan
+from splitc.errors import PlacementError
 from splitc.pipeline import Check, Pass
 from splitc.program import Program, TensorSpec, copy_graph, rename
 
@@ -37,13 +39,35 @@ class ScaleLoss(Pass):
         plan = program.required_plan
         role = plan.placements[program.loss.meta["layer"]].role
         assert role is not None
-        if len(plan.roles[role]) == 1:
+        turned = role in plan.groups and plan.groups[role].turns > 1
+        if len(plan.replicas(role, plan.roles[role][0])) == 1 and not turned:
             return program
         graph, _ = copy_graph(program.graph)
         nodes = {node.name: node for node in graph.nodes}
         for term in program.loss_terms:
             _RULES[term.kind](graph, nodes[term.node])
+        if turned:
+            for node in graph.nodes:
+                if node.target in (comm_ops.total, comm_ops.total_weight):
+                    _before_the_turns(program, node)
         return replace(program, graph=graph)
+
+
+def _before_the_turns(program: Program, total: fx.Node) -> None:
+    """Let the readers compute a denominator: a turn sees only some of the examples that it counts."""
+    todo = [total]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder" or node.meta.get("everywhere") or node.meta.get("reads_only"):
+            continue
+        spec = node.meta.get("spec")
+        if node.op in ("call_module", "get_attr") or (isinstance(spec, TensorSpec) and spec.requires_grad):
+            raise PlacementError(
+                f"{total.meta['source']}: the loss divides by a sum that depends on {node.name} "
+                f"({node.meta['source']}), so it cannot be taken in turns; use scheme=BK"
+            )
+        node.meta["reads_only"] = True
+        todo += node.all_input_nodes
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> None:

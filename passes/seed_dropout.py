@@ -16,7 +16,7 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.checks import graph_is_sound
-from splitc.confirm import DROPOUTS
+from splitc.dropouts import DROPOUTS
 from splitc.errors import CaptureError
 from splitc.pipeline import Check, Pass
 from splitc.program import Program, copy_graph

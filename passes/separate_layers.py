@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from cost_models.alpha_beta import many_to_one, one_to_many, ring_all_reduce
+from cost_models.alpha_beta import many_to_one, one_to_many
 from cost_models.memory import received_nbytes, returned_nbytes
 from passes.cuts import Crossing, CutRules, cut_rules
 from passes.families import Offer, Request, largest, shortage, smallest, unsummed
 from passes.pins import contradictions
+from passes.separate_more import separate_more
 from passes.separation import LayerNumbers, Separation, SyncLine, ValueNumbers
 from passes.separation_ilp import best_suffix, least_memory, solve
-from splitc.cluster import Link
 from splitc.plan import serve
 from splitc.strategies import LayerSeparation
 
 NAME = "layer_separation"
+HYBRID = "hybrid_single"
 
 
 @dataclass(frozen=True)
 class Division:
-    """n_c conv ranks and n_f fc ranks, their examples, and the numbers of their integer program."""
+    """n_c conv ranks and n_f fc ranks, their examples, and the numbers of their integer program.
+
+    strategy: `hybrid_single` when the one fc rank is a conv rank too (Practical Lessons 2.2).
+    """
 
     roles: dict[str, tuple[int, ...]]
     examples: dict[str, tuple[int, ...]]
     problem: Separation
+    strategy: str = NAME
 
     @property
     def batch(self) -> int:
@@ -50,7 +56,7 @@ class Division:
     def offer(self, fc: frozenset[str], why: str = "", most: float = 0.0) -> Offer:
         names = [layer.name for layer in self.problem.layers]
         return Offer(
-            NAME,
+            self.strategy,
             feasible=not why,
             why=why,
             roles=self.roles,
@@ -64,10 +70,15 @@ class Division:
 
 def layer_separation(request: Request, options: LayerSeparation) -> Offer:
     """The fastest separation, or why there is none."""
+    if options.sizes:
+        return separate_more(request, options)
     why = contradictions(request.pins, NAME) or _impossible(request, options)
     if why:
         return Offer(NAME, feasible=False, why="; ".join(why))
-    rules = cut_rules(request.program)
+    return _with_copies(request, lambda rules: _divided(request, options, rules))
+
+
+def _divided(request: Request, options: LayerSeparation, rules: CutRules) -> Offer:
     divisions = [
         _division(request, rules, n_c, request.world - n_c)
         for n_c in range(1, request.world)
@@ -78,6 +89,50 @@ def layer_separation(request: Request, options: LayerSeparation) -> Offer:
         idle = f"{divisions[0].batch} examples leave some of {request.world} ranks without any"
         return Offer(NAME, feasible=False, why=idle)
     return _search(request, rules, sorted(busy, key=lambda d: -d.most))
+
+
+def _with_copies(request: Request, search: Callable[[CutRules], Offer]) -> Offer:
+    """The offer of a search; where tied parameters leave none, that of a cut between the layers that share them.
+
+    Each role then has a copy, whose gradients are summed over all ranks that have one.
+    """
+    rules = cut_rules(request.program)
+    offer = search(rules)
+    apart = cut_rules(request.program, copies=True)
+    if offer.feasible or apart.together == rules.together:
+        return offer
+    parted = search(apart)
+    if not parted.feasible:
+        return offer
+    seconds = parted.step_seconds + sum(
+        request.all_reduce_seconds(request.program.holdings[name].nbytes, request.world)
+        for name in _in_both(request, parted.role_of)
+    )
+    return replace(parted, step_seconds=seconds, most=parted.global_batch / seconds, searched=False)
+
+
+def _in_both(request: Request, role_of: Mapping[str, str]) -> list[str]:
+    """Trainable parameters that layers of both roles use."""
+    roles: dict[str, set[str]] = {}
+    for layer in request.program.layers:
+        for name in layer.holdings:
+            roles.setdefault(name, set()).add(role_of[layer.name])
+    return [name for name, users in roles.items() if len(users) > 1 and request.program.holdings[name].trainable]
+
+
+def hybrid_single(request: Request) -> Offer:
+    """The fc layers on rank 0, which is also one of the ranks that run the others, or why there are none."""
+    why = contradictions(request.pins, HYBRID) or _impossible(request, LayerSeparation())
+    if why:
+        return Offer(HYBRID, feasible=False, why="; ".join(why))
+    if not smallest(request.bounds(request.world)):
+        idle = f"{request.bounds(request.world)[-1]} examples leave some of {request.world} ranks without any"
+        return Offer(HYBRID, feasible=False, why=idle)
+
+    def search(rules: CutRules) -> Offer:
+        return _search(request, rules, [_division(request, rules, request.world, 1, shared=True)])
+
+    return replace(_with_copies(request, search), strategy=HYBRID)
 
 
 def _impossible(request: Request, options: LayerSeparation) -> list[str]:
@@ -99,22 +154,26 @@ def _impossible(request: Request, options: LayerSeparation) -> list[str]:
     return why
 
 
-def _division(request: Request, rules: CutRules, n_c: int, n_f: int) -> Division:
+def _division(request: Request, rules: CutRules, n_c: int, n_f: int, shared: bool = False) -> Division:
+    """shared: the fc rank is the first conv rank, which has its own part of every value already."""
     conv = request.bounds(n_c)
     fc = serve(conv, n_f)
-    roles = {"conv": tuple(range(n_c)), "fc": tuple(range(n_c, n_c + n_f))}
+    roles = {"conv": tuple(range(n_c)), "fc": (0,) if shared else tuple(range(n_c, n_c + n_f))}
     batches, link = {"conv": largest(conv), "fc": largest(fc)}, request.cluster.link
     messages, crowded = _messages(conv, fc), max(batches.values())
     device = request.cluster.device_for(request.world)
 
     def numbers(layer: str) -> LayerNumbers:
         held = request.held[layer]
+        copied = [n for n in request.program.layer(layer).holdings if request.program.holdings[n] not in held]
+        parted = not any(layer in pair for pair in rules.together)
+        copies = sum(request.layer_copy(name) for name in copied) if parted else 0.0
         return LayerNumbers(
             layer,
             conv_seconds=request.seconds(layer, batches["conv"], device),
             fc_seconds=request.seconds(layer, batches["fc"], device),
             conv_memory=request.layer_memory(layer, batches["conv"], n_c > 1),
-            fc_memory=request.layer_memory(layer, batches["fc"], n_f > 1),
+            fc_memory=request.layer_memory(layer, batches["fc"], n_f > 1) + copies,
             gradient=request.gradient(layer),
             parameters=any(h.parameter for h in held),
             roles=_roles(request, rules, layer, n_c, n_f),
@@ -122,8 +181,8 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int) -> Division
 
     def crossing(value: Crossing) -> ValueNumbers:
         nbytes = value.spec.nbytes(crowded) / messages
-        there = many_to_one(nbytes, messages, link)
-        back = one_to_many(nbytes, messages, link) if value.gradient else 0.0
+        there = many_to_one(nbytes, messages - shared, link)
+        back = one_to_many(nbytes, messages - shared, link) if value.gradient else 0.0
         return ValueNumbers(
             value.name,
             value.layer,
@@ -141,10 +200,12 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int) -> Division
             values=tuple(crossing(value) for value in rules.crossings),
             order=rules.order,
             together=tuple(rules.together),
-            conv_sync=_sync_line(n_c, link),
-            fc_sync=_sync_line(n_f, link),
+            conv_sync=_sync_line(request, n_c),
+            fc_sync=_sync_line(request, n_f),
             memory=request.memory_of(request.world),
+            shared=shared,
         ),
+        HYBRID if shared else NAME,
     )
 
 
@@ -170,11 +231,10 @@ def _messages(conv: tuple[int, ...], fc: tuple[int, ...]) -> int:
     return max(met(conv, fc), met(fc, conv))
 
 
-def _sync_line(ranks: int, link: Link) -> SyncLine:
-    """The ring all-reduce, which is a line in the bytes."""
-    latency = ring_all_reduce(0.0, ranks, link)
-    per_byte = ring_all_reduce(1.0, ranks, Link(link.bandwidth, 0.0, link.duplex))
-    return SyncLine(latency, per_byte)
+def _sync_line(request: Request, ranks: int) -> SyncLine:
+    """The all-reduce, which is a line in the bytes."""
+    latency = request.all_reduce_seconds(0.0, ranks)
+    return SyncLine(latency, (request.all_reduce_seconds(1e9, ranks) - latency) / 1e9)
 
 
 def _search(request: Request, rules: CutRules, divisions: list[Division]) -> Offer:

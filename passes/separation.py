@@ -75,7 +75,7 @@ class Separation:
     """The numbers of equations (1) to (11).
 
     order: pairs (i, j) with fc[i] <= fc[j].  together: pairs that cannot be parted.  memory: bytes
-    of a rank.
+    of a rank.  shared: the fc rank is a conv rank too, and needs the memory of both.
     """
 
     layers: tuple[LayerNumbers, ...]
@@ -85,6 +85,7 @@ class Separation:
     conv_sync: SyncLine
     fc_sync: SyncLine
     memory: float
+    shared: bool = False
 
     @cached_property
     def owners(self) -> frozenset[str]:
@@ -110,10 +111,9 @@ class Separation:
         crossing = [v for v in self.values if self.crosses(v, fc)]
         conv = sum(n.conv_memory for n in self.layers if n.name not in fc)
         there = sum(n.fc_memory for n in self.layers if n.name in fc)
-        return {
-            "conv": conv + sum(v.conv_memory for v in crossing),
-            "fc": there + sum(v.fc_memory for v in crossing),
-        }
+        conv += sum(v.conv_memory for v in crossing)
+        there += sum(v.fc_memory for v in crossing)
+        return {"conv": conv, "fc": there + conv * self.shared}
 
     def allowed(self, fc: Set[str]) -> bool:
         """Whether `fc` meets equations (6), (8), (9) and (11): all but the memory."""

@@ -13,6 +13,7 @@ Plain numbers in, plain numbers out: this file knows no graph and no torch.
     fc[i]    = fc[j]                                i and j cannot be parted               (8)
     1 <= sum_i fc[i] <= layers with parameters - 1  over the layers with parameters        (9)
     sum_i memory[i] + sum_v memory[v] cross[v] <= memory    on a conv and on an fc rank   (10)
+                                                            (both sums where they are one)
     fc[i]    = 0 or 1                               where only one role is allowed        (11)
 
 (2) to (5) are the terms of Stanza's equation (3), layer by layer and with its overlap of the two
@@ -150,7 +151,10 @@ def _model(problem: Separation, scale: float, memory_first: bool = False) -> tup
     model.require(owned <= len(problem.owners) - 1, "eq9_conv")
     limit = model.real("memory") if memory_first else 1e3
     for role in ("conv", "fc"):
-        model.require(_memory(problem, fc, cross, role) <= limit, f"eq10_{role}")
+        need = _memory(problem, fc, cross, role)
+        if problem.shared and role == "fc":
+            need = need + _memory(problem, fc, cross, "conv")
+        model.require(need <= limit, f"eq10_{role}")
     for n in problem.layers:
         if "fc" not in n.roles:
             model.require(fc[n.name] == 0, f"eq11_{n.name}_conv")

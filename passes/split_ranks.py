@@ -1,7 +1,8 @@
 """Split the graph with its communication into one graph for each role.
 
-This pass rewrites: it fills `program.stages`.  A role's graph holds its own nodes in their order; values come in by
-`recv` nodes (without the sender's side) and leave by `send` nodes.  Parameters and buffers keep the model's names.
+This pass rewrites: it fills `program.stages`, and `program.parts` with the combinations of roles that ranks have.
+A role's graph holds its own nodes in their order; values come in by `recv` nodes (without the sender's side) and leave
+by `send` nodes.  Parameters and buffers keep the model's names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from splitc import comm_ops
 from splitc.checks import cuts_are_communicated, has_plan, stages_cover_the_graph
 from splitc.layers import holdings_of_node
 from splitc.pipeline import Check, Pass
-from splitc.program import Program, Stage, copy_node
+from splitc.program import Part, Program, Stage, copy_node
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,16 @@ class SplitRanks(Pass):
     ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
 
     def run(self, program: Program) -> Program:
-        stages = tuple(_stage(program, role) for role in program.required_plan.roles)
-        return replace(program, stages=stages)
+        plan = program.required_plan
+        stages = tuple(_stage(program, role) for role in plan.roles)
+        return replace(program, stages=stages, parts=tuple(Part(roles, ranks) for roles, ranks in plan.parts.items()))
 
 
 def _stage(program: Program, role: str) -> Stage:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     holdings: dict[str, None] = {}
+    shards: dict[str, int] = {}
     loss = program.loss
     for node in program.graph.nodes:
         if node.meta.get("role") != role or node.op == "output":
@@ -47,6 +50,7 @@ def _stage(program: Program, role: str) -> Stage:
             mapping[node] = copy_node(graph, node, mapping)
         if node.op in ("call_module", "get_attr"):
             holdings.update(dict.fromkeys(holdings_of_node(program, node)))
+        shards.update(node.meta.get("shards", {}))
     has_loss = loss in mapping
     graph.output(mapping[loss] if has_loss else None)
     nodes = list(mapping)
@@ -60,5 +64,6 @@ def _stage(program: Program, role: str) -> Stage:
         receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
         sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),
         holdings=tuple(name for name in program.holdings if name in holdings),
+        shards=shards,
         has_loss=has_loss,
     )

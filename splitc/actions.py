@@ -1,11 +1,13 @@
-"""The action list of a role's step: data that codegen writes out line by line and the checker follows.
+"""The action list of a step: data that codegen writes out line by line and the checker follows.
 
-    send target -> fc          recv cut0 <- conv
-    forward                    sum_loss
-    recv_grad cut0 <- fc       backward
-    send_grad cut0 -> conv     reduce bucket0
+    conv: send target -> fc          fc: recv cut0 <- conv
+    conv: forward                    fc: sum_loss
+    conv: recv_grad cut0 <- fc       fc: backward
+    fc: send_grad cut0 -> conv       conv: reduce bucket0
+    fc: modulo cut0 [1]              fc: return cut0 [1]
 
-Reordering the list is how a schedule changes.  It prints as text and parses back.
+Each line says in which of its roles a rank does it; a number in brackets is the turn of its group.  Reordering the
+list is how a schedule changes.  It prints as text and parses back.
 """
 
 from __future__ import annotations
@@ -16,17 +18,39 @@ from dataclasses import dataclass
 
 from splitc.errors import InternalError
 
-VERBS = ("send", "recv", "forward", "sum_loss", "recv_grad", "backward", "send_grad", "reduce")
+VERBS = {
+    "send": "give the examples of a cut to those who work on them",
+    "recv": "take a cut",
+    "modulo": "gather a turn's examples of a cut over the group",
+    "keep": "take one's own examples of a cut out of the group's",
+    "forward": "run the stage",
+    "sum_loss": "start to sum the loss over all ranks",
+    "backward": "run the stage's backward",
+    "recv_grad": "take the gradient of a cut that was sent",
+    "send_grad": "give the gradient of a cut that was taken",
+    "spread": "gather the gradient of a kept cut over the group",
+    "return": "give the gradient of a turn's examples back to their owners in the group",
+    "reduce": "sum a bucket of gradients over the replicas",
+    "tie": "sum the gradient of a parameter over all roles that use it",
+    "multiply": "multiply what late-multiplied layers gathered",
+    "update": "let the optimizer step on this role's parameters",
+    "serve": "a server gives its parameters to the workers",
+    "pull": "a worker takes parameters",
+    "push": "a worker gives a bucket of gradients to the servers",
+    "collect": "a server sums the gradients of the workers",
+}
+"""What a rank can do in a step."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a rank.  value: the cut or bucket; role: the other side; microbatch: which one it works on."""
+    """One thing that a rank does as one of `own`.  value: the cut or bucket; role: the other side; turn: of a group."""
 
     verb: str
     value: str = ""
     role: str = ""
-    microbatch: int = 0
+    own: str = ""
+    turn: int = 0
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
@@ -34,9 +58,10 @@ class Action:
 
     def __str__(self) -> str:
         arrow = "<-" if self.verb.startswith("recv") else "->"
+        own = f"{self.own}: " if self.own else ""
         other = f" {arrow} {self.role}" if self.role else ""
-        micro = f" [{self.microbatch}]" if self.microbatch else ""
-        return f"{self.verb}{' ' + self.value if self.value else ''}{other}{micro}"
+        turn = f" [{self.turn}]" if self.turn else ""
+        return f"{own}{self.verb}{' ' + self.value if self.value else ''}{other}{turn}"
 
 
 def print_actions(actions: Iterable[Action]) -> str:
@@ -48,8 +73,8 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     """The inverse of `print_actions`.  Raises InternalError that names the line."""
     actions = []
     for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
-        match = re.fullmatch(r"(\w+)(?: (\w+))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?", line)
+        match = re.fullmatch(r"(?:(\w+): )?(\w+)(?: (\w+))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?", line)
         if match is None:
             raise InternalError(f"line {number} is no action: {line!r}")
-        actions.append(Action(match[1], match[2] or "", match[3] or "", int(match[4] or 0)))
+        actions.append(Action(match[2], match[3] or "", match[4] or "", match[1] or "", int(match[5] or 0)))
     return tuple(actions)

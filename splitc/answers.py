@@ -32,6 +32,8 @@ class Answers:
             return NotImplemented
         if call.target is getattr and call.args[1] == "shape":
             return self.sizes(tensor)
+        if call.target is setattr and call.args[1] == "requires_grad":
+            return None
         if call.op != "call_method":
             return NotImplemented
         if call.target == "size":

@@ -13,14 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.bucket_gradients import BucketGradients
-from passes.insert_comm import InsertComm
 from passes.measure_costs import MeasureCosts
 from passes.place import Place
-from passes.scale_loss import ScaleLoss
-from passes.schedule import Schedule
-from passes.seed_dropout import SeedDropout
-from passes.split_ranks import SplitRanks
+from passes.rewriting import rewrites
 from passes.use_plan import UsePlan
 from splitc.build import save_build
 from splitc.capture import Example, Loss, as_arguments, capture, target_names
@@ -30,7 +25,7 @@ from splitc.confirm import confirm
 from splitc.errors import LaunchError
 from splitc.pipeline import Pass, Watcher, run_passes
 from splitc.plan import Placement, Plan
-from splitc.program import Program
+from splitc.program import Program, under_autocast
 from splitc.runtime.checkpoint import hand_out
 from splitc.runtime.distributed import init
 from splitc.runtime.loader import load_rank
@@ -54,6 +49,7 @@ class Settings:
     pins: Mapping[str, str | Placement] = field(default_factory=dict)
     memory: float | None = None
     microbatches: int | str = "auto"
+    autocast: torch.dtype | None = None
 
 
 def compile(
@@ -69,6 +65,7 @@ def compile(
     memory: float | None = None,
     microbatches: int | str = "auto",
     *,
+    autocast: torch.dtype | None = None,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -84,6 +81,7 @@ def compile(
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
     memory: bytes that a rank may use, in place of the cluster's.
+    autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
 
     Raises CaptureError, CostError or PlacementError.
@@ -96,7 +94,10 @@ def compile(
         raise LaunchError(
             f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out"
         )
-    settings = Settings(world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches)
+    require_autocast(autocast)
+    settings = Settings(
+        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast
+    )
     if example is None:
         from splitc.deferred import DeferredProgram
 
@@ -116,7 +117,8 @@ def compile_example(
     watch: Watcher | None = None,
 ) -> CompiledProgram:
     """`compile`, with an example at hand."""
-    program = analyse(model, example, target, loss, name=name, watch=watch)
+    settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
+    program = analyse(model, example, target, loss, name=name, watch=watch, autocast=settings.autocast)
     return CompiledProgram(specialise(program, settings, plan, watch), model, loss, example, target, settings)
 
 
@@ -128,9 +130,10 @@ def analyse(
     *,
     name: str | None = None,
     watch: Watcher | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
-    program = capture(model, example, target, loss, name)
+    program = capture(model, example, target, loss, name, autocast)
     program = replace(program, loss_terms=confirm(program, model, example, target, loss))
     return run_passes(program, [MeasureCosts()], watch)
 
@@ -146,16 +149,15 @@ def specialise(program: Program, settings: Settings, plan: Plan | None = None, w
         decide = replace(asked, model=model)
     else:
         decide = UsePlan(plan, model)
-    return run_passes(program, [decide, *rewrites()], watch)
-
-
-def rewrites() -> list[Pass]:
-    """The passes that turn a placed program into one for each role, in reading order."""
-    return [ScaleLoss(), SeedDropout(), InsertComm(), SplitRanks(), BucketGradients(), Schedule()]
+    with under_autocast(program.root, program.autocast):  # under which checks run the graph
+        return run_passes(program, [decide, *rewrites()], watch)
 
 
 def fingerprint(program: Program) -> str:
-    """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model."""
+    """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model.
+
+    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan also tells what to compile it with.
+    """
     text = [
         f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}"
         if isinstance(n.target, str)
@@ -163,7 +165,29 @@ def fingerprint(program: Program) -> str:
         for n in program.graph.nodes
     ]
     text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.holdings.values()]
-    return hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
+    return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
+
+
+def require_autocast(dtype: torch.dtype | None) -> None:
+    """Raise LaunchError for a dtype that autocast cannot have here."""
+    if dtype == torch.float16:
+        raise LaunchError(
+            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
+            "lost; use torch.bfloat16, which has the range of float32"
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
+
+
+def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
+    """What a plan was made under; what is asked for where there is none.  Raises LaunchError when the two differ."""
+    if plan is None or not plan.model:
+        return asked
+    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
+    if asked not in (None, made):
+        raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
+    return made
 
 
 class CompiledProgram:
@@ -211,8 +235,8 @@ class CompiledProgram:
         """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
 
         processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra;
-        None: the model's own.  examples: the most that a reader gives to a step; None: 8, or the plan's where that
-        is less.
+        None: the model's own, under autocast where it was compiled so; given, it turns autocast off.
+        examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
         """
         compiled = self if dtype is None else self._in_dtype(dtype)
         inputs = as_arguments(compiled._model, compiled._example)
@@ -220,7 +244,7 @@ class CompiledProgram:
             k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)
         }
         sizes = _scaled_down(self.plan.sizes, examples if examples is not None else 8)
-        return verify_program(
+        result = verify_program(
             compiled.program,
             compiled.files,
             compiled._model,
@@ -232,6 +256,9 @@ class CompiledProgram:
             sizes,
             seed,
         )
+        if self.program.autocast is None or dtype is None:
+            return result
+        return replace(result, notes=(*result.notes, "autocast was off on both sides"))
 
     def save(self, folder: str | Path, standalone: bool = False) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
@@ -278,6 +305,8 @@ class CompiledProgram:
                 if rank in self.plan.roles[stage.role]
                 for alias in self._names(stage.holdings)
             }
+            if rank in self.plan.servers:
+                held |= {alias for s in self.program.stages for bucket in s.served for alias in self._names(bucket)}
             yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
 
     def _names(self, holdings: tuple[str, ...]) -> set[str]:
@@ -302,7 +331,7 @@ class CompiledProgram:
             cast(self._example),
             None if self._target is None else cast(self._target),
             loss,
-            self._settings,
+            replace(self._settings, autocast=None),
             name=self.program.name,
             plan=plan,
         )

@@ -26,12 +26,12 @@ from splitc.fake import fake_copy, quiet, shapes_at
 from splitc.intercept import intercepted
 from splitc.layers import group_layers
 from splitc.loss_terms import isolate_terms
-from splitc.program import Holding, Input, Program, TensorSpec
+from splitc.program import Holding, Input, Program, TensorSpec, under_autocast
 from splitc.proxy import leaves
-from splitc.refusals import Unsupported, no_python_randomness, refuse_model
+from splitc.refusals import Unsupported, no_other_autocast, no_python_randomness, refuse_model
 from splitc.specs import prune_gradients, require_all_examples, specify
 from splitc.tracer import Tracer
-from splitc.user_code import line_of
+from splitc.user_code import first_line, line_of
 from splitc.value_range import class_bound
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -85,18 +85,26 @@ def target_names(target: Any, taken: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capture(
-    model: nn.Module, example: Example, target: Any = None, loss: Loss = None, name: str | None = None
+    model: nn.Module,
+    example: Example,
+    target: Any = None,
+    loss: Loss = None,
+    name: str | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """Trace `loss(model(*example), target)` into a Program.
 
     example: a tensor, a tuple of tensors, or a dict of keyword arguments: one data-parallel rank's batch, dim 0 is the
-    batch.  target: a tensor or a tuple of them.  loss None: the model returns the loss.
+    batch.  target: a tensor or a tuple of them.  loss None: the model returns the loss.  autocast: the dtype of the
+    torch.autocast that both run under; specs then have the dtypes that values really have.
     Raises CaptureError with the op, the user's line and a remedy.
     """
     refuse_model(model, loss)
     inputs = as_arguments(model, example)
     targets = target_names(target, inputs)
     tensors = {k: v for k, v in {**inputs, **targets}.items() if isinstance(v, torch.Tensor)}
+    if tensors.keys() <= targets.keys():
+        raise CaptureError("the example has no tensor; give example=(tensor, ...)")
     batch = _batch_of(tensors)
     if loss is None and targets:
         raise CaptureError(
@@ -109,7 +117,8 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = fake_copy(original, mode)
     tracer = Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
-    graph = _trace(tracer, model, original, root, mode, inputs, targets, loss)
+    with under_autocast(root, autocast), no_other_autocast(autocast, lambda: tracer.evaluator.busy):
+        graph = _trace(tracer, model, original, root, mode, inputs, targets, loss)
     tracer.attributes.adopt_constants()
     specify(graph, tracer.values, tracer.evaluator.probes)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _changes_buffers(node, root))
@@ -122,6 +131,7 @@ def capture(
         batch=batch,
         layers=(),
         holdings=_holdings(model, root, graph, trained),
+        autocast=autocast,
     )
     _require_loss(program)
     isolate_terms(graph)
@@ -175,7 +185,12 @@ def _trace(
     leaf_paths = {path for path, module in root.named_modules() if path and construction(module) is not None}
     loss_module = root._modules.pop(LOSS, None) if isinstance(loss, nn.Module) and not hasattr(model, LOSS) else None
     try:
-        with intercepted(tracer, paths, leaf_paths), no_python_randomness(type(model).__name__), quiet():
+        with (
+            intercepted(tracer, paths, leaf_paths),
+            no_python_randomness(type(model).__name__),
+            quiet(),
+            torch.enable_grad(),
+        ):
             value = root(*args, **fed)  # without the loss among its children, which it may iterate over
             if loss_module is not None:
                 root._modules[LOSS] = loss_module
@@ -189,15 +204,14 @@ def _trace(
         raise tracer.refused(error) from None
     except Exception as error:
         raise CaptureError(
-            f"{line_of(error) or tracer.elsewhere}: {type(error).__name__}: {error}; if the model itself runs, this "
-            f"line asks of a tensor what a traced one cannot answer: keep to torch functions and tensor methods"
+            f"{line_of(error) or tracer.elsewhere}: {type(error).__name__}: {first_line(error)}; if the model itself "
+            f"runs, this line asks of a tensor what a traced one cannot answer: keep to torch functions and tensor "
+            f"methods"
         ) from error
     return tracer.graph
 
 
 def _batch_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    if not tensors:
-        raise CaptureError("the example has no tensor; give example=(tensor, ...)")
     scalar = [name for name, tensor in tensors.items() if tensor.dim() == 0]
     if scalar:
         raise CaptureError(f"the input {scalar[0]} is a 0-d tensor; dim 0 of every input must be the batch")
@@ -268,8 +282,8 @@ def _require_loss(program: Program) -> None:
     if not isinstance(spec, TensorSpec) or spec.shape != () or not spec.dtype.is_floating_point:
         got = f"a tensor of shape {spec.template()}" if isinstance(spec, TensorSpec) else type(output.args[0]).__name__
         raise CaptureError(
-            f"what is traced returns {got}, not a loss (a 0-d float tensor); give loss=... and target=..., for example "
-            f"loss=torch.nn.functional.cross_entropy"
+            f"what is traced returns {got}, not a loss (a 0-d float tensor); let forward return the loss alone, or "
+            f"give loss=... and target=..., for example loss=torch.nn.functional.cross_entropy"
         )
     if not any(h.trainable for h in program.holdings.values()):
         raise CaptureError(
@@ -279,6 +293,7 @@ def _require_loss(program: Program) -> None:
 
 def _require_any_batch(program: Program, batch: int) -> None:
     """Raise CaptureError when the graph is another at a batch size that the trace has not seen."""
-    problems = shapes_at(program, batch)
+    with under_autocast(program.root, program.autocast):
+        problems = shapes_at(program, batch)
     if problems:
         raise CaptureError(f"{problems[0]}; ranks run other batches than the example's, so forward must work for any")

@@ -11,7 +11,10 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.fake import NodeRunner, mode_of
+from splitc.plan import SERVER
 from splitc.program import Program, Stage, TensorSpec
+from splitc.served import pushable, read_by
+from splitc.tied import tied, tied_are_plain
 from splitc.wire import WireOp, wire
 
 
@@ -30,7 +33,8 @@ def has_costs(program: Program) -> list[str]:
 def every_layer_placed(program: Program) -> list[str]:
     """Every layer has a placement whose role exists, and roles have ranks within the world."""
     plan = program.required_plan
-    problems = [
+    problems = tied_are_plain(program)
+    problems += [
         f"layer {layer.name} ({layer.source}) has no placement"
         for layer in program.layers
         if layer.name not in plan.placements
@@ -42,9 +46,18 @@ def every_layer_placed(program: Program) -> list[str]:
     ]
     ranks = [rank for ranks in plan.roles.values() for rank in ranks]
     problems += [
-        f"rank {rank} of a role is outside the world of {plan.world}" for rank in ranks if not 0 <= rank < plan.world
+        f"rank {rank} of a role is outside the world of {plan.world}"
+        for rank in (*ranks, *plan.servers)
+        if not 0 <= rank < plan.world
     ]
-    problems += [f"rank {rank} is in two roles" for rank in set(ranks) if ranks.count(rank) > 1]
+    problems += _servers_fit(program)
+    for role, group in plan.groups.items():
+        if len(plan.roles.get(role, ())) % group.size:
+            problems.append(
+                f"role {role} has {len(plan.roles[role])} ranks, which groups of {group.size} do not divide"
+            )
+        if role == plan.reader:
+            problems.append(f"role {role} reads the data, so it cannot have groups")
     for role, bounds in plan.examples.items():
         if (
             len(bounds) != len(plan.roles[role]) + 1
@@ -54,6 +67,28 @@ def every_layer_placed(program: Program) -> list[str]:
             problems.append(
                 f"role {role} has bounds {bounds} for {len(plan.roles[role])} ranks and {plan.global_batch} examples"
             )
+    return problems
+
+
+def _servers_fit(program: Program) -> list[str]:
+    """Served layers have servers, and a server that is a worker too works in every role that is served."""
+    plan = program.required_plan
+    served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
+    problems = [f"layer {name} is served, but the plan has no servers" for name in served if not plan.servers]
+    problems += [
+        f"layer {name} is served, but its role {role} has model-parallel groups"
+        for name, role in served.items()
+        if role in plan.groups
+    ]
+    problems += [
+        f"rank {rank} is a server and in role {' and '.join(plan.roles_of(rank))}, but not in role {role}, whose "
+        f"parameters it serves"
+        for rank in plan.servers
+        for role in dict.fromkeys(served.values())
+        if plan.roles_of(rank) and role not in plan.roles_of(rank)
+    ]
+    if len(set(plan.servers)) != len(plan.servers):
+        problems.append(f"the servers {plan.servers} name a rank twice")
     return problems
 
 
@@ -108,17 +143,93 @@ def stages_cover_the_graph(program: Program) -> list[str]:
 
 
 def buckets_hold_every_gradient(program: Program) -> list[str]:
-    """Each trainable parameter of a role with several ranks is summed exactly once."""
+    """Each trainable parameter's gradient is summed over its replicas exactly once, in the way that its plan says."""
     plan, problems = program.required_plan, []
+    served = pushable(program) if plan.servers else frozenset()
+    apart = tied(program)
     for stage in program.stages:
-        if len(plan.roles[stage.role]) == 1:
-            continue
         summed = [name for bucket in stage.buckets for name in bucket]
-        for name in stage.holdings:
-            if program.holdings[name].trainable and summed.count(name) != 1:
-                problems.append(
-                    f"the gradient of {name} in role {stage.role} is summed {summed.count(name)} times, not once"
-                )
+        pushed = [name for bucket in stage.served for name in bucket]
+        late = [
+            str(parameter.target)
+            for node in stage.graph.nodes
+            if node.target is comm_ops.late_multiply
+            for parameter in node.args[1:]
+        ]
+        for layer in program.layers:
+            place = plan.placements[layer.name]
+            if place.role != stage.role:
+                continue
+            for name in layer.holdings:
+                if not program.holdings[name].trainable or name not in stage.holdings or name in apart:
+                    continue
+                ways = {
+                    "all_reduce": summed.count(name),
+                    "parameter_server": pushed.count(name),
+                    "late_multiply": min(late.count(alias) for alias in (name,)),
+                }
+                alone = len(plan.replicas(stage.role, plan.roles[stage.role][0])) == 1
+                found = {way: times for way, times in ways.items() if times}
+                if place.sync == "none":
+                    wrong = bool(found) or not alone
+                elif place.sync == "parameter_server" and name not in served:
+                    wrong = bool(found)  # the loss never reaches it
+                else:
+                    once = place.sync == "late_multiply" or found.get(str(place.sync)) == 1
+                    wrong = set(found) != {place.sync} or not once
+                if wrong:
+                    told = ", ".join(f"{times} times by {way}" for way, times in found.items()) or "not at all"
+                    problems.append(
+                        f"the gradient of {name} in role {stage.role} is summed {told}, not once by {place.sync}"
+                    )
+    return list(dict.fromkeys(problems))
+
+
+def served_parameters_are_pulled(program: Program) -> list[str]:
+    """Where parameters come layer by layer, each served bucket is pulled once, before the first node that reads it."""
+    if not program.required_plan.overlap:
+        return []
+    problems: list[str] = []
+    for stage in program.stages:
+        pulled: list[int] = []
+        for node in stage.graph.nodes:
+            if node.target is comm_ops.pull:
+                pulled.append(int(node.kwargs["bucket"]))
+            elif node.op not in ("get_attr", "placeholder", "output"):
+                read = read_by(program, node)
+                problems += [
+                    f"{node.name} ({node.meta['source']}) in role {stage.role} reads {name} before it is pulled"
+                    for k, bucket in enumerate(stage.served)
+                    for name in bucket
+                    if name in read and k not in pulled
+                ]
+        problems += [
+            f"bucket {k} of role {stage.role} is pulled {pulled.count(k)} times, not once"
+            for k in range(len(stage.served))
+            if pulled.count(k) != 1
+        ]
+    return problems
+
+
+def served_buckets_travel(program: Program) -> list[str]:
+    """In a step, workers pull before they compute and push each bucket once; servers on their own give and take."""
+    problems: list[str] = []
+    for part in program.parts:
+        stages = [stage for stage in program.stages if stage.role in part.roles and stage.served]
+        wanted = [f"{SERVER}: {verb}" for verb in ("serve", "collect") if part.roles == (SERVER,)]
+        wanted += [f"{stage.role}: pull" for stage in stages]
+        wanted += [f"{stage.role}: push bucket{k}" for stage in stages for k in range(len(stage.served))]
+        done = [str(action) for action in part.actions]
+        problems += [
+            f"part {part.name} has the action {action!r} {done.count(action)} times, not once"
+            for action in wanted
+            if done.count(action) != 1
+        ]
+        problems += [
+            f"role {stage.role} computes before it pulls"
+            for pull, forward, stage in ((f"{s.role}: pull", f"{s.role}: forward", s) for s in stages)
+            if pull in done and forward in done and done.index(pull) > done.index(forward)
+        ]
     return problems
 
 
@@ -189,7 +300,7 @@ def shapes_hold(program: Program) -> list[str]:
     plan = program.required_plan
     problems: list[str] = []
     for stage in program.stages:
-        for batch in sorted({plan.batch(rank) for rank in plan.roles[stage.role]}):
+        for batch in sorted({plan.worked(stage.role, rank) for rank in plan.roles[stage.role]}):
             problems += _stage_shapes(program, stage, batch)
     return problems
 

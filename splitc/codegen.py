@@ -1,6 +1,7 @@
 """Write a program as files that a person can read, diff and edit: same program, same bytes.
 
-conv.py fc.py        one for each role: its Stage, and one training step, line by line
+conv.py fc.py        one for each role, or for roles that ranks have together (conv_fc.py): its Stage, and one training
+                     step, line by line
 rank0.py rank1.py    what is a rank's own: its peers and its part of the batch
 launch.py            starts and trains the ranks
 plan.json            the plan; `splitc.plan.Plan.from_json` reads it
@@ -8,10 +9,11 @@ plan.json            the plan; `splitc.plan.Plan.from_json` reads it
 
 from __future__ import annotations
 
+from splitc.part_source import part_file
 from splitc.plan import ranks_text
 from splitc.program import Program
-from splitc.rank_source import idle_rank_file, rank_file
-from splitc.role_source import role_file, zero_text
+from splitc.rank_source import idle_rank_file, rank_file, served_file
+from splitc.step_source import zero_text
 from splitc.version import __version__
 
 IDLE = "idle"  # the role file of ranks that a plan leaves without work
@@ -20,8 +22,10 @@ IDLE = "idle"  # the role file of ranks that a plan leaves without work
 def generate(program: Program) -> dict[str, str]:
     """File name -> text of everything but the weights."""
     plan = program.required_plan
-    files = {f"{stage.role}.py": role_file(program, stage) for stage in program.stages}
-    working = {rank for ranks in plan.roles.values() for rank in ranks}
+    files = {f"{part.name}.py": part_file(program, part) for part in program.parts}
+    if plan.servers:
+        files["served.py"] = served_file(program)
+    working = {rank for part in program.parts for rank in part.ranks}
     for rank in range(plan.world):
         files[f"rank{rank}.py"] = rank_file(program, rank) if rank in working else idle_rank_file(program, rank)
     if len(working) < plan.world:

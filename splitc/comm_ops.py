@@ -27,8 +27,56 @@ def recv(
     return value
 
 
+def modulo(value: torch.Tensor, *, cut: str) -> torch.Tensor:
+    """A turn's examples of every rank of the group, gathered (SplitBrain 3, L_M); backward gives them back, summed."""
+    return value
+
+
+def keep(value: torch.Tensor, *, cut: str) -> torch.Tensor:
+    """Each rank's own examples out of those of its group; backward gathers the gradients of the group."""
+    return value
+
+
+def shard(value: torch.Tensor, *, features: int, partial: bool = True) -> torch.Tensor:
+    """Each rank's part of the last dim, gathered over the group (SplitBrain 3, L_S).
+
+    features: of the whole.  partial: the consumer is sharded, so that the ranks' gradients are parts of a sum, which
+    backward takes by a reduce-scatter; else all ranks have the same gradient and take their own part of it.
+    """
+    return value
+
+
+def enter(value: torch.Tensor) -> torch.Tensor:
+    """Identity; in backward the sharded readers' gradients are summed over the group."""
+    return value
+
+
+def sum_partials(value: torch.Tensor) -> torch.Tensor:
+    """The sum over the group of what the ranks made of their part of the features; backward is the identity."""
+    return value
+
+
+def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer.  Backward all-gathers its input X and output error E, and every rank computes W' = E^T X."""
+    return torch.nn.functional.linear(value, weight, bias)
+
+
+def batch_norm(value: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """BatchNorm `module` over the examples of all ranks of the role."""
+    normalised: torch.Tensor = module(value)
+    return normalised
+
+
+def pull(*, role: str, bucket: int) -> None:
+    """Wait for the parameters of a bucket, which servers send."""
+
+
+def push(*, role: str, parameters: tuple[str, ...]) -> None:
+    """Identity; in backward the gradients of `parameters` go to their servers, which sum them over the workers."""
+
+
 def all_reduce(*, role: str, parameters: tuple[str, ...]) -> None:
-    """Identity; in backward the gradients of `parameters` are summed over the ranks of `role`."""
+    """Identity; in backward the gradients of `parameters` are summed over their replicas in `role`."""
 
 
 def total(value: torch.Tensor) -> torch.Tensor:
@@ -46,8 +94,11 @@ def share(value: torch.Tensor) -> torch.Tensor:
     return value * 1.0
 
 
-def dropout(value: torch.Tensor, p: float, *, layer: str, feature_dims: int = 0) -> torch.Tensor:
-    """Dropout whose mask depends on seed, step, layer and examples, not on the rank.  No bytes on the wire."""
+def dropout(value: torch.Tensor, p: float, *, layer: str, feature_dims: int = 0, sharded: bool = False) -> torch.Tensor:
+    """Dropout whose mask depends on seed, step, layer and examples, not on the rank.  No bytes on the wire.
+
+    sharded: the rank has a part of the features, whose mask depends on which part.
+    """
     return value * 1.0
 
 
@@ -56,12 +107,16 @@ class CommOp:
     """What the compiler knows of one communication node.
 
     adjoint: the op of its backward, None when no gradient passes.
-    sent: payload bytes that the busiest rank sends, from the value's bytes on that rank and the number of ranks.
+    sent: payload bytes that a rank sends in forward, and in backward, from the value's bytes on that rank (before the
+    op) and the number of ranks.
+    inside: whether it is called within a stage's forward, not as an action of the step.
     """
 
     function: Callable[..., Any]
     adjoint: Callable[..., Any] | None
     sent: Callable[[float, int], float]
+    returned: Callable[[float, int], float]
+    inside: bool = True
     wire: bool = True
 
     @property
@@ -77,6 +132,16 @@ def _nothing(nbytes: float, ranks: int) -> float:
     return 0.0
 
 
+def _to_others(nbytes: float, ranks: int) -> float:
+    """An all-gather of `nbytes` on each rank."""
+    return (ranks - 1) * nbytes
+
+
+def _parts(nbytes: float, ranks: int) -> float:
+    """A reduce-scatter of `nbytes` on each rank."""
+    return (ranks - 1) / ranks * nbytes
+
+
 def _ring(nbytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
@@ -84,12 +149,25 @@ def _ring(nbytes: float, ranks: int) -> float:
 OPS: dict[Callable[..., Any], CommOp] = {
     op.function: op
     for op in (
-        CommOp(send, recv, _whole),
-        CommOp(recv, send, _nothing),
-        CommOp(all_reduce, all_reduce, _ring),
-        CommOp(total, None, _ring),
-        CommOp(total_weight, None, _ring),
-        CommOp(share, share, _nothing, wire=False),
-        CommOp(dropout, dropout, _nothing, wire=False),
+        CommOp(send, recv, _whole, _nothing, inside=False),
+        CommOp(recv, send, _nothing, _whole, inside=False),
+        CommOp(modulo, modulo, _to_others, _parts, inside=False),
+        CommOp(keep, keep, _nothing, _to_others, inside=False),
+        CommOp(shard, shard, _to_others, _parts),
+        CommOp(enter, sum_partials, _nothing, _ring),
+        CommOp(sum_partials, enter, _ring, _nothing),
+        CommOp(late_multiply, late_multiply, _nothing, _to_others),
+        CommOp(batch_norm, batch_norm, _ring, _ring),
+        CommOp(pull, push, _whole, _nothing),
+        CommOp(push, pull, _nothing, _whole, inside=False),
+        CommOp(all_reduce, all_reduce, _nothing, _ring, inside=False),
+        CommOp(total, None, _ring, _nothing),
+        CommOp(total_weight, None, _ring, _nothing),
+        CommOp(share, share, _nothing, _nothing, wire=False),
+        CommOp(dropout, dropout, _nothing, _nothing, wire=False),
     )
 }
+"""Every communication node."""
+
+ENTRIES = (recv, modulo)
+"""What brings a value into a stage."""

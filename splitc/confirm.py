@@ -7,8 +7,9 @@ gradient, or a loss that couples examples, shows here and not after a week of tr
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,30 +18,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from splitc.capture import Loss, as_arguments, step_root, target_names
+from splitc.dropouts import DROPOUTS as DROPOUTS
+from splitc.dropouts import undropped
 from splitc.errors import CaptureError
 from splitc.fake import NodeRunner
-from splitc.loss_terms import loss_terms, tolerance
-from splitc.program import LossTerm, Program
+from splitc.loss_parts import tolerance
+from splitc.loss_terms import loss_terms
+from splitc.program import LossTerm, Program, under_autocast
+from splitc.proxy import map_tree
 from splitc.user_code import line_of
-
-DROPOUTS = {
-    F.dropout: 0, F.dropout1d: 2, F.dropout2d: 2, F.dropout3d: 2, F.alpha_dropout: 0, F.feature_alpha_dropout: 2,
-    torch.dropout: 0,
-}  # fmt: skip
-"""Dropout functions -> the number of leading dims whose elements are dropped together; 0: each element by itself."""
-
-
-def undropped(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The call with its dropout off: a dropout passes its input through, attention has none."""
-    if function in DROPOUTS:
-        return args[0] if args else kwargs["input"]
-    if function is F.scaled_dot_product_attention:
-        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-    elif function is F.multi_head_attention_forward:
-        args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
-        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-    return function(*args, **kwargs)
 
 
 class NoDropout(TorchFunctionMode):
@@ -67,6 +53,21 @@ class _Steady(NoDropout):
         return func(**options)
 
 
+class _InFloat32(TorchFunctionMode):
+    """What the graph casts to the dtype of autocast becomes float32, in which all else is without autocast."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (map_tree(part, self._widened) for part in (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _widened(self, value: Any) -> Any:
+        return torch.float32 if value is self._dtype else value
+
+
 @contextmanager
 def steady(model: nn.Module) -> Iterator[None]:
     """Dropout off and BatchNorm by running statistics; afterwards attributes and buffers are as they were."""
@@ -76,7 +77,7 @@ def steady(model: nn.Module) -> Iterator[None]:
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.training = False
     try:
-        with _Steady():
+        with _Steady(), torch.enable_grad():
             yield
     finally:
         for module, plain, buffers in attributes:
@@ -102,7 +103,15 @@ def confirm(program: Program, model: nn.Module, example: Any, target: Any, loss:
         if name not in root._buffers and not hasattr(model, name):
             root._buffers = {**root._buffers, name: constant}
     _compare(program, root, model, everything, inputs, targets, loss)
-    return loss_terms(program, root, everything, lambda: steady(model))
+    return loss_terms(program, root, everything, lambda: _exactly(program, model))
+
+
+@contextmanager
+def _exactly(program: Program, model: nn.Module) -> Iterator[None]:
+    """`steady`, without autocast: how terms add up is algebra, which rounding to eight bits would blur."""
+    widened = nullcontext() if program.autocast is None else _InFloat32(program.autocast)
+    with steady(model), under_autocast(model, None), widened:
+        yield
 
 
 def _compare(
@@ -125,21 +134,21 @@ def _compare(
         return value if loss is None else loss(value, *(two[name] for name in targets))
 
     with steady(model):
-        _require_no_counting(model, model_loss)
-    with steady(model):
-        own = model_loss()
+        with under_autocast(model, program.autocast):
+            own = _without_counting(model, model_loss)
         expected = _gradients(program.name, own, list(parameters.values()))
     with steady(model):
-        captured = NodeRunner(root, program.graph).run_named(two)
+        with under_autocast(model, program.autocast):
+            captured = NodeRunner(root, program.graph).run_named(two)
         got = _gradients(program.name, captured, list(parameters.values()))
-    allowed = tolerance(own.dtype)
+    allowed, noise = tolerance(program.autocast or own.dtype), _noise(expected, program.autocast)
     if not torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
         raise CaptureError(
             f"the captured graph computes a loss of {captured.item():.6g} where the model computes {own.item():.6g}: "
             f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"
         )
     for name, a, b in zip(parameters, expected, got, strict=True):
-        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b, allowed)):
+        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b, 5 * allowed, noise)):
             raise CaptureError(
                 f"the gradient of {name} differs between the model and its captured graph: something between {name} "
                 f"and the loss has a backward of its own; write it with torch operations"
@@ -153,15 +162,16 @@ def _gradients(name: str, loss: torch.Tensor, parameters: list[torch.Tensor]) ->
         raise CaptureError(f"the backward of {name} fails: {error}") from error
 
 
-def _require_no_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> None:
-    """Raise CaptureError for a number that every call of the model changes, and for a call that fails."""
+def _without_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`run()`.  Raises CaptureError when it fails, and for a number of the model that every call changes."""
     before = _numbers(model)
     try:
+        value = run()
+        first = _numbers(model)
+        if first == before:
+            return value
         with torch.no_grad():
             run()
-            first = _numbers(model)
-            if first != before:
-                run()
     except CaptureError:
         raise
     except Exception as error:
@@ -174,6 +184,7 @@ def _require_no_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> N
             f"every call of {type(model).__name__} changes {', '.join(counting)}, and a graph would keep the number of "
             f"one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
         )
+    return value
 
 
 def _numbers(model: nn.Module) -> dict[str, object]:
@@ -186,6 +197,27 @@ def _numbers(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
-    both_nan = bool((a.isnan() == b.isnan()).all()) and bool(a.isnan().any())
-    return both_nan or float((a - b).norm()) <= allowed * max(float(a.norm()), 1e-6)
+def _noise(gradients: tuple[torch.Tensor | None, ...], autocast: torch.dtype | None) -> float:
+    """How far rounding may move one number of a gradient, whatever its size.
+
+    It moves a gradient that is zero by mathematics, as that of an attention's key bias, from one rounding error to
+    another: a few units in the last place of what cancels there, for which the other gradients stand.
+    """
+    found = [g for g in gradients if g is not None]
+    if not found:
+        return 0.0
+    rms = math.sqrt(sum(_norm(g) ** 2 for g in found) / max(sum(g.numel() for g in found), 1))
+    return 8 * max(torch.finfo(autocast or g.dtype).eps for g in found) * rms
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, relative: float, noise: float) -> bool:
+    """Whether two gradients are the same up to rounding; one that is not finite must be so at the same places."""
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    return _norm(a - b) <= relative * _norm(a) + noise * math.sqrt(a.numel())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """The L2 norm of the finite numbers, summed in float32 at least."""
+    finite = torch.where(tensor.isfinite(), tensor, 0)
+    return float(torch.linalg.vector_norm(finite, dtype=torch.promote_types(tensor.dtype, torch.float32)))

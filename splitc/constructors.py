@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _call(module: nn.Module, special: dict[str, Callable[[Any], Any]]) -> str | 
     parts: list[str] = []
     positional = True
     arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(type(module)).parameters.items():
+    for name, parameter in _parameters(type(module)).items():
         if name in _SKIP or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name.startswith("_"):
             continue
         if name not in special and not hasattr(module, name):
@@ -67,6 +67,16 @@ def _call(module: nn.Module, special: dict[str, Callable[[Any], Any]]) -> str | 
         positional = positional and parameter.default is parameter.empty
         parts.append(literal(value) if positional else f"{name}={literal(value)}")
     return f"nn.{type(module).__name__}({', '.join(parts)})" if _rebuilds(module, arguments) else None
+
+
+def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """The constructor's parameters; recurrent modules state theirs in a base class, which also takes their `mode`."""
+    if not issubclass(cls, nn.RNNBase):
+        return inspect.signature(cls).parameters
+    stated = {name: p for name, p in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
+    if issubclass(cls, nn.RNN):
+        stated["nonlinearity"] = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
+    return stated
 
 
 def _rebuilds(module: nn.Module, arguments: dict[str, Any]) -> bool:

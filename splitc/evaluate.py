@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from splitc.calls import Call
 from splitc.proxy import is_proxy, leaves, map_tree
 from splitc.refusals import Unsupported
+from splitc.user_code import first_line
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class Evaluator:
             raise self._failed(call, k, error) from error
 
     def _failed(self, call: Call, k: int, error: Exception) -> Unsupported:
-        said = str(error).partition("\n")[0].rstrip(".")
+        said = first_line(error)
         if k == 0:
             return Unsupported(f"{call.name} fails: {type(error).__name__}: {said}")
         first, second = self.batches

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.calls import Call
-from splitc.proxy import IN_PLACE, is_proxy
+from splitc.proxy import BINARY, IN_PLACE, is_proxy
 from splitc.refusals import Unsupported
 
 _FILLING = ("zero_", "fill_", "copy_")
@@ -52,7 +52,7 @@ def functional(call: Call) -> Call:
     if call.op == "call_method" and call.target in _FILLING:
         value = call.args[1] if len(call.args) > 1 else 0
         return Call("call_function", assigned, (first, ..., value), {}, first)
-    if call.name.endswith("_") and not call.name.endswith("__"):
+    if call.name.endswith("_") and not call.name.endswith("__") and call.target not in BINARY.values():
         return replace(call, target=_returning(call), written=first)
     return _without_inplace(call, first)
 
@@ -111,6 +111,10 @@ class Sharing:
     def add(self, node: fx.Node, memory: int) -> None:
         """What `node` makes lies in `memory`, which stays alive."""
         self._nodes[memory].append(node)
+
+    def owner(self, memory: int) -> fx.Node | None:
+        """The parameter, buffer or constant that lies in `memory`."""
+        return next((node for node in self._nodes[memory] if node.op == "get_attr"), None)
 
     def write(self, node: fx.Node, memory: int, line: str) -> None:
         """`line` writes into `node`, whose value lies in `memory`: what else lies there is stale from here on."""

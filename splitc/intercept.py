@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -127,12 +128,15 @@ def intercepted(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[
         patch(torch.autograd.Function, "apply", classmethod(autograd_function))
         patch(torch.autograd, "grad", gradient)
         patch(torch, "vmap", transform)
+        patch(torch.compiler, "is_compiling", lambda: not evaluator.busy)  # libraries then leave out looks at the data
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
             patch(torch.func, name, transform)
         patch(
             checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter((None,))
         )  # traced through
         patch(torch.jit.ScriptFunction, "__call__", scripted)
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # what the user compiled runs as its Python
         for name in _FACTORIES:
             patch(torch, name, factory(getattr(torch, name)))
         stack.enter_context(_Mode(tracer))

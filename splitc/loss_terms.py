@@ -3,39 +3,39 @@
     loss = cross_entropy(out, target) + 0.1 * activations.mean()     two terms
     loss = (per_example * mask).sum() / mask.sum()                   a term and its denominator
 
-Whether a term is a sum or a mean over examples is measured: on three examples, on one of them and on the other two.
+Whether a term is a sum or a mean over examples is measured: on three examples, on one of them and on the other two (see
+`loss_parts`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from splitc.errors import CaptureError
-from splitc.fake import NodeRunner
+from splitc.loss_parts import EXAMPLES, Part, Steady, measure, misses, tolerance, weighted_mean
 from splitc.program import LossTerm, Program, TensorSpec
-from splitc.runtime.loss import target_weight
 
 _SUMS = {"add", "sub", "rsub"}
 _SCALED = {"mul", "truediv", "div", "neg"}
 _SAME = {"clone", "contiguous", "double", "float", "mean", "reshape", "squeeze", "sum", "to", "view"}
 _DENOMINATORS = {"clamp", "clamp_min", "add", "max", "maximum", "float", "to", "double"}
-_EXAMPLES = 3
-
-Steady = Callable[[], AbstractContextManager[None]]
-Measured = dict[fx.Node, tuple[float, float]]
-"""Value and weight of every term on some examples."""
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """The relative error that rounding may cause in a loss of this precision."""
-    return 2e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-4
+_CURVED = {
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "pow",
+    "reciprocal",
+    "rsqrt",
+    "sigmoid",
+    "softplus",
+    "sqrt",
+    "square",
+    "tanh",
+}
 
 
 def loss_terms(program: Program, root: nn.Module, example: Mapping[str, Any], steady: Steady) -> tuple[LossTerm, ...]:
@@ -45,21 +45,11 @@ def loss_terms(program: Program, root: nn.Module, example: Mapping[str, Any], st
     """
     terms = _Terms(program.graph, program.loss)
     terms.require_apart()
-    whole, first, rest = _measure(program, root, example, terms.uses, steady)
+    whole, first, rest = measure(program, root, example, terms.uses, steady)
     return tuple(
         LossTerm(node.name, _kind(node, use, terms.batched, whole[node], first[node], rest[node]))
         for node, use in terms.uses.items()
     )
-
-
-def weighted_mean(node: fx.Node) -> bool:
-    """Whether `node` is a cross entropy (or nll_loss) that divides by the weights of its targets."""
-    if node.target not in (F.cross_entropy, F.nll_loss) or node.kwargs.get("reduction", "mean") != "mean":
-        return False
-    target = node.args[1]
-    assert isinstance(target, fx.Node)
-    spec = target.meta["spec"]
-    return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
 
 
 def isolate_terms(graph: fx.Graph) -> None:
@@ -102,23 +92,24 @@ class _Terms:
                 )
 
     def _walk(self, node: fx.Node) -> None:
-        name = _name(node)
-        inputs = node.all_input_nodes
+        name, inputs = _name(node), node.all_input_nodes
         parts = [n for n in inputs if n in self.batched]
         linear = node in self.batched and all(map(_is_scalar, inputs))
-        self._linear.add(node)
         if linear and name in _SUMS and not _added_number(node):
             self.sums[node] = None
-            for value in inputs:
-                self._walk(value)
-        elif linear and name in ("truediv", "div") and node.args[-1] in parts:
-            if node.args[0] in parts:
-                self._walk(parts[0])
-            self._denominator(parts[-1])
+            terms = inputs
+        elif linear and self._is_quotient(node):
+            terms = parts[:1] if node.args[0] in parts else []
         elif linear and ((name in _SCALED and len(parts) == 1) or (name in _SAME and len(inputs) == 1)):
-            self._walk(parts[0])
+            terms = parts
         else:
             self._term(node)
+            return
+        self._linear.add(node)
+        for value in terms:
+            self._walk(value)
+        if self._is_quotient(node):
+            self._denominator(parts[-1])
 
     def _term(self, node: fx.Node) -> None:
         hidden = next((n for n in _ancestors(node) if weighted_mean(n) or self._is_quotient(n)), None)
@@ -129,6 +120,13 @@ class _Terms:
                 f"{node.meta['source']}: {hidden.name} ({hidden.meta['source']}) divides by a sum over the whole "
                 f"batch, and {what} it: write the loss as a sum of such terms, without numbers added"
             )
+        whole = next((n for n in node.all_input_nodes if n in self.batched and _is_scalar(n)), None)
+        if whole is not None and _name(node) in _CURVED:
+            raise CaptureError(
+                f"{node.meta['source']}: the loss couples examples: {node.name} is no linear function of {whole.name} "
+                f"({whole.meta['source']}), which is over the whole batch; a rank that sees a part of the batch cannot "
+                f"compute it (take {_name(node)} of each example, or leave it out)"
+            )
         self.uses.setdefault(node, "term")
 
     def _is_quotient(self, node: fx.Node) -> bool:
@@ -136,9 +134,9 @@ class _Terms:
         return isinstance(divisor, fx.Node) and divisor in self.batched and _is_scalar(divisor)
 
     def _denominator(self, node: fx.Node) -> None:
-        self._linear.add(node)
         parts = [n for n in node.all_input_nodes if n in self.batched]
         if _name(node) in _DENOMINATORS and len(parts) == 1 and _is_scalar(parts[0]):
+            self._linear.add(node)
             self._denominator(parts[0])
         elif node.meta["spec"].requires_grad:
             raise CaptureError(
@@ -149,89 +147,30 @@ class _Terms:
             self.uses[node] = "denominator"
 
 
-def _kind(
-    node: fx.Node,
-    use: str,
-    batched: set[fx.Node],
-    whole: tuple[float, float],
-    first: tuple[float, float],
-    rest: tuple[float, float],
-) -> str:
-    """`LossTerm.kind` of a term, from its value and weight on three examples, on one and on the other two."""
+def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: Part, first: Part, rest: Part) -> str:
+    """`LossTerm.kind` of a term, from what it is on three examples, on one and on the other two."""
     if node not in batched:
         return "mean"  # the same on every rank: each counts by its share
     allowed = tolerance(node.meta["spec"].dtype)
-    a, b, c = (value for value, _ in (whole, first, rest))
     suffix = "" if use == "term" else " denominator"
     if weighted_mean(node):
-        total, *parts = (value * weight if weight else 0.0 for value, weight in (whole, first, rest))
-        if math.isclose(total, sum(parts), rel_tol=allowed, abs_tol=allowed / 1000):
-            return "weighted"
-    elif a == b == c == 0:
+        total, *parts = (p.times(p.weight) if p.weight else Part(0.0, 0.0, None) for p in (whole, first, rest))
+        off = {"weighted": misses(total, parts[0], parts[1], allowed)}
+    elif whole.value == first.value == rest.value == 0 == whole.size:
         return ("sum" if _name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix
-    elif math.isclose(a, (b + 2 * c) / _EXAMPLES, rel_tol=allowed, abs_tol=allowed / 1000):
-        return "mean" + suffix
-    elif math.isclose(a, b + c, rel_tol=allowed, abs_tol=allowed / 1000):
-        return "sum" + suffix
+    else:
+        shares = first.times(1 / EXAMPLES), rest.times(1 - 1 / EXAMPLES)
+        off = {"mean": misses(whole, *shares, allowed), "sum": misses(whole, first, rest, allowed)}
+    kind = min(off, key=lambda name: max(off[name]))
+    if max(off[kind]) <= 1:
+        return kind + suffix
+    a, b, c = whole.value, first.value, rest.value
     raise CaptureError(
         f"{node.meta['source']}: the loss couples examples: {node.name} is {a:.6g} over 3 examples, {b:.6g} over the "
-        f"first and {c:.6g} over the other two, neither their sum nor their mean; a rank that sees a part of the batch "
-        f"cannot compute it (use a loss that is a sum, a mean or a weighted mean over examples)"
+        f"first and {c:.6g} over the other two, {'' if off[kind][0] > 1 else 'and its gradient is '}neither their "
+        f"sum nor their mean; a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean "
+        f"or a weighted mean over examples)"
     )
-
-
-def _measure(
-    program: Program, root: nn.Module, example: Mapping[str, Any], terms: Mapping[fx.Node, str], steady: Steady
-) -> tuple[Measured, ...]:
-    """The terms on three examples, on the first, and on the other two; on others where a term is zero or not finite."""
-    found: list[tuple[Measured, ...]] = []
-    for rows in _choices(example):
-        parts = [_take(example, rows[part]) for part in (slice(0, 3), slice(0, 1), slice(1, 3))]
-        measured = tuple(_scalars(program, root, part, terms, steady) for part in parts)
-        numbers = [value for value, weight in measured[0].values() if weight]
-        if all(map(math.isfinite, numbers)):
-            found.append(measured)
-            if numbers and all(numbers):
-                return measured
-    if not found:
-        raise CaptureError(
-            f"{program.loss.meta['source']}: the loss is not finite on the example; give an example on which it is"
-        )
-    return found[0]
-
-
-def _choices(example: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Three rows at a time, a few times."""
-    batch = next(value.shape[0] for value in example.values() if isinstance(value, torch.Tensor))
-    for start in range(0, min(batch, 8 * _EXAMPLES), _EXAMPLES):
-        yield [(start + k) % batch for k in range(_EXAMPLES)]
-
-
-def _take(example: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
-    return {name: value[rows].detach() if isinstance(value, torch.Tensor) else value for name, value in example.items()}
-
-
-def _scalars(
-    program: Program, root: nn.Module, inputs: Mapping[str, Any], terms: Mapping[fx.Node, str], steady: Steady
-) -> Measured:
-    out: Measured = {}
-    runner: NodeRunner
-
-    def keep(node: fx.Node, run: Any) -> Any:
-        value = run()
-        if node in terms:
-            weight = 1.0
-            if weighted_mean(node):
-                options: Any = runner.map_nodes_to_values(dict(node.kwargs), node)
-                target = runner.env[node.all_input_nodes[1]]
-                weight = float(target_weight(target, options.get("weight"), options.get("ignore_index", -100)))
-            out[node] = float(value), weight
-        return value
-
-    with torch.no_grad(), steady():
-        runner = NodeRunner(root, program.graph, keep)
-        runner.run_named(inputs)
-    return out
 
 
 def _batched(graph: fx.Graph) -> set[fx.Node]:

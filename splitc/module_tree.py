@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -17,14 +18,14 @@ class ModuleTree:
     or a container itself where its children have names that no attribute can have (an nn.Sequential's: "0", "1").
     """
 
-    def __init__(self, program: Program, stage: Stage) -> None:
-        self._held = [program.holdings[name] for name in stage.holdings]
+    def __init__(self, program: Program, stages: Sequence[Stage]) -> None:
+        held = {name for stage in stages for name in stage.holdings}
+        self._held = [holding for name, holding in program.holdings.items() if name in held]
         self._modules: dict[str, str] = {}
-        for node in stage.graph.nodes:
-            if node.op == "call_module":
-                call = construction(program.root.get_submodule(node.target))
-                assert call is not None, node.target
-                self._modules[node.target] = call
+        for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
+            call = construction(program.root.get_submodule(path))
+            assert call is not None, path
+            self._modules[path] = call
         self._tensors = {
             path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
         }
@@ -145,6 +146,15 @@ class ModuleTree:
         if frozen and not any(h.trainable for h in self._held):
             return ["self.requires_grad_(False)  # nothing of this stage is trained"]
         return [f"{self.access(h.name)}.requires_grad_(False)" for h in frozen if self._in_module(self._first_name(h))]
+
+
+def _called(program: Program, stage: Stage) -> Iterator[str]:
+    """The modules that a stage calls, or whose parameters it names in the call of a communication node."""
+    for node in stage.graph.nodes:
+        if node.op == "call_module" or node.meta.get("is_module"):
+            yield str(node.target)
+        elif node.op == "get_attr" and node.meta.get("of_module"):
+            yield str(node.target).rpartition(".")[0]
 
 
 def _empty(holding: Holding) -> str:

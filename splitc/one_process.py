@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from splitc import comm_ops
 from splitc.capture import Loss
-from splitc.confirm import DROPOUTS
-from splitc.program import Program, TensorSpec
+from splitc.dropouts import undropped
+from splitc.plan import Grouping, piece
+from splitc.program import Program, TensorSpec, under_autocast
 from splitc.runtime.rank import Rank
 from splitc.runtime.trial import Trial
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
+@dataclass(frozen=True)
+class NormGroup:
+    """Rows of a batch that one BatchNorm normalises over together.
+
+    counts: whether it changes the running statistics, which are the first replica's.
+    """
+
+    rows: Tensor
+    counts: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+
 class _Replay(TorchFunctionMode):
     """Runs the user's model with dropout off and each BatchNorm over the groups of examples that the ranks form."""
 
-    def __init__(self, groups: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[NormGroup]]) -> None:
         super().__init__()
         self._groups = groups
         self._call = 0
@@ -38,40 +55,57 @@ class _Replay(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in DROPOUTS:
-            return args[0]
         if func is not F.batch_norm:
-            return func(*args, **kwargs)
+            return undropped(func, args, kwargs)
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
-        sizes = self._groups[self._call]
+        groups = self._groups[self._call]
         self._call += 1
-        if not options["training"] or len(sizes) == 1:
+        if not options["training"] or len(groups) == 1:
             return func(**options)
+        value = options.pop("input")
         parts = []
-        for k, part in enumerate(options.pop("input").split(list(sizes))):
-            statistics = {} if k == 0 else {"running_mean": None, "running_var": None}  # the first replica's are kept
-            parts.append(func(part, **{**options, **statistics}))
-        return torch.cat(parts)
+        for group in groups:
+            statistics = {} if group.counts else {"running_mean": None, "running_var": None}
+            parts.append(func(value[group.rows], **{**options, **statistics}))
+        return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
 
 
-def norm_groups(program: Program, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """For every batch_norm call of the model in order: the sizes of the groups it normalises over."""
-    plan = program.required_plan
-    groups = []
+def norm_groups(program: Program, sizes: Sequence[int]) -> list[list[NormGroup]]:
+    """For every batch_norm call of the model in order: the groups it normalises over."""
+    found = []
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(module, nn.modules.batchnorm._NormBase) or node.target is F.batch_norm:
-            role = plan.placements[node.meta["layer"]].role
+        if isinstance(module, nn.modules.batchnorm._NormBase) or node.target in (F.batch_norm, comm_ops.batch_norm):
+            role = program.required_plan.placements[node.meta["layer"]].role
             assert role is not None
-            rank = Rank(0, 1, role, bounds=plan.examples[plan.reader])
-            rank.begin(sizes)
-            bounds = [rank._at(position) for position in plan.examples[role]]
             spec = node.meta["spec"]
-            rows = spec.rows if isinstance(spec, TensorSpec) else 1
-            groups.append(tuple((b - a) * rows for a, b in pairwise(bounds)))
-    return groups
+            found.append(_groups(program, role, sizes, spec.rows if isinstance(spec, TensorSpec) else 1))
+    return found
+
+
+def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
+    """What the ranks of a role have before them at once: of each group in each turn."""
+    plan = program.required_plan
+    now = Rank(0, 1, bounds=plan.examples[plan.reader])
+    now.begin(sizes)
+    ranks = plan.roles[role]
+    grouping = plan.groups.get(role, Grouping(1, "BK"))
+    if plan.synchronised:
+        return [NormGroup(torch.arange(sum(sizes) * rows), counts=True)]
+    found = []
+    for first in range(0, len(ranks), grouping.size):
+        members = ranks[first : first + grouping.size]
+        for turn in range(grouping.turns):
+            parts = [
+                piece(now.part(*plan.interval(role, rank)), grouping.scheme, k, turn, grouping.size)
+                for k, rank in enumerate(members)
+            ]
+            indices = torch.cat([torch.arange(a * rows, b * rows) for a, b in parts])
+            if len(indices):
+                found.append(NormGroup(indices, counts=first == 0))
+    return found
 
 
 def reference(
@@ -93,7 +127,7 @@ def reference(
             model.load_state_dict(states[step - 1])
         optimizer.zero_grad()
         replay.start()
-        with replay:
+        with replay, under_autocast(model, program.autocast):
             value = _call(model, {k: v for k, v in batch.items() if k not in targets})
             if loss is not None:
                 value = loss(value, *(batch[name] for name in targets))
@@ -106,12 +140,17 @@ def reference(
 
 
 def in_double(
-    program: Program, model: nn.Module, loss: Loss, batches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]
+    program: Program,
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Mapping[str, Tensor]],
+    sizes: Sequence[int],
+    states: Sequence[Mapping[str, Tensor]] = (),
 ) -> Trial:
-    """The reference in float64: what float32 would give without rounding."""
+    """The reference in float64, without autocast: what it would be without rounding."""
     wide = [{k: v.double() if v.dtype.is_floating_point else v for k, v in batch.items()} for batch in batches]
     loss = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
-    return reference(program, copy.deepcopy(model).double(), loss, wide, sizes)
+    return reference(replace(program, autocast=None), copy.deepcopy(model).double(), loss, wide, sizes, states)
 
 
 def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

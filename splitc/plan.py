@@ -16,19 +16,46 @@ from splitc.errors import LaunchError
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
+SPLITS = ("columns", "rows")
+SCHEMES = ("BK", "B", "B/K")
+UPDATES = ("once", "every")
+ALL_REDUCES = ("backend", "recursive_doubling")
+SERVER = "server"
+"""The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where a layer runs (role), how its parameters are held and how its gradients are summed (sync).
 
-    As a pin any part may be None: the planner chooses it.  `group` is the size of a model-parallel group.
+    As a pin any part may be None: the planner chooses it.  group: the size of a model-parallel group.  split: how a
+    sharded linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come
+    from a layer divided by columns, without a gather in between).
     """
 
     role: str | None = None
     holding: str | None = None
     sync: str | None = None
     group: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.
+
+    scheme: which of them at a time (Krizhevsky 2014), in turns whose gradients add up to one update:
+    "BK" all at once; "B" one member's examples a turn; "B/K" a part of each member's.
+    updates: "once" after all turns (exact), or "every" turn one (the paper's K updates, approximate).
+    """
+
+    size: int
+    scheme: str = "B/K"
+    updates: str = "once"
+
+    @property
+    def turns(self) -> int:
+        return 1 if self.scheme == "BK" else self.size
 
 
 @dataclass(frozen=True)
@@ -49,8 +76,13 @@ class Candidate:
 class Plan:
     """A placement of every layer, the roles, and each rank's part of the global batch.
 
-    roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.
+    roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.  A rank may
+    be in several roles.
     examples: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
+    groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
+    servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
+    layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
+    synchronised: BatchNorm normalises over the whole global batch.
     reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
     """
 
@@ -61,6 +93,12 @@ class Plan:
     examples: Mapping[str, tuple[int, ...]]
     cluster: str
     microbatches: int = 1
+    groups: Mapping[str, Grouping] = field(default_factory=dict)
+    servers: tuple[int, ...] = ()
+    overlap: bool = True
+    all_reduce: str = "backend"
+    synchronised: bool = False
+    exact: bool = True
     proof: str = "optimal"
     gap: float = 0.0
     step_seconds: float = 0.0
@@ -88,30 +126,71 @@ class Plan:
         bounds = self.examples[self.reader]
         return tuple(b - a for a, b in pairwise(bounds))
 
-    def role_of(self, rank: int) -> str:
-        return next(role for role, ranks in self.roles.items() if rank in ranks)
+    def roles_of(self, rank: int) -> tuple[str, ...]:
+        """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
+        return tuple(role for role, ranks in self.roles.items() if rank in ranks)
 
-    def interval(self, rank: int) -> tuple[int, int]:
-        """The examples of the global batch that `rank` works on: first, one past the last."""
-        role = self.role_of(rank)
+    def interval(self, role: str, rank: int) -> tuple[int, int]:
+        """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
         k = self.roles[role].index(rank)
         return self.examples[role][k], self.examples[role][k + 1]
 
-    def batch(self, rank: int) -> int:
-        start, stop = self.interval(rank)
+    def batch(self, role: str, rank: int) -> int:
+        """Examples of `rank` itself in `role`."""
+        start, stop = self.interval(role, rank)
         return stop - start
 
     def largest_batch(self, role: str) -> int:
         """Examples of the busiest rank of `role`."""
-        return max(self.batch(rank) for rank in self.roles[role])
+        return max(self.batch(role, rank) for rank in self.roles[role])
 
-    def routes(self, rank: int, role: str) -> tuple[tuple[int, int, int], ...]:
-        """(peer, first, one past the last) for every rank of `role` that shares examples with `rank`."""
-        start, stop = self.interval(rank)
+    def group(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the model-parallel group that `rank` is in; itself alone where the role has none."""
+        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        first = ranks.index(rank) // size * size
+        return ranks[first : first + size]
+
+    def replicas(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of `role` that hold the same parameters as `rank`: one of each group."""
+        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        return ranks[ranks.index(rank) % size :: size]
+
+    def turn(self, role: str, rank: int, turn: int) -> tuple[tuple[int, int], ...]:
+        """For each member of the group of `rank`, its examples (first, one past the last) in a turn of the group."""
+        members = self.group(role, rank)
+        scheme = self.groups[role].scheme if role in self.groups else "BK"
+        return tuple(piece(self.interval(role, m), scheme, k, turn, len(members)) for k, m in enumerate(members))
+
+    def worked(self, role: str, rank: int) -> int:
+        """The most examples that `rank` has before it at once in `role`: of its group, in the largest turn."""
+        turns = self.groups[role].turns if role in self.groups else 1
+        return max(sum(b - a for a, b in self.turn(role, rank, t)) for t in range(turns))
+
+    def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
+        """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
+
+        The peer may be `rank` itself, where it is in both roles.
+        """
+        start, stop = self.interval(mine, rank)
         shared = (
-            (peer, max(start, self.interval(peer)[0]), min(stop, self.interval(peer)[1])) for peer in self.roles[role]
+            (peer, max(start, self.interval(role, peer)[0]), min(stop, self.interval(role, peer)[1]))
+            for peer in self.roles[role]
         )
         return tuple((peer, a, b) for peer, a, b in shared if a < b)
+
+    def is_local(self, producer: str, consumer: str) -> bool:
+        """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
+        return self.roles[producer] == self.roles[consumer] and self.examples[producer] == self.examples[consumer]
+
+    @property
+    def parts(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The combinations of roles that ranks have -> those ranks.  Ranks of one combination run one program."""
+        found: dict[tuple[str, ...], tuple[int, ...]] = {}
+        for rank in range(self.world):
+            if roles := self.roles_of(rank) + ((SERVER,) if rank in self.servers else ()):
+                found[roles] = (*found.get(roles, ()), rank)
+        order = [*self.roles, SERVER]
+        return dict(sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]]))
 
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
@@ -133,6 +212,8 @@ class Plan:
                 roles={role: tuple(ranks) for role, ranks in plan.roles.items()},
                 examples={role: tuple(bounds) for role, bounds in plan.examples.items()},
                 placements={name: Placement(**data["placements"][name]) for name in plan.placements},
+                groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
+                servers=tuple(plan.servers),
                 candidates=tuple(_candidate(c) for c in data["candidates"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -141,12 +222,24 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hex digits of what decides the generated programs: not of prices, reasons or candidates."""
-        decided = {
-            k: v
-            for k, v in asdict(self).items()
-            if k in ("world", "roles", "placements", "examples", "microbatches", "model")
-        }
+        decided = {k: v for k, v in asdict(self).items() if k in _DECIDED}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_DECIDED = (
+    "world", "roles", "placements", "examples", "microbatches", "model",
+    "groups", "servers", "overlap", "all_reduce", "synchronised",
+)  # fmt: skip
+
+
+def piece(interval: tuple[int, int], scheme: str, member: int, turn: int, size: int) -> tuple[int, int]:
+    """The examples that the `member`-th of `size` ranks of a group gives to a turn, of those that are its own."""
+    first, last = interval
+    if scheme == "BK":
+        return interval
+    if scheme == "B":
+        return interval if member == turn else (first, first)
+    return first + (last - first) * turn // size, first + (last - first) * (turn + 1) // size
 
 
 def _candidate(data: dict[str, Any]) -> Candidate:

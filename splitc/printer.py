@@ -8,7 +8,8 @@ from torch import fx
 
 from splitc import comm_ops
 from splitc.actions import print_actions
-from splitc.program import Program, SizeSpec, Spec, TensorSpec, copy_graph
+from splitc.plan import Plan
+from splitc.program import Program, SizeSpec, Spec, TensorSpec, copy_node
 
 
 def print_program(program: Program) -> str:
@@ -24,29 +25,47 @@ def print_program(program: Program) -> str:
         *(f"    {text:<{width}}  # {note}" for text, note in rows),
         f"    return {program.loss.name}",
     ]
-    for stage in program.stages:
-        if stage.actions:
-            lines += [
-                "",
-                f"# step of role {stage.role}",
-                *(f"#   {line}" for line in print_actions(stage.actions).splitlines()),
-            ]
+    for part in program.parts:
+        if part.actions:
+            roles = f"role{'s' if len(part.roles) > 1 else ''} {' and '.join(part.roles)}"
+            lines += ["", f"# step of {roles}", *(f"#   {line}" for line in print_actions(part.actions).splitlines())]
     return "\n".join(lines) + "\n"
 
 
 def rank_graph(program: Program, rank: int) -> fx.GraphModule:
-    """The graph of one rank as a GraphModule; `meta["comm"]` of its send and recv nodes names peers and shapes."""
-    plan = program.required_plan
-    stage = program.stage(plan.role_of(rank))
-    graph, _ = copy_graph(stage.graph)
-    batch = plan.batch(rank)
-    for node in graph.nodes:
-        spec = node.meta.get("spec")
-        if isinstance(spec, TensorSpec):
-            node.meta["shape"] = spec.at(batch)
-        if node.target in (comm_ops.send, comm_ops.recv):
-            node.meta["comm"] = plan.routes(rank, str(node.kwargs["role"]))
+    """The graph of one rank as a GraphModule, of all its roles.
+
+    `meta["shape"]` is a node's shape on this rank; `meta["comm"]` of send and recv nodes names peers and examples, of
+    nodes that gather over a group its ranks.
+    """
+    plan, part = program.required_plan, program.part_of(rank)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        role = node.meta.get("role")
+        if node.op == "output" or role not in part.roles:
+            continue
+        if node.target is comm_ops.recv and node.args[0] not in mapping:
+            mapping[node] = graph.create_node("call_function", node.target, (None,), dict(node.kwargs), node.name)
+            mapping[node].meta = dict(node.meta)
+        else:
+            mapping[node] = copy_node(graph, node, mapping)
+        _annotate(plan, mapping[node], role, rank)
+    graph.output(mapping.get(program.loss))
     return fx.GraphModule(program.root, graph, class_name=f"{program.name}_rank{rank}")
+
+
+def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
+    spec = node.meta.get("spec")
+    if isinstance(spec, TensorSpec):
+        own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.keep)
+        node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.worked(role, rank))
+    if node.target in (comm_ops.send, comm_ops.recv):
+        node.meta["comm"] = plan.routes(rank, role, str(node.kwargs["role"]))
+    elif node.target in (comm_ops.modulo, comm_ops.keep, comm_ops.shard, comm_ops.enter, comm_ops.sum_partials):
+        node.meta["comm"] = plan.group(role, rank)
+    elif node.target in (comm_ops.late_multiply, comm_ops.all_reduce):
+        node.meta["comm"] = plan.replicas(role, rank)
 
 
 def _statement(node: fx.Node) -> str:

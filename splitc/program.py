@@ -189,6 +189,9 @@ class Cut:
     """A value that crosses from one role to another; its gradient comes back when `gradient` is set.
 
     name: the value's name in both generated programs.  value: the node that makes it.
+    local: both roles are the same ranks with the same examples, so that nothing is sent.
+    enters: the consumer has groups, which gather their members' examples; partial: the gradient of the members is
+    to be summed then, else they have it alike.  leaves: the producer has groups, of which each rank keeps its own.
     """
 
     name: str
@@ -197,13 +200,24 @@ class Cut:
     consumer: str
     spec: TensorSpec
     gradient: bool
+    local: bool = False
+    enters: bool = False
+    partial: bool = True
+    leaves: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether it has examples; what has none, a sum over all ranks, is the same everywhere."""
+        return self.spec.batch_dim is not None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the graph that one role runs, and the action list of its step.
+    """The part of the graph that one role runs.
 
     buckets: names of the parameters whose gradients are summed together, in the order in which backward fills them.
+    served: likewise, of the parameters that servers hold.
+    shards: parameter -> the dim along which the ranks of a group share it.
     """
 
     role: str
@@ -214,8 +228,23 @@ class Stage:
     sends: tuple[Cut, ...]
     holdings: tuple[str, ...]
     buckets: tuple[tuple[str, ...], ...] = ()
-    actions: tuple[Action, ...] = ()
+    served: tuple[tuple[str, ...], ...] = ()
+    shards: Mapping[str, int] = field(default_factory=dict)
     has_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
+
+    roles: tuple[str, ...]
+    ranks: tuple[int, ...]
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its file: `conv`, `conv_fc`."""
+        return "_".join(self.roles)
 
 
 @dataclass(frozen=True)
@@ -223,7 +252,7 @@ class Program:
     """A model and its loss as one forward graph, and what the passes have added.
 
     root: the model's modules as fake tensors (shapes without memory), under their original names.
-    batch: examples in the user's example batch.
+    batch: examples in the user's example batch.  autocast: what the forward of every stage runs under, None: nothing.
     """
 
     name: str
@@ -235,15 +264,21 @@ class Program:
     holdings: Mapping[str, Holding]
     loss_terms: tuple[LossTerm, ...] = ()
     frozen_layers: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
     plan: Plan | None = None
     stages: tuple[Stage, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def layer(self, name: str) -> Layer:
         return next(layer for layer in self.layers if layer.name == name)
 
     def stage(self, role: str) -> Stage:
         return next(stage for stage in self.stages if stage.role == role)
+
+    def part_of(self, rank: int) -> Part:
+        """The part that `rank` runs."""
+        return next(part for part in self.parts if rank in part.ranks)
 
     @property
     def layer_of(self) -> dict[str, str]:
@@ -269,6 +304,17 @@ class Program:
         """The plan, for passes that run after `place`."""
         assert self.plan is not None, "no pass has placed this program yet"
         return self.plan
+
+
+def under_autocast(root: nn.Module, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to `dtype` on the device of a model, or none, whatever is on around it.
+
+    For the forward only: autograd runs each backward in the dtype that its forward had.
+    """
+    device = next((tensor.device.type for tensor in (*root.parameters(), *root.buffers())), "cpu")
+    if not torch.amp.is_autocast_available(device):
+        device = "cpu"
+    return torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from splitc.errors import CaptureError, bullets
+from splitc.user_code import user_line
 
 
 class Unsupported(Exception):
@@ -90,7 +92,7 @@ def random_text(name: str) -> str:
     """Why a random operation is refused."""
     return (
         f"{name} draws random numbers, and each rank would draw others than one process does; splitc seeds dropout "
-        f"only: draw the numbers with the data and pass them as an input"
+        f"and bernoulli_ only: draw the numbers with the data and pass them as an input"
     )
 
 
@@ -105,6 +107,34 @@ def writes_text(what: str, name: str) -> str:
         f"{what} writes into {name} while the model runs: ranks see different parts of the batch, so their copies "
         f"would differ; compute it from the inputs, or change it outside of forward"
     )
+
+
+def autocast_text(own: torch.dtype | None, around: torch.dtype | None) -> str:
+    """Why a region of autocast to `own` inside a forward that is captured under `around` is refused."""
+    if own is None:
+        return (
+            "forward turns torch.autocast off for a part of itself, and a program has it around the whole forward of "
+            "every stage; leave the region out of forward, or compile without autocast"
+        )
+    return (
+        f"forward enters torch.autocast in {str(own).removeprefix('torch.')} itself, and a program has it around the "
+        f"whole forward of every stage; leave the region out of forward, and compile with autocast=torch.bfloat16"
+    )
+
+
+@contextmanager
+def no_other_autocast(around: torch.dtype | None, is_ours: Callable[[], bool]) -> Iterator[None]:
+    """Raise Unsupported when what runs inside enters an autocast other than `around`, unless it `is_ours`."""
+    enter = torch.autocast.__enter__
+
+    def entered(region: torch.autocast) -> Any:
+        own = region.fast_dtype if region._enabled else None
+        if own != around and not is_ours():
+            raise Unsupported(autocast_text(own, around), user_line())
+        return enter(region)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield
 
 
 def refuse_model(model: nn.Module, loss: Any) -> None:
@@ -135,6 +165,10 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
         yield f"{where} was made by torch.jit and has no Python to trace; use the module it was made from"
     if module._backward_hooks or module._backward_pre_hooks:
         yield f"{where} has a backward hook, which a graph would lose; change the forward instead, or remove it"
+    if isinstance(module, nn.SyncBatchNorm):
+        yield f"{where} is an nn.SyncBatchNorm, which talks to process groups of its own; use nn.BatchNorm"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        yield from (f"{where} {problem}" for problem in _embedding_problems(module))
     if isinstance(module, nn.RNNBase) and module.dropout:
         kind = type(module).__name__
         yield f"{where} draws its dropout inside; use one nn.{kind} for each layer, with nn.Dropout between them"
@@ -148,6 +182,16 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
                 f"compute it in forward (torch.nn.utils.parametrizations.weight_norm in place of "
                 f"torch.nn.utils.weight_norm)"
             )
+
+
+def _embedding_problems(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[str]:
+    remedy = f"ranks would differ; use nn.{type(module).__name__} without"
+    if module.max_norm is not None:
+        yield f"has max_norm, which writes into its weight: {remedy}"
+    if module.sparse:
+        yield f"has sparse gradients: {remedy}"
+    if module.scale_grad_by_freq:
+        yield f"has scale_grad_by_freq, which counts indices over the whole batch: {remedy}"
 
 
 @contextmanager

@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from splitc import comm_ops
+from splitc import comm_ops, units
 from splitc.emit import RESERVED, Emitter
 from splitc.inplace import assigned
 from splitc.module_tree import ModuleTree
-from splitc.program import Program, Stage, TensorSpec
+from splitc.program import Cut, Program, Stage, TensorSpec
+from splitc.wire import numel_on
 
 _WIDTH = 76
 _FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
 
 
-def stage_class(program: Program, stage: Stage, batch: int | None) -> tuple[list[str], list[str]]:
-    """Lines of the class, and the names that a step gives to what its forward returns.
+def stage_class(program: Program, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
+    """Lines of the class: its `forward`, or one for each of several stages: `forward_conv`, `forward_fc`.
 
-    batch: examples in the shape comments; None writes `b`, where the role's ranks differ.
+    batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
     """
-    names = variables(stage.graph)
-    tree = ModuleTree(program, stage)
-    emitter = Emitter(names, tree.access)
+    tree = ModuleTree(program, stages)
     lines = [f"class Stage({tree.base}):"]
     lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
-    lines += ["    def __init__(self):", *("        " + line for line in tree.lines()), ""]
+    lines += ["    def __init__(self):", *("        " + line for line in tree.lines())]
+    for stage in stages:
+        name = "forward" if len(stages) == 1 else method_name(stage)
+        lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
+    return lines
+
+
+def method_name(stage: Stage) -> str:
+    """How a part with several stages calls one."""
+    return f"forward_{stage.role}"
+
+
+def returned_cuts(stage: Stage) -> list[Cut]:
+    """The cuts whose values a stage's forward returns, before the loss; inputs are sent as they are."""
+    return [cut for cut in stage.sends if cut.value not in stage.inputs]
+
+
+def _method(program: Program, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
+    names = variables(stage.graph)
+    emitter = Emitter(names, tree.access)
     inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
     inputs += [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
-    header = f"    def forward(self, {', '.join(['rank', *inputs])}):"
-    body = _forward(stage, emitter, names, batch)
-    outgoing = [cut.name for cut in stage.sends if cut.value not in stage.inputs]
-    returned = [emitter.value(_sent(stage, cut).args[0]) for cut in outgoing]
+    header = f"    def {name}(self, {', '.join(['rank', *inputs])}):"
+    body = _forward(program, stage, emitter, names, batch)
+    returned = [emitter.value(_returned(stage, cut)) for cut in returned_cuts(stage)]
     if stage.has_loss:
         output = next(node for node in stage.graph.nodes if node.op == "output")
         returned.append(emitter.value(output.args[0]))
     body.append((f"return {', '.join(returned)}" if returned else "return None", ""))
-    lines += [header, *aligned(body, "        ")]
-    return lines, outgoing + (["loss"] if stage.has_loss else [])
+    return [header, *aligned(body, "        ")]
 
 
 def aligned(body: list[tuple[str, str]], indent: str) -> list[str]:
@@ -50,10 +66,9 @@ def aligned(body: list[tuple[str, str]], indent: str) -> list[str]:
 
 
 def forward_inputs(stage: Stage) -> list[str]:
-    """The arguments of `Stage.forward` after `rank`: inputs that it reads, then received values."""
+    """The inputs of the step that `Stage.forward` reads; received values come after them."""
     names = variables(stage.graph)
-    reads = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
-    return reads + [cut.name for cut in stage.receives]
+    return [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
 
 
 def variables(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -61,6 +76,9 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
     names: dict[fx.Node, str] = {}
     taken = set(RESERVED)
     for node in graph.nodes:
+        if node.target is comm_ops.modulo:
+            names[node] = names[node.args[0]]
+            continue
         name = node.meta["cut"].name if node.target is comm_ops.recv else node.name
         while name in taken:
             name += "_"
@@ -70,34 +88,54 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _is_read(node: fx.Node) -> bool:
-    return any(user.target is not comm_ops.send for user in node.users)
+    return any(user.target not in (comm_ops.send, comm_ops.keep) for user in node.users)
 
 
-def _sent(stage: Stage, cut: str) -> fx.Node:
-    found: fx.Node = next(n for n in stage.graph.nodes if n.target is comm_ops.send and n.kwargs["cut"] == cut)
+def _returned(stage: Stage, cut: Cut) -> fx.Node:
+    """The value of a cut as its stage makes it."""
+    node = next(
+        n
+        for n in stage.graph.nodes
+        if n.target is comm_ops.send and (n.kwargs["cut"], n.kwargs["role"]) == (cut.name, cut.consumer)
+    )
+    value = node.args[0]
+    if value.target is comm_ops.keep:
+        value = value.args[0]
+    found: fx.Node = value
     return found
 
 
-def _forward(stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None) -> list[tuple[str, str]]:
+def _forward(
+    program: Program, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
+) -> list[tuple[str, str]]:
     """(statement, comment) of every layer's line."""
     body: list[tuple[str, str]] = []
+    groups = program.required_plan.groups
+    parts = groups[stage.role].size if stage.role in groups else 1
     for node in stage.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or node.target in (
-            comm_ops.send,
-            comm_ops.recv,
-            comm_ops.all_reduce,
-        ):
+        op = comm_ops.OPS.get(node.target) if node.op == "call_function" else None
+        if node.op in ("placeholder", "output", "get_attr") or (op is not None and not op.inside):
             continue
         if node.target is assigned:
             body += _assignment(node, emitter, names, batch)
+            continue
+        if node.target is comm_ops.pull:
+            body.append(_pull(program, stage, node))
             continue
         text = emitter.expression(node)
         if _folds(node, text):
             emitter.folded[node] = text
             continue
         statement = text if "writes" in node.meta else f"{names[node]} = {text}"
-        body.append((statement, _note(node, batch)))
+        body.append((statement, _note(node, batch, parts)))
     return body
+
+
+def _pull(program: Program, stage: Stage, node: fx.Node) -> tuple[str, str]:
+    """Waiting for a bucket of parameters."""
+    k: Any = node.kwargs["bucket"]
+    size = sum(program.holdings[name].nbytes for name in stage.served[k])
+    return f"rank.pull({k})", f"{units.nbytes(size)} of parameters"
 
 
 def _assignment(node: fx.Node, emitter: Emitter, names: dict[fx.Node, str], batch: int | None) -> list[tuple[str, str]]:
@@ -130,7 +168,7 @@ def _folds(node: fx.Node, text: str) -> bool:
     changed = user.target is assigned and user.args[0] is node
     if (
         user.op == "output"
-        or user.target is comm_ops.send
+        or user.target in (comm_ops.send, comm_ops.keep)
         or changed
         or user.meta.get("layer") != node.meta.get("layer")
     ):
@@ -144,12 +182,15 @@ def _folds(node: fx.Node, text: str) -> bool:
     return uses == 1
 
 
-def _note(node: fx.Node, batch: int | None) -> str:
+def _note(node: fx.Node, batch: int | None, parts: int = 1) -> str:
     spec = node.meta.get("spec")
     source = node.meta["source"]
     if not isinstance(spec, TensorSpec):
         return str(source)
-    return f"{shape_text(spec, batch):20}  {source}"
+    shape = shape_text(spec, batch)
+    if node.meta.get("sharded") and parts > 1:
+        shape = f"{shape.removesuffix(')')}/{parts})"  # a part of the features
+    return f"{shape:20}  {source}"
 
 
 def shape_text(spec: TensorSpec, batch: int | None) -> str:
@@ -162,8 +203,10 @@ def shape_text(spec: TensorSpec, batch: int | None) -> str:
 
 
 def parameter_count(program: Program, stage: Stage) -> int:
-    """Parameters that one rank of the role holds."""
-    return sum(math.prod(program.holdings[h].shape) for h in stage.holdings if program.holdings[h].parameter)
+    """Parameters that the first rank of the role holds."""
+    plan = program.required_plan
+    size = plan.groups[stage.role].size if stage.role in plan.groups else 1
+    return sum(numel_on(program, stage, h, 0, size) for h in stage.holdings if program.holdings[h].parameter)
 
 
 def uses(lines: list[str], word: str) -> bool:

@@ -17,13 +17,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.answers import Answers
-from splitc.attention import drops_inside, written_out
 from splitc.attributes import Attributes
 from splitc.calls import Call, in_one_form, is_plain, require_recordable
 from splitc.constants import Constants, NotConstant
+from splitc.dropouts import drops_inside, written_out
 from splitc.errors import CaptureError
 from splitc.evaluate import DYNAMIC, Evaluator
 from splitc.inplace import Sharing, assigned, counting, functional
+from splitc.program import under_autocast
 from splitc.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.refusals import DATA, Unsupported, writes_text
 from splitc.user_code import user_line
@@ -51,8 +52,6 @@ class Tracer:
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._batched: set[fx.Node] = set()
-
-    # -- recording ---------------------------------------------------------------------------------------------------
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
         node = self.graph.placeholder(name)
@@ -82,9 +81,9 @@ class Tracer:
         return self.record(op, target, args, kwargs)
 
     def _record(self, call: Call, name: str | None) -> Any:
-        require_recordable(call)
-        if call.op == "call_function" and drops_inside(call.target, call.args, call.kwargs):
-            return written_out(call.target, call.args, call.kwargs)
+        if drops_inside(call):
+            return written_out(call)
+        self._require_recordable(call)
         new = functional(in_one_form(call))
         if new.written is not None and new.written._node.op == "get_attr":
             return self._count(call, new.written)
@@ -96,6 +95,15 @@ class Tracer:
             return self._constant(new, error)
         result = self._result(new, values, name)
         return result if new.written is None else self._write(new.written, result)
+
+    def _require_recordable(self, call: Call) -> None:
+        """Raise Unsupported for what no graph can hold; the autocast of the whole trace is none of it."""
+
+        def check() -> None:
+            with under_autocast(self._root, None):
+                require_recordable(call)
+
+        self.evaluator.unrecorded(check)
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """Plain Python, or a node for the value; a tuple comes back as a tuple of those."""
@@ -154,19 +162,18 @@ class Tracer:
             raise Unsupported(f"{call.name} cannot be traced: {DATA}") from error
         return self._traced(result)
 
-    # -- writing -----------------------------------------------------------------------------------------------------
-
     def _write(self, old: TracedTensor, new: TracedTensor) -> TracedTensor:
         """From here on every variable that holds `old` stands for `new`; so does the tensor of which it is a part."""
         node, before = old._node, old._values[0]
-        if node.op == "get_attr":
-            raise Unsupported(writes_text("an assignment", str(node.target)))
         if new._values[0].dtype != before.dtype:
             new = self.record("call_method", "to", (new, before.dtype), {})
         base = self._proxies.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
         if base is not None and self._memory(before) == self._memory(base._values[0]):
             key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
             self.record("call_function", operator.setitem, (base, key, new), {})
+        owner = self._sharing.owner(self._memory(before))
+        if owner is not None:
+            raise Unsupported(writes_text("this", str(owner.target)))
         self._sharing.write(node, self._memory(before), self.source())
         old.__dict__.update(_node=new._node, _values=new._values)
         self._proxies[new._node] = old
@@ -193,8 +200,6 @@ class Tracer:
     def _memory(self, tensor: torch.Tensor) -> int:
         """A number that is the same for all views of one tensor."""
         return self.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
-
-    # -- nodes and proxies -------------------------------------------------------------------------------------------
 
     def _node(self, call: Call, name: str | None = None) -> fx.Node:
         args, kwargs = map_tree(call.args, self._argument), map_tree(dict(call.kwargs), self._argument)
@@ -249,8 +254,6 @@ class Tracer:
             node.meta.update(source=self.source(), module=name.rpartition(".")[0])
             self._proxy(node, (tensor, tensor))
         return self._proxies[self._attribute_nodes[name]]
-
-    # -- the user ----------------------------------------------------------------------------------------------------
 
     def source(self) -> str:
         """The user's line; where torch's own code was called, what it is."""

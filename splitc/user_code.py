@@ -31,6 +31,11 @@ def line_of(error: BaseException) -> str | None:
     return _line(frames[-1].filename, frames[-1].lineno) if frames else None
 
 
+def first_line(error: BaseException) -> str:
+    """What `error` says, without the explanations that may follow."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 def name_in_user_code(value: object) -> str | None:
     """The variable, local or global, by which the user's code knows `value`."""
     for frame in _user_frames():

@@ -26,8 +26,8 @@ def _bound_of(value: fx.Node, user: fx.Node, root: nn.Module) -> int | None:
         return spec.shape[1 if len(spec.shape) > 1 else 0] if isinstance(spec, TensorSpec) else None
     if user.op == "call_module":
         module = root.get_submodule(str(user.target))
-        return module.num_embeddings if isinstance(module, nn.Embedding) else None
-    if user.target is F.embedding and len(user.args) > 1 and isinstance(user.args[1], fx.Node):
+        return module.num_embeddings if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+    if user.target in (F.embedding, F.embedding_bag) and len(user.args) > 1 and isinstance(user.args[1], fx.Node):
         spec = user.args[1].meta["spec"]
         return spec.shape[0] if isinstance(spec, TensorSpec) else None
     if user.target is F.one_hot:

@@ -7,6 +7,11 @@ In float64 three whole steps are compared, to 1e-9: this proves the algebra.  In
 one ReLU the other way grows a thousandfold in the steps after it, in one process as in many; so there every step of
 the one process starts from the parameters that the ranks have reached, and what is compared is each step's own loss,
 gradients and update.
+
+A program under autocast is compared so with the model under the same autocast, to 2e-2: each rank rounds its part of a
+gradient to eight bits, where one process rounds the whole.  BatchNorm can make of such an error many times its size, in
+one process too: an error may also be 1.5 times that of the one process, of what float64 gives without autocast, as two
+independent roundings of the same number differ.
 """
 
 from __future__ import annotations
@@ -27,8 +32,10 @@ from splitc.one_process import LEARNING_RATE, MOMENTUM, in_double, norm_groups, 
 from splitc.program import Program
 from splitc.runtime.simulated import run_ranks
 from splitc.runtime.trial import Trial, run_trial, torchrun_trial
+from splitc.runtime.weights import part_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+_OWN_ERROR = 1.5 / TOLERANCES[torch.bfloat16]  # makes 1.5 times autocast's own error the largest that is allowed
 
 
 @dataclass(frozen=True)
@@ -98,10 +105,13 @@ def verify_program(
             )
     states = next(trial.states for trial in trials if trial.states)
     expected = reference(program, model, loss, batches, sizes, [] if dtype == torch.float64 else states)
-    zero = (
-        set() if dtype == torch.float64 else _zero_by_mathematics(in_double(program, model, loss, batches[:1], sizes))
+    if dtype == torch.float64:
+        return _compare(program, expected, trials, states, set(), dtype, sizes, processes)
+    exact = in_double(program, model, loss, batches if program.autocast else batches[:1], sizes, states)
+    zero = _zero_by_mathematics(exact)
+    return _compare(
+        program, expected, trials, states, zero, dtype, sizes, processes, exact if program.autocast else None
     )
-    return _compare(program, expected, trials, states, zero, dtype, sizes, processes)
 
 
 @contextmanager
@@ -141,8 +151,13 @@ def _split(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, 
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """|a - b| / max(|b|, 1e-3 rms(all) sqrt(numel)) of every tensor, L2; infinities must be equal (a mask's, say)."""
+def _errors(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """|a - b| / max(|b|, 1e-3 rms(all) sqrt(numel)) of every tensor, L2; infinities must be equal (a mask's, say).
+
+    exact: under autocast, what b would be without rounding; 75 |b - exact| is then a third size to measure by.
+    """
     wide = {name: b.double().nan_to_num(0.0, 0.0, 0.0) for name, b in expected.items()}
     numel = sum(b.numel() for b in wide.values())
     rms = (sum(float(b.square().sum()) for b in wide.values()) / max(numel, 1)) ** 0.5
@@ -154,6 +169,8 @@ def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[s
         a = got[name]
         difference = float(torch.where(a == expected[name], 0.0, a.double() - b).norm())
         floor = 1e-3 * rms * b.numel() ** 0.5
+        if exact is not None:
+            floor = max(floor, _OWN_ERROR * float((b - exact[name].double()).norm()))
         out[name] = difference / max(float(b.norm()), floor) if difference else 0.0
         if out[name] != out[name]:
             out[name] = float("inf")
@@ -169,23 +186,32 @@ def _zero_by_mathematics(exact: Trial) -> set[str]:
     return zero
 
 
-def _gradient_errors(trial: Trial, expected: Trial) -> dict[str, float]:
-    """The largest error of each gradient over the steps, of those that the trial's rank holds."""
+def _gradient_errors(trial: Trial, expected: Trial, exact: Trial | None) -> dict[str, float]:
+    """The largest error of each gradient over the steps, of those, or of their parts, that the trial's rank holds."""
     worst: dict[str, float] = {}
-    for got, wanted in zip(trial.gradients, expected.gradients, strict=True):
-        for name, error in _errors({**wanted, **got}, wanted).items():
+    for step, (got, whole) in enumerate(zip(trial.gradients, expected.gradients, strict=True)):
+        wanted = _parts(whole, trial)
+        unrounded = None if exact is None else _parts(exact.gradients[step], trial)
+        for name, error in _errors({**wanted, **got}, wanted, unrounded).items():
             if name in got:
                 worst[name] = max(worst.get(name, 0.0), error)
     return worst
 
 
-def _state_errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def _parts(whole: Mapping[str, Tensor], trial: Trial) -> dict[str, Tensor]:
+    """Those parts of whole tensors that the trial's rank holds."""
+    return {name: part_of(tensor, trial.shares.get(name)) for name, tensor in whole.items()}
+
+
+def _state_errors(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None
+) -> dict[str, float]:
     """Errors of parameters and buffers; counters must be equal."""
     floats = {k: v for k, v in expected.items() if v.dtype.is_floating_point}
     counters = {
         k: 0.0 if k in got and torch.equal(got[k], v) else float("inf") for k, v in expected.items() if k not in floats
     }
-    return {**_errors(got, floats), **counters}
+    return {**_errors(got, floats, exact), **counters}
 
 
 def _compare(
@@ -197,15 +223,17 @@ def _compare(
     dtype: torch.dtype,
     sizes: Sequence[int],
     processes: bool,
+    exact: Trial | None = None,
 ) -> Verification:
-    tolerance = TOLERANCES.get(dtype, 1e-5)
-    by_rank = [_gradient_errors(trial, expected) for trial in trials]
+    tolerance = TOLERANCES.get(program.autocast or dtype, 1e-5)
+    by_rank = [_gradient_errors(trial, expected, exact) for trial in trials]
     gradients = {
         name: max((errors[name] for errors in by_rank if name in errors), default=float("inf"))  # inf: no rank has it
         for name in expected.gradients[0]
         if name not in zero
     }
-    by_step = [_state_errors(got, wanted) for got, wanted in zip(states, expected.states, strict=True)]
+    unrounded = [None] * len(states) if exact is None else exact.states
+    by_step = [_state_errors(*each) for each in zip(states, expected.states, unrounded, strict=True)]
     parameters = {name: max(errors[name] for errors in by_step) for name in by_step[0]}
     loss_error = max(_loss_error(trial, expected, step) for trial in trials for step in range(len(expected.losses)))
     everything = {f"{n} (gradient)": e for n, e in gradients.items()} | {
@@ -223,10 +251,10 @@ def _compare(
         worst,
         len(expected.losses),
         sum(sizes),
-        str(dtype).removeprefix("torch."),
+        " under autocast to ".join(str(d).removeprefix("torch.") for d in (dtype, program.autocast) if d),
         processes,
         _notes(program, sizes, zero),
-        "" if holds else _suspect(program, trials, expected, tolerance),
+        "" if holds else _suspect(program, trials, expected, exact, tolerance),
     )
 
 
@@ -238,14 +266,14 @@ def _notes(program: Program, sizes: Sequence[int], zero: set[str]) -> tuple[str,
         notes.append(f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}")
     if any(node.target is comm_ops.dropout for node in program.graph.nodes):
         notes.append("dropout was off on both sides")
-    groups = {g for g in norm_groups(program, sizes) if len(g) > 1}
+    groups = {tuple(group.size for group in groups) for groups in norm_groups(program, sizes) if len(groups) > 1}
     if groups:
         listed = "; ".join("+".join(map(str, g)) for g in sorted(groups))
         notes.append(f"BatchNorm normalises over each rank's examples, as under DDP: groups of {listed}")
     return tuple(notes)
 
 
-def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, tolerance: float) -> str:
+def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, exact: Trial | None, tolerance: float) -> str:
     """Where the ranks begin to differ: in the first step that differs, the last layer with a wrong gradient.
 
     Backward comes from there; a loss that differs is named too.
@@ -255,7 +283,9 @@ def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, toleran
         wrong = {
             name
             for trial in trials
-            for name, error in _errors({**wanted, **trial.gradients[step]}, wanted).items()
+            for part in [_parts(wanted, trial)]
+            for unrounded in [None if exact is None else _parts(exact.gradients[step], trial)]
+            for name, error in _errors({**part, **trial.gradients[step]}, part, unrounded).items()
             if error > tolerance
         }
         layers = [layer for layer in program.layers if wrong.intersection(layer.holdings)]
@@ -280,10 +310,11 @@ def _loss_error(trial: Trial, expected: Trial, step: int) -> float:
 
 def _factor(names: Sequence[str], trials: Sequence[Trial], wanted: Mapping[str, Tensor], step: int) -> float | None:
     """The constant by which the gradients of a layer are off, if there is one."""
-    for gradients in (trial.gradients[step] for trial in trials):
+    for trial in trials:
+        gradients, parts = trial.gradients[step], _parts(wanted, trial)
         for name in names:
-            if name in gradients and name in wanted and float(wanted[name].norm()):
-                a, b = gradients[name].double(), wanted[name].double()
+            if name in gradients and name in parts and float(parts[name].norm()):
+                a, b = gradients[name].double(), parts[name].double()
                 factor = float((a * b).sum() / (b * b).sum())
                 constant = float((a - factor * b).norm()) <= 1e-3 * float(a.norm()) and abs(factor - 1) > 1e-4
                 return factor if constant else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from splitc.actions import Action
 from splitc.api import CompiledProgram, Settings, analyse, specialise
-from splitc.program import Program, Stage
+from splitc.program import Part, Program
 
 CLUSTER = "v100-10gbe"
 
@@ -29,7 +28,7 @@ def compiled(
 ) -> CompiledProgram:
     """`splitc.compile` on a cluster by name; `analysed` saves capturing a model again for another plan."""
     settings = Settings(world, strategy=strategy, cluster=CLUSTER, **options)
-    program = analysed or analyse(model, example, target, loss)
+    program = analysed or analyse(model, example, target, loss, autocast=settings.autocast)
     return CompiledProgram(specialise(program, settings), model, loss, example, target, settings)
 
 
@@ -43,13 +42,19 @@ def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledPr
     return program
 
 
-def with_actions(program: Program, **actions: Mapping[str, Any] | list[Action]) -> Program:
-    """The program with other action lists: `fc=[...]`."""
+def with_actions(program: Program, **actions: list[Action]) -> Program:
+    """The program with other action lists of its parts: `fc=[...]`."""
 
-    def edited(stage: Stage) -> Stage:
-        return replace(stage, actions=tuple(actions[stage.role])) if stage.role in actions else stage
+    def edited(part: Part) -> Part:
+        return replace(part, actions=tuple(actions[part.name])) if part.name in actions else part
 
-    return replace(program, stages=tuple(map(edited, program.stages)))
+    assert actions.keys() <= {part.name for part in program.parts}
+    return replace(program, parts=tuple(map(edited, program.parts)))
+
+
+def actions_of(program: Program, name: str) -> list[Action]:
+    """The action list of a part."""
+    return list(next(part for part in program.parts if part.name == name).actions)
 
 
 def class_batch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from splitc.api import CompiledProgram
 from splitc.plan import Plan
 from splitc.runtime.loader import load_rank
 from splitc.runtime.rank import Rank
+from splitc.runtime.seat import Seat
 from splitc.runtime.simulated import run_ranks
 from splitc.runtime.transport import Transport, Work
 from splitc.runtime.weights import first_names
@@ -39,25 +41,36 @@ def on_ranks(world: int, function: Callable[[Transport], Result]) -> list[Result
 
 
 def watch(transport: Transport) -> None:
-    """Let the works of sends and sums fail when their tensor has changed meanwhile."""
-    for name in ("_isend", "_all_reduce"):
+    """Let the works of sends, sums and gathers fail when what this rank gives to them has changed meanwhile."""
+    given: dict[str, Callable[..., Sequence[Tensor]]] = {
+        "_isend": lambda tensor, *_: [tensor],
+        "_all_reduce": lambda tensor, *_: [tensor],
+        "_all_gather": lambda outputs, tensor, *_: [tensor],
+        "_reduce_scatter": lambda output, pieces, *_: pieces,
+    }
+    for name, tensors in given.items():
         start = getattr(transport, name)
-        setattr(transport, name, lambda tensor, *rest, start=start: Watched(tensor, start(tensor, *rest)))
+
+        def started(*arguments: Any, start: Any = start, tensors: Any = tensors) -> Watched:
+            return Watched(tuple(tensors(*arguments)), start(*arguments))
+
+        setattr(transport, name, started)
 
 
 @dataclass
 class Watched:
-    """The work of an operation on `tensor`."""
+    """The work of an operation to which this rank gives `tensors`."""
 
-    tensor: Tensor
+    tensors: tuple[Tensor, ...]
     work: Work
     waited: bool = False
 
     def __post_init__(self) -> None:
-        self.version = self.tensor._version
+        self.versions = [tensor._version for tensor in self.tensors]
 
     def wait(self) -> None:
-        assert self.waited or self.tensor._version == self.version, "a tensor changed while it was on its way"
+        now = [tensor._version for tensor in self.tensors]
+        assert self.waited or now == self.versions, "a tensor changed while it was on its way"
         self.waited = True
         self.work.wait()
 
@@ -75,20 +88,47 @@ def plan_of(**bounds: tuple[int, ...]) -> Plan:
 
 
 def rank_of(plan: Plan, index: int, **options: Any) -> Rank:
-    """The rank that codegen would write for `plan`."""
-    role = plan.role_of(index)
+    """The rank that codegen would write for `plan`, with a seat for each of its roles."""
     return Rank(
         index,
         plan.world,
-        role,
-        examples=plan.interval(index),
-        replicas=plan.roles[role],
-        routes={other: plan.routes(index, other) for other in plan.roles if other != role},
+        tuple(seat_of(plan, role, index) for role in plan.roles_of(index)),
         readers=plan.roles[plan.reader],
         bounds=plan.examples[plan.reader],
-        owners={other: ranks[0] for other, ranks in plan.roles.items()},
         **options,
     )
+
+
+def seat_of(plan: Plan, role: str, index: int) -> Seat:
+    """The place of rank `index` in a role of `plan`."""
+    grouping = plan.groups.get(role)
+    return Seat(
+        role,
+        examples=plan.interval(role, index),
+        replicas=plan.replicas(role, index),
+        routes={other: plan.routes(index, role, other) for other in plan.roles if other != role},
+        group=plan.group(role, index) if grouping else (),
+        scheme=grouping.scheme if grouping else "BK",
+        updates=grouping.updates if grouping else "once",
+        algorithm=plan.all_reduce,
+    )
+
+
+def connected(plan: Plan, transport: Transport, seed: int = 0) -> Rank:
+    """This transport's rank of `plan`, which has come alive."""
+    rank = rank_of(plan, transport.rank)
+    rank.connect(transport, seed)
+    return rank
+
+
+def on_seats(plan: Plan, function: Callable[[Seat], Result], role: str = "", seed: int = 0) -> list[Result]:
+    """Call `function` with the seat of every rank: the one in `role`, else its first."""
+
+    def run(transport: Transport) -> Result:
+        rank = connected(plan, transport, seed)
+        return function(rank.seat(role) if role else rank.seats[0])
+
+    return on_ranks(plan.world, run)
 
 
 # -- ranks of a compiled program ---------------------------------------------------------------------------------------
@@ -126,8 +166,32 @@ def compile_net(model: nn.Module, strategy: str = SEPARATION, world: int = 3, ba
     return compiled(model, (images,), labels, F.cross_entropy, world, strategy, **options)
 
 
+STRATEGIES = {"auto": 1, "data_parallel": 2, SEPARATION: 3, "single_device": 2, "layer_separation(n_c=1, n_f=2)": 3}
+"""Strategy -> ranks."""
+
+
+@cache
+def plain(strategy: str = SEPARATION) -> tuple[Net, CompiledProgram]:
+    """A net without BatchNorm, whose groups differ between ranks and one process, and its program."""
+    torch.manual_seed(1)
+    model = Net(norm=False)
+    return model, compile_net(model, strategy, STRATEGIES[strategy])
+
+
+def batches_for(program: CompiledProgram, steps: int = 3) -> list[tuple[Tensor, ...]]:
+    return [batch_of(program.plan.global_batch) for _ in range(steps)]
+
+
 def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01, weight_decay=0.1)
+
+
+def decaying(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.3)
 
 
 def worker_of(program: CompiledProgram, transport: Transport, optimizer: Any = sgd, **options: Any) -> Worker:
@@ -167,18 +231,22 @@ def one_process(
     optimizer: Any = sgd,
     loss: Callable[..., Tensor] = F.cross_entropy,
     clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """What `train` is to be equal to."""
     updates = optimizer(list(model.named_parameters()))
     losses = []
-    for *inputs, target in batches:
-        updates.zero_grad()
+    for k, (*inputs, target) in enumerate(batches):
+        if k % accumulate == 0:
+            updates.zero_grad()
         value = loss(model(*inputs), target)
-        value.backward()
+        (value / accumulate).backward()
+        losses.append(float(value.detach()))
+        if (k + 1) % accumulate:
+            continue
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         updates.step()
-        losses.append(float(value.detach()))
     return losses, {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
 
 

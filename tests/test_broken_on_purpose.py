@@ -25,7 +25,7 @@ from splitc.checks import (
 from splitc.errors import InternalError
 from splitc.pipeline import run_passes
 from splitc.runtime.transport import Deadlock
-from tests.compiled import class_batch, compiled, with_actions, with_files
+from tests.compiled import actions_of, class_batch, compiled, with_actions, with_files
 
 
 class Net(nn.Module):
@@ -53,23 +53,23 @@ def test_the_unbroken_program_passes_every_check() -> None:
 
 def test_a_dropped_receive_is_named_with_its_ranks() -> None:
     program = separated().program
-    fc = [a for a in program.stage("fc").actions if (a.verb, a.value) != ("recv", "cut0")]
+    fc = [a for a in actions_of(program, "fc") if (a.verb, a.value) != ("recv", "cut0")]
     problems = sends_meet_receives(with_actions(program, fc=fc))
-    assert "rank 0 sends cut0[0:4], which rank 2 never receives" in problems
+    assert "rank 0 sends cut0.conv.fc[0:4], which rank 2 never receives" in problems
 
 
 def test_swapped_sends_are_named_with_what_the_other_side_expects() -> None:
     program = separated().program
-    conv = list(program.stage("conv").actions)
+    conv = actions_of(program, "conv")
     first, second = (k for k, a in enumerate(conv) if a.verb == "send")
     conv[first], conv[second] = conv[second], conv[first]
     problems = sends_meet_receives(with_actions(program, conv=conv))
-    assert any("rank 0 sends cut0[0:4]" in p and "rank 2 receives target[0:4]" in p for p in problems)
+    assert any("rank 0 sends cut0.conv.fc[0:4]" in p and "rank 2 receives target.conv.fc[0:4]" in p for p in problems)
 
 
 def test_a_circle_of_waiting_ranks_is_printed() -> None:
     program = separated().program
-    conv = list(program.stage("conv").actions)
+    conv = actions_of(program, "conv")
     conv.insert(0, conv.pop(next(k for k, a in enumerate(conv) if a.verb == "sum_loss")))
     assert sends_meet_receives(with_actions(program, conv=conv)) == []
     (problem,) = no_deadlock(with_actions(program, conv=conv))
@@ -80,7 +80,7 @@ def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
     class Backwards(Schedule):
         def run(self, program):  # type: ignore[no-untyped-def]
             program = super().run(program)
-            fc = list(program.stage("fc").actions)
+            fc = actions_of(program, "fc")
             return with_actions(
                 program, fc=[a for a in fc if a.verb == "sum_loss"] + [a for a in fc if a.verb != "sum_loss"]
             )
@@ -133,7 +133,9 @@ def test_a_gradient_that_is_not_summed_is_named_by_the_checker() -> None:
     stage = program.stage("conv")
     short = replace(stage, buckets=(stage.buckets[0][:-1],))
     problems = buckets_hold_every_gradient(replace(program, stages=(short, program.stage("fc"))))
-    assert problems == [f"the gradient of {stage.buckets[0][-1]} in role conv is summed 0 times, not once"]
+    assert problems == [
+        f"the gradient of {stage.buckets[0][-1]} in role conv is summed not at all, not once by all_reduce"
+    ]
 
 
 def test_a_receive_of_the_wrong_shape_is_named() -> None:

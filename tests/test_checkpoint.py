@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoint import gather_state, hand_out, spread_state
+from splitc.runtime.checkpoint import Share, agree, gather_state, hand_out, spread_state
 from splitc.runtime.transport import Transport
 from tests.ranks import on_ranks
 
@@ -143,3 +144,126 @@ def test_every_rank_is_handed_its_own_part() -> None:
     for rank, part in enumerate(on_ranks(3, lambda t: hand_out(t, parts if t.rank == 0 else None))):
         assert part.keys() == parts[rank].keys()
         assert all(torch.equal(part[name], parts[rank][name]) for name in part)
+
+
+# -- parts of tensors --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_agree_on_who_holds_what_the_lowest_first() -> None:
+    held: list[dict[str, Share | None]] = [
+        {"whole": None, "left": (0, 0, 2)},
+        {"left": (0, 2, 3), "late": None},
+        {},
+        {"whole": None, "left": (0, 0, 2), "late": None},
+    ]
+    table = {
+        "whole": {None: (0, 3)},
+        "left": {(0, 0, 2): (0, 3), (0, 2, 3): (1,)},
+        "late": {None: (1, 3)},
+    }
+    assert on_ranks(4, lambda t: agree(t, held[t.rank])) == [table] * 4
+    assert held[0] == {"whole": None, "left": (0, 0, 2)}
+
+
+def test_a_rank_alone_holds_everything_itself() -> None:
+    assert on_ranks(1, lambda t: agree(t, {"x": None})) == [{"x": {None: (0,)}}]
+    assert on_ranks(2, lambda t: agree(t, {})) == [{}, {}]
+
+
+def shares_of(dim: int, *bounds: int) -> list[Share]:
+    return [(dim, first, last) for first, last in pairwise(bounds)]
+
+
+DIVIDED = [
+    shares_of(0, 0, 2, 4, 6),  # equal
+    shares_of(0, 0, 4, 5, 6),  # unequal
+    shares_of(1, 0, 1, 3, 4),
+    shares_of(1, 0, 2, 4, 4),  # the last one has nothing
+    shares_of(0, 0, 0, 6, 6),  # the first one neither
+    shares_of(0, 0, 6, 6, 6),
+    [(0, 3, 6), (0, 0, 3), (0, 0, 3)],  # not in the order of ranks, and one part twice
+]
+
+
+def own_part(whole: Tensor, share: Share) -> Tensor:
+    dim, first, last = share
+    return whole.narrow(dim, first, last - first)
+
+
+@pytest.mark.parametrize("shares", DIVIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_parts_are_put_together_beside_whole_tensors(shares: list[Share], dtype: torch.dtype) -> None:
+    whole, plain = torch.arange(24).reshape(6, 4).to(dtype), torch.arange(3)
+
+    def run(transport: Transport) -> dict[str, Tensor] | None:
+        share = shares[transport.rank]
+        own = {"first": plain, "parts": own_part(whole, share)} if transport.rank else {"parts": own_part(whole, share)}
+        return gather_state(transport, own, {"parts": share, "elsewhere": (0, 0, 1)})
+
+    state, *others = on_ranks(3, run)
+    assert others == [None, None] and state is not None
+    assert state.keys() == {"first", "parts"}
+    assert torch.equal(state["parts"], whole) and state["parts"].dtype == dtype
+    assert state["parts"].data_ptr() != whole.data_ptr()
+    assert torch.equal(state["first"], plain)
+
+
+def test_of_a_part_that_several_ranks_give_the_lowest_ones_counts() -> None:
+    shares: list[Share] = [(0, 0, 2), (0, 2, 3), (0, 0, 2), (0, 2, 3)]
+
+    def run(transport: Transport) -> dict[str, Tensor] | None:
+        share = shares[transport.rank]
+        return gather_state(transport, {"x": torch.full((share[2] - share[1],), transport.rank)}, {"x": share})
+
+    state = on_ranks(4, run)[0]
+    assert state is not None and state["x"].tolist() == [0, 0, 1]
+
+
+class Divided(nn.Module):
+    """A part of a weight and of a bias, and a whole one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+
+@pytest.mark.parametrize("shares", DIVIDED)
+def test_of_a_state_every_rank_takes_its_part(shares: list[Share]) -> None:
+    whole = {"weight": torch.randn(6, 4), "bias": torch.randn(6, 4), "scale": torch.tensor(3.0)}
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        share = shares[transport.rank]
+        part = own_part(whole["weight"], share)
+        stage = Divided(torch.zeros_like(part), torch.zeros(6, 4))
+        parameters = list(stage.parameters())
+        left = spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+        assert torch.equal(stage.weight, part) and torch.equal(stage.bias, whole["bias"])
+        assert stage.scale == 3.0
+        assert all(a is b and a.is_leaf for a, b in zip(parameters, stage.parameters(), strict=True))
+        again = gather_state(transport, stage.state_dict(), {"weight": share})
+        assert again is None or all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+        return left
+
+    assert on_ranks(3, run) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5, 4), (7, 4), (6,), (), (4, 6)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_state_of_which_a_rank_cannot_have_its_part_is_refused_on_every_rank(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    shares = shares_of(dim, 0, 2, (6, 4)[dim])
+    whole = {"weight": torch.ones(shape), "bias": torch.ones(6, 4), "scale": torch.ones(())}
+
+    def run(transport: Transport) -> str:
+        share = shares[transport.rank]
+        stage = Divided(own_part(torch.zeros(6, 4), share), torch.zeros(6, 4))
+        with pytest.raises(LaunchError) as caught:
+            spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+        assert not any(bool(p.any()) for p in stage.parameters())
+        return str(caught.value)
+
+    (text,) = set(on_ranks(2, run))
+    problem = f"weight: needs shape (6, 4), has {shape}"
+    assert text == f"the state_dict does not fit the model, and nothing was loaded:\n  - {problem}"

@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from splitc.errors import LaunchError
+from splitc.runtime import doubling
 from splitc.runtime.distributed import init
+from splitc.runtime.groups import Group
+from splitc.runtime.late import LateMultiply
 from splitc.runtime.simulated import run_ranks
+from splitc.runtime.synchronised import batch_norm
 from splitc.runtime.transport import PeerLost, Transport
 
 WORLD = 3
@@ -101,17 +107,22 @@ def exercise(t: Transport) -> dict[str, Any]:
         x = torch.tensor([t.rank % 2, 1, 0]).to(dtype)
         moved, summed, told = torch.empty_like(x), x.clone(), x.clone()
         pieces = [torch.empty_like(x) for _ in everybody]
+        own = torch.empty_like(x)
+        doubled = x.clone()
         works = [
             t.isend(x, after),
             t.irecv(moved, before),
             t.all_reduce(summed, everybody),
             t.broadcast(told, 1, everybody),
             t.all_gather(pieces, x, everybody),
+            t.reduce_scatter(own, [x, x.flip(0), x], everybody),
+            doubling.all_reduce(t, doubled, everybody),
         ]
         for work in works:
             work.wait()
         seen[f"every operation on {dtype}"] = [
-            moved.tolist(), summed.tolist(), told.tolist(), [piece.tolist() for piece in pieces]
+            moved.tolist(), summed.tolist(), told.tolist(), [piece.tolist() for piece in pieces], own.tolist(),
+            doubled.tolist(),
         ]  # fmt: skip
 
     values = [torch.tensor(float(value)) for value in range(4)]
@@ -139,6 +150,21 @@ def exercise(t: Transport) -> dict[str, Any]:
     pieces = list(whole.split([1, 0, 4]))
     t.all_gather(pieces, torch.full_like(pieces[t.rank], t.rank + 1.0), everybody).wait()
     seen["an all_gather of unequal pieces"] = whole.tolist()
+
+    pieces = list((torch.arange(10.0).reshape(2, 5) * 10**t.rank).split([1, 0, 4], dim=1))  # not contiguous
+    own = torch.zeros(4, 2).t() if t.rank == 2 else torch.zeros_like(pieces[t.rank])
+    t.reduce_scatter(own, pieces, everybody).wait()
+    seen["a reduce_scatter of unequal pieces"] = own.tolist()
+
+    crossed = torch.zeros(2)
+    if t.rank in pair:
+        t.exchange([(rows[0, :2], 2 - t.rank)], [(crossed, 2 - t.rank)], pair, tag=9).wait()
+    seen["an exchange"] = crossed.tolist()
+    sums = [torch.tensor([power, 10.0**t.rank]) for power in (1.0, 2.0)]
+    for work in reversed([doubling.all_reduce(t, x, everybody) for x in sums]):
+        work.wait()
+    seen["two sums by doubling"] = [x.tolist() for x in sums]
+    seen["a group"] = exercise_group(t)
 
     empty = torch.empty(0, 4)
     works = [t.isend(empty, after), t.irecv(empty, before), t.all_reduce(empty, everybody)]
@@ -168,11 +194,91 @@ def exercise(t: Transport) -> dict[str, Any]:
     return seen
 
 
+def exercise_group(t: Transport) -> dict[str, Any]:
+    """Gather, scatter, normalise and multiply late with everyone: in whole numbers, whose sum has any order."""
+    group, late, rows = Group(t, (0, 1, 2)), LateMultiply(t, (0, 1, 2)), (2, 0, 3)
+    own = (torch.arange(8.0)[: rows[t.rank] * 2].reshape(-1, 2) + t.rank).double()
+    examples = group.gather_examples(own, rows).requires_grad_()
+    features = group.gather_features(group.enter(examples) * (t.rank + 1), [2, 2, 2], partial=True)
+    loss = group.sum_partials((features * (t.rank + 1)).sum())
+    loss.backward()
+    assert examples.grad is not None
+    weight, bias = (torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 2), (3,)))
+    late.linear(own, weight, bias, rows=rows).square().sum().backward()
+    late.finish()
+    mean, var = torch.zeros(2).double(), torch.ones(2).double()
+    batch_norm(group, own, mean, var, training=True)
+    assert weight.grad is not None and bias.grad is not None
+    return {
+        "loss": loss.item(),
+        "gradient": group.return_examples(examples.grad, rows, partial=False).tolist(),
+        "late": (weight.grad.tolist(), bias.grad.tolist()),
+        "statistics": [round(value, 12) for value in (*mean.tolist(), *var.tolist())],
+        "bytes": (group.sent_bytes, late.sent_bytes),
+    }
+
+
+def assert_pieces_travel_once(t: Transport) -> None:
+    """Where gloo has nothing good of its own, a rank sends each piece straight to the rank that needs it."""
+    sent: list[int] = []
+    send = dist.isend
+
+    def counting(tensor: Tensor, *rest: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return send(tensor, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "isend", counting)
+        pieces = [torch.ones(n, 2) for n in (1, 0, 4)]
+        t.all_gather([torch.empty_like(piece) for piece in pieces], pieces[t.rank], (0, 1, 2)).wait()
+        assert sent == [[8, 8], [], [32, 32]][t.rank]
+        sent.clear()
+        t.reduce_scatter(torch.empty_like(pieces[t.rank]), pieces, (0, 1, 2)).wait()
+        assert sent == [[32], [8, 32], [8]][t.rank]
+
+
+def assert_group_equals_dtensor(t: Transport) -> None:
+    """A column-split then a row-split layer, and a gathered column-split one, against torch's tensor parallelism."""
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).double()
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    inputs, target = torch.randn(5, 4).double(), torch.tensor([0, 1, 2, 0, 1])
+    theirs = inputs.clone().requires_grad_()
+    parallelize_module(
+        model,
+        init_device_mesh("cpu", (WORLD,)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())},
+    )
+    F.cross_entropy(model(theirs), target).backward()
+
+    group = Group(t, (0, 1, 2))
+    up, down, last = (
+        state[name].chunk(WORLD, dim)[t.rank].clone().requires_grad_()
+        for name, dim in (("0.weight", 0), ("2.weight", 1), ("4.weight", 0))
+    )
+    ours = inputs.clone().requires_grad_()
+    hidden = F.relu(F.linear(group.enter(ours), up, state["0.bias"].chunk(WORLD)[t.rank]))
+    hidden = F.relu(group.sum_partials(F.linear(hidden, down)) + state["2.bias"])
+    scores = F.linear(group.enter(hidden), last, state["4.bias"].chunk(WORLD)[t.rank])
+    F.cross_entropy(group.gather_features(scores, [1, 1, 1], partial=False), target).backward()
+
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+    for weight, name in ((up, "0.weight"), (down, "2.weight"), (last, "4.weight")):
+        gradient = model.get_parameter(name).grad
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(weight.grad, gradient.to_local(), rtol=1e-12, atol=1e-12)
+
+
 def exercise_thrice(meeting_point: str) -> list[dict[str, Any]]:
     """On a group made by `init`, the same staged through the CPU, and on a group of the user's."""
     transport = init(world=WORLD)
     assert (transport.device.type, transport.staged) == ("cpu", False)
     plain = exercise(transport)
+    assert_pieces_travel_once(transport)
+    assert_group_equals_dtensor(transport)
     transport.staged = True  # what several ranks on one GPU do; here the copies stay on the CPU
     staged = exercise(transport)
     transport.close()
@@ -205,10 +311,13 @@ def test_the_exercise_itself_is_right() -> None:
     seen = run_ranks(WORLD, exercise)[2]
     assert seen["a transposed message round the ring"] == [[10, 13], [11, 14], [12, 15]]
     assert seen["every operation on torch.int16"] == [
-        [1, 1, 0], [1, 3, 0], [1, 1, 0], [[0, 1, 0], [1, 1, 0], [0, 1, 0]]
+        [1, 1, 0], [1, 3, 0], [1, 1, 0], [[0, 1, 0], [1, 1, 0], [0, 1, 0]], [1, 3, 0], [1, 3, 0]
     ]  # fmt: skip
     assert seen["groups"] == [3.0, 3.0]
     assert seen["an all_gather of unequal pieces"] == [[1.0] * 2] + [[3.0] * 2] * 4
+    assert seen["a reduce_scatter of unequal pieces"] == [[111, 222, 333, 444], [666, 777, 888, 999]]
+    assert seen["an exchange"] == [0.0, 1.0]
+    assert seen["two sums by doubling"] == [[3.0, 111.0], [6.0, 111.0]]
     assert seen["views that are not contiguous"] == [6.0, 3.0, 6.0, 3.0]
     assert seen["a leaf that requires grad"] == [6.0, 6.0]
     assert seen["several sums under way"] == [0.0, 3.0, 6.0, 9.0]

@@ -87,8 +87,8 @@ def test_the_hash_of_a_plan_tells_decisions_and_not_prices() -> None:
 
 
 def test_action_lists_print_and_parse_back() -> None:
-    for stage in two_fc_ranks().program.stages:
-        assert parse_actions(print_actions(stage.actions)) == stage.actions
+    for part in two_fc_ranks().program.parts:
+        assert part.actions and parse_actions(print_actions(part.actions)) == part.actions
 
 
 def test_generated_code_names_no_absolute_path() -> None:

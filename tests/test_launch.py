@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from splitc.api import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch import given, save, synthetic
-from splitc.runtime.rank import Rank
 from splitc.runtime.trial import torchrun_trial
 from splitc.runtime.worker import Worker
 from tests.compiled import compiled
 from tests.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron
-from tests.ranks import assert_same, on_workers, one_process
+from tests.ranks import assert_same, on_workers, one_process, plan_of, rank_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -173,8 +172,7 @@ def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> Non
     }
 
     def draw(index: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
-        rank = Rank(index, 2, "all", (10 * index, 10 * index + 10), bounds=(0, 10, 20), readers=(0, 1), inputs=inputs)
-        batches = synthetic(rank, seed)
+        batches = synthetic(rank_of(plan_of(all=(0, 10, 20)), index, inputs=inputs), seed)
         return [next(batches), next(batches)]
 
     first, second = draw(0, 0)
@@ -193,7 +191,7 @@ def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> Non
 
 
 def test_a_rank_that_reads_no_data_gets_empty_synthetic_batches() -> None:
-    assert next(synthetic(Rank(1, 2, "fc", (0, 10), bounds=(0, 10), readers=(0,)))) == ()
+    assert next(synthetic(rank_of(plan_of(conv=(0, 10), fc=(0, 10)), 1))) == ()
 
 
 def naive(worker: Worker) -> Iterator[Any]:

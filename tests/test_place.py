@@ -28,9 +28,10 @@ def test_no_plan_gets_slower_when_the_link_gets_faster(strategy, seed):
     assert rates == sorted(rates)
 
 
-def test_a_slow_link_separates_the_layers_and_a_fast_one_does_not():
+def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not():
     slow = place(separable(), 4, Auto(), small_cluster(1e5))
-    assert slow.strategy == "layer_separation"
+    assert slow.strategy == "hybrid_single"
+    assert slow.roles == {"conv": (0, 1, 2, 3), "fc": (0,)}
     assert fc_layers(slow) == {"fc1", "fc2", "loss"}
     fast = place(separable(), 4, Auto(), small_cluster(1e9, latency=1e-6))
     assert fast.strategy == "data_parallel"
@@ -112,12 +113,16 @@ def test_the_plan_shows_the_best_of_every_family():
     assert [c.strategy for c in plan.candidates] == [
         "single_device",
         "data_parallel",
-        "layer_separation",
         "parameter_server",
+        "layer_separation",
+        "hybrid_single",
+        "modulo_shard",
+        "late_multiply",
     ]
     assert all(c.exact for c in plan.candidates)
-    assert all(c.feasible and not c.why for c in plan.candidates[:3])
-    assert not candidate(plan, "parameter_server").feasible  # a price by formula
+    assert all(c.feasible and not c.why for c in plan.candidates[:5])
+    for strategy in ("modulo_shard", "late_multiply"):
+        assert "no linear layer of the model" in candidate(plan, strategy).why
     assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
     assert candidate(plan, "layer_separation").roles.keys() == {"conv", "fc"}
 

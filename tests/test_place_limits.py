@@ -90,7 +90,7 @@ def test_pins_that_cannot_be_followed_are_told_all_at_once():
         place(separable(), 4, pins=pins)
     message = str(error.value)
     assert "pin 'fc3' matches no layer; near it are fc" in message
-    assert "there is no role 'cnov'; there are all, conv, fc" in message
+    assert "there is no role 'cnov'; there are all, worker, conv, fc" in message
     assert "there is no sync 'sometimes'" in message
 
 
@@ -111,7 +111,7 @@ def test_pins_that_contradict_the_strategy_are_refused(strategy, pin, words):
 
 def test_auto_follows_the_pins_and_says_which_families_cannot():
     plan = place(separable(), 4, Auto(), small_cluster(1e9, 1e-6), pins={"fc1": "fc"})
-    assert plan.strategy == "layer_separation"
+    assert plan.strategy == "hybrid_single"
     assert "data_parallel has only all" in candidate(plan, "data_parallel").why
 
 

@@ -1,6 +1,5 @@
-"""Ranks as threads: what arrives, what is refused, and that a deadlock is seen at once."""
+"""Ranks as threads: what arrives, and which calls are refused."""
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from splitc.runtime.simulated import run_ranks
-from splitc.runtime.transport import Deadlock, Mismatch, PeerLost, Transport
+from splitc.runtime.transport import Transport
 
 Action = Callable[[Transport], Any]
 
@@ -119,6 +118,8 @@ def test_empty_tensors_travel_nowhere() -> None:
             t.all_reduce(empty, (0, 1)).wait()
             t.broadcast(empty, 1, (0, 1)).wait()
             t.all_gather([empty, empty], empty, (0, 1)).wait()
+            t.reduce_scatter(empty, [empty, empty], (0, 1)).wait()
+            t.exchange([(empty, 1)], [(empty, 1)], (0, 1)).wait()
 
     run_ranks(2, action)
 
@@ -222,15 +223,53 @@ def test_all_gather_takes_pieces_of_unequal_first_dims() -> None:
     assert run_ranks(3, action) == [[1.0, 1.0, 3.0, 3.0, 3.0, 3.0]] * 3
 
 
+def test_reduce_scatter_gives_each_rank_the_sum_of_its_pieces() -> None:
+    def action(t: Transport) -> list[float]:
+        whole = torch.arange(10.0).reshape(2, 5) * 10**t.rank
+        pieces = whole.split([1, 0, 4], dim=1)  # not contiguous, unequal, one empty
+        own = torch.zeros_like(pieces[t.rank])
+        t.reduce_scatter(own, pieces, (0, 1, 2)).wait()
+        return own.flatten().tolist()
+
+    expected = [[0.0, 555.0], [], [value * 111.0 for value in (1, 2, 3, 4, 6, 7, 8, 9)]]
+    assert run_ranks(3, action) == expected
+
+
+def test_reduce_scatter_adds_in_rank_order_and_leaves_the_pieces_alone() -> None:
+    parts = [torch.randn(2, 100, generator=torch.Generator().manual_seed(s)) for s in range(2)]
+
+    def action(t: Transport) -> Tensor:
+        pieces = list(parts[t.rank].clone())
+        work = t.reduce_scatter(own := torch.zeros(100), pieces, (0, 1))
+        work.wait()
+        work.wait()
+        assert torch.equal(torch.stack(pieces), parts[t.rank])
+        return own
+
+    for rank, own in enumerate(run_ranks(2, action)):
+        assert torch.equal(own, parts[0][rank] + parts[1][rank])
+
+
+def test_an_exchange_crosses_messages() -> None:
+    def action(t: Transport) -> list[float]:
+        here, there = torch.tensor([1.0, 2.0]) + t.rank, torch.zeros(2)
+        t.exchange([(here, 1 - t.rank)], [(there, 1 - t.rank)], (0, 1), tag=3).wait()
+        return there.tolist()
+
+    assert run_ranks(2, action) == [[2.0, 3.0], [1.0, 2.0]]
+
+
 def test_a_group_of_one_rank_meets_nobody() -> None:
     def action(t: Transport) -> list[float]:
         x, output = torch.tensor([5.0]), torch.zeros(1)
         t.all_reduce(x, (t.rank,)).wait()
         t.broadcast(x, t.rank, (t.rank,)).wait()
         t.all_gather([output], x, (t.rank,)).wait()
-        return [x.item(), output.item()]
+        own = torch.zeros(1)
+        t.reduce_scatter(own, [x], (t.rank,)).wait()
+        return [x.item(), output.item(), own.item()]
 
-    assert run_ranks(2, action) == [[5.0, 5.0]] * 2
+    assert run_ranks(2, action) == [[5.0, 5.0, 5.0]] * 2
 
 
 @pytest.mark.parametrize("ranks", [(1, 0), (0, 0, 1), (0, 5), (1,)])
@@ -251,6 +290,20 @@ def test_all_gather_refuses_outputs_that_do_not_fit() -> None:
         run_ranks(2, lambda t: t.all_gather([x], x, (0, 1)))
     with pytest.raises(ValueError, match=r"own output is \(3,\) float32"):
         each_rank(lambda t: t.all_gather([torch.ones(3), x], x, (0, 1)), idle)
+
+
+def test_reduce_scatter_refuses_pieces_that_do_not_fit() -> None:
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="of 1 pieces to 2 ranks"):
+        run_ranks(2, lambda t: t.reduce_scatter(x, [x], (0, 1)))
+    with pytest.raises(ValueError, match=r"into \(3,\) float32, but the piece for rank 0 is \(2,\) float32"):
+        each_rank(lambda t: t.reduce_scatter(torch.ones(3), [x, x], (0, 1)), idle)
+
+
+def test_an_exchange_refuses_oneself_and_strangers() -> None:
+    for peer in (0, 2):
+        with pytest.raises(ValueError, match=f"exchange with rank {peer}"):
+            each_rank(lambda t, peer=peer: t.exchange([], [(torch.ones(1), peer)], (0, 1)), idle, idle)
 
 
 def test_broadcast_refuses_a_source_outside_its_group() -> None:
@@ -295,194 +348,6 @@ def test_nobody_passes_a_barrier_before_the_last_has_come() -> None:
         return len(came)
 
     assert run_ranks(3, action) == [3, 3, 3]
-
-
-# errors of the program
-
-
-def test_the_first_error_is_raised_with_its_rank_and_the_others_are_released() -> None:
-    released = []
-
-    def action(t: Transport) -> None:
-        if t.rank == 1:
-            raise KeyError("weights")
-        try:
-            t.irecv(torch.empty(1), 1).wait()
-        except PeerLost as error:
-            released.append((t.rank, str(error)))
-            raise
-
-    with pytest.raises(KeyError, match="weights") as caught:
-        run_ranks(3, action)
-    assert caught.value.__notes__ == ["raised by simulated rank 1 of 3"]
-    assert sorted(released) == [(rank, f"rank {rank} is released: KeyError: 'weights'") for rank in (0, 2)]
-
-
-def test_a_rank_that_computes_is_released_at_its_next_operation() -> None:
-    failed = threading.Event()
-
-    def action(t: Transport) -> None:
-        if t.rank == 1:
-            try:
-                raise RuntimeError("out of luck")
-            finally:
-                failed.set()
-        failed.wait()
-        while True:
-            t.isend(torch.ones(1), 1)
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        run_ranks(2, action)
-
-
-def test_an_exit_of_one_rank_is_not_swallowed() -> None:
-    def leave(t: Transport) -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        each_rank(leave, lambda t: t.barrier())
-
-
-def test_a_receive_of_another_shape_names_both() -> None:
-    with pytest.raises(Mismatch, match=r"irecv \(4,\) float32 from rank 0, .* sent \(5,\) float32"):
-        each_rank(lambda t: t.isend(torch.ones(5), 1).wait(), lambda t: received(t, torch.ones(4), 0))
-
-
-def test_a_receive_of_another_dtype_names_both() -> None:
-    with pytest.raises(Mismatch, match=r"irecv \(4,\) int64 .* sent \(4,\) float32"):
-        each_rank(
-            lambda t: t.isend(torch.ones(4), 1).wait(),
-            lambda t: received(t, torch.ones(4, dtype=torch.int64), 0),
-        )
-
-
-@pytest.mark.parametrize(
-    ("other", "asked"),
-    [
-        (lambda t: t.all_reduce(torch.ones(3), (0, 1)), r"all_reduce \(3,\) float32"),
-        (lambda t: t.all_reduce(torch.ones(2).double(), (0, 1)), r"all_reduce \(2,\) float64"),
-        (lambda t: t.broadcast(torch.ones(2), 0, (0, 1)), r"broadcast \(2,\) float32 from rank 0"),
-        (lambda t: t.barrier(), "barrier"),
-    ],
-)
-def test_members_of_a_collective_that_disagree_are_both_named(other: Action, asked: str) -> None:
-    with pytest.raises(Mismatch) as caught:
-        each_rank(
-            lambda t: t.all_reduce(torch.ones(2), (0, 1)).wait(),
-            lambda t: other(t),
-        )
-    caught.match(r"rank 0: all_reduce \(2,\) float32 over ranks \(0, 1\)")
-    caught.match(rf"rank 1: {asked} over ranks \(0, 1\)")
-
-
-def test_members_that_broadcast_from_different_sources_are_both_named() -> None:
-    with pytest.raises(Mismatch, match=r"from rank 0(.|\n)*from rank 1"):
-        run_ranks(2, lambda t: t.broadcast(torch.ones(1), t.rank, (0, 1)).wait())
-
-
-# deadlocks
-
-
-def deadlock(*actions: Action) -> str:
-    """The text of the deadlock in which these actions end, at once and not by a time-out."""
-    start = time.monotonic()
-    with pytest.raises(Deadlock) as caught:
-        run_ranks(len(actions), lambda t: actions[t.rank](t), timeout=600.0)
-    assert time.monotonic() - start < 5
-    return str(caught.value)
-
-
-def test_two_ranks_that_receive_first_are_a_deadlock() -> None:
-    text = deadlock(lambda t: received(t, torch.ones(2), 1, tag=3), lambda t: received(t, torch.ones(4), 0))
-    assert text == (
-        "no rank can go on\n"
-        "  rank 0 waits: irecv (2,) float32 from rank 1, tag 3\n"
-        "  rank 1 waits: irecv (4,) float32 from rank 0, tag 0"
-    )
-
-
-def test_a_ring_of_receives_is_a_deadlock() -> None:
-    text = deadlock(*[lambda t: received(t, torch.ones(1), (t.rank + 1) % 5)] * 5)
-    assert text.count("waits: irecv (1,) float32") == 5
-
-
-def test_a_wait_for_a_rank_that_has_finished_is_a_deadlock() -> None:
-    text = deadlock(lambda t: received(t, torch.ones(2), 1), idle)
-    assert "rank 0 waits: irecv (2,) float32 from rank 1, tag 0" in text
-    assert "rank 1 has finished" in text
-
-
-def test_a_wrong_tag_is_a_deadlock_that_shows_the_message_nobody_took() -> None:
-    text = deadlock(
-        lambda t: t.isend(torch.ones(2), 1, tag=1).wait(),
-        lambda t: received(t, torch.ones(2), 0, tag=2),
-    )
-    assert "rank 1 waits: irecv (2,) float32 from rank 0, tag 2" in text
-    assert "not received: (2,) float32 from rank 0 to rank 1, tag 1" in text
-
-
-def test_a_collective_that_one_member_does_not_join_is_a_deadlock() -> None:
-    text = deadlock(
-        lambda t: t.all_reduce(torch.ones(2), (0, 1, 2)).wait(),
-        lambda t: t.all_reduce(torch.ones(2), (0, 1, 2)).wait(),
-        lambda t: received(t, torch.ones(1), 0),
-    )
-    asked = "all_reduce (2,) float32 over ranks (0, 1, 2); not joined by rank 2"
-    assert f"rank 0 waits: {asked}" in text
-    assert f"rank 1 waits: {asked}" in text
-    assert "rank 2 waits: irecv (1,) float32 from rank 0, tag 0" in text
-
-
-def test_collectives_of_two_groups_in_crossed_order_are_a_deadlock() -> None:
-    def action(t: Transport, *groups: tuple[int, ...]) -> None:
-        for ranks in groups:
-            if t.rank in ranks:
-                t.all_reduce(torch.ones(1), ranks).wait()
-
-    text = deadlock(
-        lambda t: action(t, (0, 1), (0, 2)),
-        lambda t: action(t, (1, 2), (0, 1)),
-        lambda t: action(t, (0, 2), (1, 2)),
-    )
-    assert text.count("all_reduce (1,) float32 over ranks") == 3
-
-
-def test_a_rank_that_still_computes_keeps_the_others_from_a_deadlock() -> None:
-    def late(t: Transport) -> None:
-        time.sleep(0.2)
-        t.isend(torch.tensor(7.0), 0).wait()
-
-    def relay(t: Transport) -> None:
-        t.isend(received(t, torch.tensor(0.0), 2), 1).wait()
-
-    results = each_rank(relay, lambda t: received(t, torch.tensor(0.0), 0).item(), late)
-    assert results[1] == 7.0
-
-
-def test_a_wait_longer_than_the_timeout_is_a_lost_peer() -> None:
-    with pytest.raises(PeerLost, match=r"rank 0 waited 0.05 s: irecv \(1,\) float32 from rank 1"):
-        run_ranks(
-            2,
-            lambda t: received(t, torch.ones(1), 1) if t.rank == 0 else time.sleep(0.3),
-            timeout=0.05,
-        )
-
-
-# what is left at the end
-
-
-def test_a_message_nobody_received_is_named_at_the_end() -> None:
-    with pytest.raises(Mismatch, match=r"\(2,\) float32 from rank 0 to rank 1, tag 4"):
-        each_rank(lambda t: t.isend(torch.ones(2), 1, tag=4).wait(), idle)
-
-
-def test_a_collective_somebody_missed_is_named_at_the_end_even_if_nobody_waited() -> None:
-    with pytest.raises(Mismatch, match=r"all_reduce \(2,\) float32 .* not joined by rank 1"):
-        each_rank(lambda t: t.all_reduce(torch.ones(2), (0, 1)), idle)
-
-
-def test_a_collective_that_was_complete_need_not_be_waited_for() -> None:
-    run_ranks(2, lambda t: t.all_reduce(torch.ones(2), (0, 1)) and None)
 
 
 # together

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
-from splitc.runtime.weights import Tree, build, first_names
+from splitc.runtime.weights import Tree, build, first_names, part_of
 
 CPU = torch.device("cpu")
 
@@ -123,3 +123,34 @@ def test_tensors_without_elements_and_parts_of_a_tensor_are_not_taken_for_tied()
     whole = torch.zeros(4, 2)
     state = {"a": torch.zeros(0), "b": torch.zeros(0), "whole": whole, "first": whole[:2], "flat": whole.view(-1)}
     assert first_names(state) == {name: name for name in state}
+
+
+def test_a_stage_takes_its_parts_of_weights_and_the_whole_of_the_others() -> None:
+    given = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in weights().items()}
+    shares = {"body.0.weight": (0, 1, 4), "body.0.bias": (0, 1, 4), "head.weight": (1, 3, 4), "head.bias": (0, 2, 2)}
+    stage = build(Stage, given, CPU, shares)
+    for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+        assert torch.equal(tensor, part_of(given[name], shares.get(name))), name
+        assert tensor.is_contiguous()
+    assert tuple(stage.get_parameter("head.weight").shape) == (2, 1)
+    assert tuple(stage.get_parameter("head.bias").shape) == (0,)
+    assert {name for name, p in stage.named_parameters() if not p.requires_grad} == {"head.weight", "head.bias"}
+    with torch.no_grad():
+        stage.get_parameter("body.0.weight").zero_()
+    assert bool(given["body.0.weight"][1:].any())  # a copy of its part
+
+
+def test_a_part_keeps_no_memory_of_the_whole() -> None:
+    stage = build(Stage, weights(), CPU, {"body.0.weight": (0, 0, 1), "head.weight": (1, 0, 1)})
+    for name in ("body.0.weight", "head.weight"):
+        parameter = stage.get_parameter(name)
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def test_tied_parameters_of_which_a_stage_has_a_part_stay_tied() -> None:
+    values = torch.randn(5, 3)
+    share = (0, 2, 5)
+    given = {"embed.weight": values, "head.weight": values}
+    stage = build(Tied, given, CPU, {"embed.weight": share, "head.weight": share})
+    assert stage.head.weight is stage.embed.weight
+    assert torch.equal(stage.get_parameter("head.weight"), values[2:])

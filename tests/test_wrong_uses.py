@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from splitc.plan import Grouping
+from splitc.plan_file import read_plan_file
 from tests.command import NET, edited, splitc
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +78,11 @@ OPTIONS = [
     ("inspect net.py --world 2 --cluster v100-10gb", "unknown cluster 'v100-10gb'; did you mean v100-10gbe?"),
     ("inspect net.py --world 2 --cluster mine.toml", "cannot read the cluster file mine.toml"),
     ("inspect net.py --world 2 --strategy data_paralel", "unknown strategy", "did you mean data_parallel?"),
-    ("inspect net.py --world 2 --strategy parameter_server", "cannot be compiled yet"),
-    ("inspect net.py --world 2 --strategy modulo_shard(mp=2)", "modulo_shard cannot be planned yet"),
+    ("inspect net.py --world 2 --strategy local_sgd", "local_sgd cannot be planned yet; there are auto, "),
+    ("inspect net.py --world 2 --strategy parameter_server(servers=0)", "servers is 0; it must be a whole number of"),
+    ("inspect net.py --world 2 --strategy modulo_shard(mp=1)", "mp is 1; it must be a whole number of at least 2"),
+    ("inspect net.py --world 2 --strategy modulo_shard(scheme=KB)", "scheme is 'KB'; it must be one of BK, B, B/K"),
+    ("inspect net.py --world 2 --strategy modulo_shard(updates=0)", "updates is 0; it must be one of once, every"),
     ("inspect net.py --world 2 --strategy layer_separation(nc=1)", "no option 'nc'; did you mean n_c?"),
     ("inspect net.py --world 2 --strategy layer_separation(n_c=0)", "n_c is 0; it must be a whole number"),
     ("inspect net.py --world 2 --strategy layer_separation(1)", "as in layer_separation(n_c=1)"),
@@ -158,9 +163,12 @@ PLANS = [
     ("--world 2 --strategy layer_separation(n_c=2,n_f=1)", "n_c = 2 and n_f = 1 are 3 ranks, but the world has 2"),
     ("--world 2 --strategy layer_separation(n_c=2)", "n_c = 2 leaves no rank of 2 for the other role"),
     ("--world 2 --pin frist=fc", "pin 'frist' matches no layer; near it are first"),
-    ("--world 2 --pin first=head", "there is no role 'head'; there are all, conv, fc"),
+    ("--world 2 --pin first=head", "there is no role 'head'; there are all, worker, conv, fc"),
     ("--world 2 --strategy data_parallel --pin first=fc", "pin 'first' asks for role 'fc'"),
-    ("--world 2 --pin first=fc --pin second=conv", "no strategy has a plan for 2 ranks"),
+    ("--world 2 --pin first=all --pin second=fc", "no strategy has a plan for 2 ranks"),
+    ("--world 2 --strategy layer_separation --pin first=fc --pin second=conv", "keeps to the pins: first is pinned by"),
+    ("--world 2 --strategy modulo_shard(mp=3)", "groups of mp = 3 do not divide 2 ranks"),
+    ("--world 2 --strategy parameter_server(servers=5)", "a world of 2 has no room for 5 servers and a worker"),
     ("--world 2 --memory 100", "no strategy has a plan", "role all (rank 0) needs", "and has 100 B"),
     ("--world 2 --memory 1kB --strategy data_parallel", "each rank of role all (ranks 0 to 1) needs", "has 1.00 kB"),
     ("--world 2 --memory 0.5kB --strategy layer_separation", "even in the cut that needs least"),
@@ -271,8 +279,8 @@ def other_schema(plan: dict[str, object]) -> None:
     plan["schema"] = 2
 
 
-def share_a_rank(plan: dict[str, object]) -> None:
-    plan["roles"] = {"conv": [0, 1], "fc": [1]}
+def a_rank_twice(plan: dict[str, object]) -> None:
+    plan["roles"] = {"conv": [1, 1], "fc": [2]}
 
 
 def lose_examples(plan: dict[str, object]) -> None:
@@ -287,19 +295,78 @@ def unknown_holding(plan: dict[str, object]) -> None:
     plan["placements"] = {"first": {"role": "conv", "holding": "halved", "sync": "none", "group": None}}
 
 
+def placed(**changes: object) -> Callable[[dict[str, object]], None]:
+    """The first layer with other parts of its placement; other keys than a placement's are the plan's."""
+
+    def edit(plan: dict[str, object]) -> None:
+        placements = plan["placements"]
+        assert isinstance(placements, dict)
+        parts = ("role", "holding", "sync", "group", "split", "splits")
+        placements["first"] |= {key: value for key, value in changes.items() if key in parts}
+        plan |= {key: value for key, value in changes.items() if key not in parts}
+
+    return edit
+
+
+def groups(**of_role: object) -> Callable[[dict[str, object]], None]:
+    return placed(groups=of_role)
+
+
+def pair(**changes: object) -> dict[str, object]:
+    return {"size": 2, "scheme": "B", "updates": "once", **changes}
+
+
 EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (change_world, "roles: fc has rank 2, but the world has ranks 0 to 1"),
     (drop_roles, "roles is missing"),
     (misspell, "placments is an unknown key; did you mean placements?"),
     (other_schema, "has schema 2, this splitc reads plans of schema 1"),
-    (share_a_rank, "roles: rank 1 is in conv and in fc"),
+    (a_rank_twice, "roles: conv has a rank twice"),
     (lose_examples, "examples: the roles differ in the global batch"),
     (bounds_that_shrink, "it must be 3 bounds that begin with 0 and grow"),
     (unknown_holding, "first has holding 'halved'; there are replicated, sharded, subnet"),
-]
+    (placed(split="diagonal"), "first has split 'diagonal'; there are columns, rows"),
+    (placed(splits="rows"), "placements: first must have group, holding, role, split, sync"),
+    (placed(sync="gossip"), "first has sync 'gossip'; there are all_reduce, late_multiply, parameter_server, none"),
+    (placed(sync="parameter_server"), "first has sync 'parameter_server', but servers is empty"),
+    (placed(holding="sharded"), "first is sharded, but groups has nothing for its role 'conv'"),
+    (
+        placed(holding="sharded", group=4, groups={"conv": pair()}),
+        "first has group 4, but the groups of its role have size 2",
+    ),
+    (placed(groups=[2]), "groups must be a table: role -> size, scheme, updates"),
+    (groups(head=pair()), "groups: there is no role 'head'; there are conv, fc"),
+    (groups(cnv=pair()), "groups: there is no role 'cnv'; did you mean conv? there are conv, fc"),
+    (groups(conv=2), "groups: conv must have size, scheme, updates"),
+    (groups(conv={"scheme": "B"}), "groups: conv must have size, scheme, updates"),
+    (groups(conv=pair(sizes=2)), "groups: conv must have size, scheme, updates"),
+    (groups(conv=pair(size=0)), "groups: conv has size 0; it must be a whole number of at least 1"),
+    (groups(conv=pair(size="2")), "groups: conv has size '2'; it must be a whole number of at least 1"),
+    (groups(conv=pair(size=3)), "groups: conv has groups of 3, which do not divide its 2 ranks"),
+    (groups(conv=pair(scheme="KB")), "groups: conv has scheme 'KB'; there are BK, B, B/K"),
+    (groups(conv=pair(updates="never")), "groups: conv has updates 'never'; there are once, every"),
+    (groups(conv=pair(scheme="BK")), "groups: conv reads the data, which no group does; let a role before it read"),
+    (
+        placed(
+            roles={"conv": [0, 1], "mid": [0, 1], "fc": [2]},
+            examples={"conv": [0, 4, 8], "mid": [0, 4, 8], "fc": [0, 8]},
+            groups={"mid": pair()},
+        ),
+        "groups: mid has scheme 'B', but only fc, with the loss, takes turns: BK",
+    ),
+    (placed(servers=3), "servers must be a list of ranks"),
+    (placed(servers=["2"]), "servers must be a list of ranks"),
+    (placed(servers=[3]), "servers: there is no rank 3, the world has ranks 0 to 2"),
+    (placed(servers=[-1]), "servers: there is no rank -1, the world has ranks 0 to 2"),
+    (placed(servers=[2, 2]), "servers: a rank is there twice"),
+    (placed(all_reduce="ring"), "all_reduce is 'ring'; there are backend, recursive_doubling"),
+    (placed(overlap=1), "overlap is 1; it must be true or false"),
+    (placed(synchronised="yes"), "synchronised is 'yes'; it must be true or false"),
+    (placed(exact=None), "exact is None; it must be true or false"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("edit", "message"), EDITS)
+@pytest.mark.parametrize(("edit", "message"), EDITS, ids=[message for _, message in EDITS])
 def test_a_plan_that_was_edited_wrongly_is_refused_by_compile_and_by_run(
     edit: Callable[[dict[str, object]], None], message: str, build: Path, capsys: Capture
 ) -> None:
@@ -308,6 +375,42 @@ def test_a_plan_that_was_edited_wrongly_is_refused_by_compile_and_by_run(
     (build / "plan.json").write_text(json.dumps(plan))
     refused(capsys, "compile net.py --plan build/plan.json -o again", message)
     refused(capsys, "run build", message)
+
+
+def test_all_that_is_wrong_with_a_plan_is_told_at_once(build: Path, capsys: Capture) -> None:
+    plan = json.loads((build / "plan.json").read_text())
+    a_rank_twice(plan)
+    placed(groups={"fc": pair()}, servers=[7], split="diagonal", holding="halved")(plan)
+    (build / "plan.json").write_text(json.dumps(plan))
+    messages = "a rank twice", "do not divide its 1 ranks", "no rank 7", "split 'diagonal'", "holding 'halved'"
+    refused(capsys, "run build", *messages)
+
+
+def test_a_plan_of_an_older_splitc_which_has_fewer_fields_is_followed(build: Path, capsys: Capture) -> None:
+    path = build / "plan.json"
+    whole, old = read_plan_file(path), json.loads(path.read_text())
+    for name in ("groups", "servers", "overlap", "all_reduce", "synchronised", "exact"):
+        del old[name]
+    for placement in old["placements"].values():
+        del placement["split"]
+    path.write_text(json.dumps(old))
+    assert read_plan_file(path) == whole
+    assert splitc(capsys, "compile net.py --plan build/plan.json -o again").code == 0
+    assert (Path("again") / "rank0.py").read_text() == (build / "rank0.py").read_text()
+
+
+def test_a_plan_whose_ranks_are_in_several_roles_with_groups_and_servers_is_read(build: Path) -> None:
+    path = build / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["roles"], plan["examples"] = {"conv": [0, 1], "fc": [0, 1]}, {"conv": [0, 4, 8], "fc": [0, 4, 8]}
+    plan["groups"], plan["servers"], plan["all_reduce"] = {"fc": {"size": 2}}, [2], "recursive_doubling"
+    plan["placements"]["first"] |= {"sync": "parameter_server"}
+    plan["placements"]["second"] |= {"holding": "sharded", "group": 2, "split": "columns", "sync": "none"}
+    path.write_text(json.dumps(plan))
+    read = read_plan_file(path)
+    assert read.roles_of(0) == read.roles_of(1) == ("conv", "fc") and read.roles_of(2) == ()
+    assert read.groups == {"fc": Grouping(2, "B/K", "once")}
+    assert read.servers == (2,) and read.parts == {("conv", "fc"): (0, 1), ("server",): (2,)}
 
 
 def test_a_plan_that_is_cut_off_or_missing_is_refused(build: Path, capsys: Capture) -> None:

@@ -14,11 +14,12 @@ import splitc
 from splitc.capture import as_arguments, target_names
 from splitc.errors import CaptureError
 from splitc.model_file import ModelFile
+from splitc.program import under_autocast
 
 _LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, splitc.__file__))
 
 
-def runs_alone(file: ModelFile) -> CaptureError | None:
+def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:
     """None when model and loss run on a few of the example's rows; else what they fail with, and where."""
     model, loss = file.model, file.loss
     inputs = as_arguments(model, file.example)
@@ -26,18 +27,20 @@ def runs_alone(file: ModelFile) -> CaptureError | None:
     few = {name: _few(value) for name, value in inputs.items()}
     what = "the model"
     try:
-        value = model(**few)
-        if loss is not None:
-            what = "the loss"
-            value = loss(value, *(_few(target) for target in targets.values()))
+        with under_autocast(model, autocast):
+            value = model(**few)
+            if loss is not None:
+                what = "the loss"
+                value = loss(value, *(_few(target) for target in targets.values()))
         what = "the backward pass"
         value.sum().backward()
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
         where = user_line(error)
         at = f" at {where}" if where else ""
+        under = "" if autocast is None else " under autocast"
         return CaptureError(
-            f"{what} of {file.name} does not run on its example{at}: {type(error).__name__}: {text}\n"
+            f"{what} of {file.name} does not run on its example{under}{at}: {type(error).__name__}: {text}\n"
             f"  example: {_described(inputs)}" + (f"; target: {_described(targets)}" if targets else "")
         )
     finally:

@@ -12,10 +12,12 @@ import logging
 import sys
 from pathlib import Path
 
+import torch
+
 from cost_models.devices import load_cluster
 from cost_models.local import THIS_MACHINE, measured_before
 from passes.place import Place
-from splitc.api import CompiledProgram, Settings, analyse, specialise
+from splitc.api import CompiledProgram, Settings, analyse, autocast_for, require_autocast, specialise
 from splitc.cli.alone import runs_alone
 from splitc.cli.progress import Step
 from splitc.cluster import Cluster
@@ -32,30 +34,39 @@ from splitc.strategies import Strategy, parse_strategy
 def compiled(args: argparse.Namespace, plan_path: str | None = None) -> CompiledProgram:
     """The program that the options ask for."""
     plan = None if plan_path is None else _plan(args, Path(plan_path))
-    settings = _settings(args) if plan is None else Settings(plan.world)
+    if plan is None:
+        settings = _settings(args)
+    else:
+        settings = Settings(plan.world, autocast=autocast_for(parse_autocast(args.autocast), plan))
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     observer = watch if args.verbose else None
     with Step(f"tracing {file.name}", args.quiet):
-        program = _analysed(file, args.verbose)
+        program = _analysed(file, args.verbose, settings.autocast)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
         placed = specialise(program, settings, plan, observer)
     return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
 
 
-def _analysed(file: ModelFile, verbose: bool) -> Program:
+def _analysed(file: ModelFile, verbose: bool, autocast: torch.dtype | None) -> Program:
     # torch logs a traceback of its own for every op that fails on fake tensors; the error itself says all of it
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return analyse(
-            file.model, file.example, file.target, file.loss, name=file.name, watch=watch if verbose else None
+            file.model,
+            file.example,
+            file.target,
+            file.loss,
+            name=file.name,
+            watch=watch if verbose else None,
+            autocast=autocast,
         )
     except SplitcError as error:
-        if error.__cause__ is not None and (problem := runs_alone(file)) is not None:
+        if error.__cause__ is not None and (problem := runs_alone(file, autocast)) is not None:
             raise problem from error
         raise
     except Exception as error:
-        if (problem := runs_alone(file)) is not None:
+        if (problem := runs_alone(file, autocast)) is not None:
             raise problem from error
         error.add_note(f"{file.name} itself runs on its example, but splitc could not trace it")
         raise
@@ -64,7 +75,7 @@ def _analysed(file: ModelFile, verbose: bool) -> Program:
 def _settings(args: argparse.Namespace) -> Settings:
     """What was asked for besides the model.  Raises with all problems at once, before anything is imported."""
     problems: list[SplitcError] = []
-    strategy, cluster, pins = None, None, {}
+    strategy, cluster, pins, autocast = None, None, {}, None
     if args.world is None:
         problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
     try:
@@ -73,6 +84,10 @@ def _settings(args: argparse.Namespace) -> Settings:
         problems.append(error)
     try:
         pins = parse_pins(args.pin)
+    except SplitcError as error:
+        problems.append(error)
+    try:
+        autocast = parse_autocast(args.autocast)
     except SplitcError as error:
         problems.append(error)
     try:
@@ -85,7 +100,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise LaunchError(bullets("this cannot be started:", map(str, problems)))
     if problems:
         raise problems[0]
-    return Settings(args.world, args.global_batch, cluster, strategy or "auto", pins, args.memory)
+    return Settings(args.world, args.global_batch, cluster, strategy or "auto", pins, args.memory, autocast=autocast)
 
 
 def _limits(args: argparse.Namespace, cluster: Cluster, strategy: Strategy) -> list[str]:
@@ -113,6 +128,17 @@ def parse_pins(pairs: list[str]) -> dict[str, str]:
         pins.pop(pattern, None)
         pins[pattern] = role
     return pins
+
+
+def parse_autocast(name: str | None) -> torch.dtype | None:
+    """The dtype by its name.  Raises LaunchError for another than bfloat16."""
+    if name is None:
+        return None
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise LaunchError(f"--autocast {name}: there is bfloat16")
+    require_autocast(dtype)
+    return dtype
 
 
 def _plan(args: argparse.Namespace, path: Path) -> Plan:

@@ -73,6 +73,10 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     args, unknown = parser.parse_known_args(arguments)
     if args.help:
         _print_help(parser)
+    if unknown and unknown[0].partition("=")[0] == "--autocast":
+        parser.error(
+            "a build has its precision in its scripts; compile it with: splitc compile MODEL --autocast bfloat16"
+        )
     if unknown:
         options = [text for text in parser._option_string_actions if text.startswith("--")]
         parser.error(

@@ -52,6 +52,7 @@ splitc COMMAND --help shows more.
   splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
   splitc compile examples/alexnet.py --world 4 --strategy layer_separation
   splitc compile examples/alexnet.py --world 4 --standalone
+  splitc compile examples/alexnet.py --world 4 --autocast bfloat16
   splitc compile examples/alexnet.py --plan build/plan.json -o again
 then:
   splitc run build --steps 3
@@ -148,7 +149,9 @@ def _parser() -> Parser:
         "--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)"
     )
     verify.add_argument(
-        "--dtype", choices=("float32", "float64"), help="precision; float64 proves the algebra (default: the model's)"
+        "--dtype",
+        choices=("float32", "float64"),
+        help="precision, without autocast; float64 proves the algebra (default: the model's)",
     )
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -203,6 +206,9 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
     )
     parser.add_argument(
         "--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB"
+    )
+    parser.add_argument(
+        "--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast"
     )
     parser.add_argument(
         "--input",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from cost_models.memory import rank_memory, received_nbytes, returned_nbytes
-from splitc.plan import Candidate
-from splitc.program import Layer, Program
-from splitc.strategies import PRICED
-from splitc.wire import WireOp, wire
+from splitc.plan import SERVER, Candidate, Plan
+from splitc.program import Holding, Layer, Program
+from splitc.wire import WireOp, shard_of, wire
 
 
 def as_json(program: Program) -> dict[str, Any]:
@@ -27,16 +26,16 @@ def as_json(program: Program) -> dict[str, Any]:
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
         "samples_per_second": plan.samples_per_second,
-        "roles": {role: list(ranks) for role, ranks in plan.roles.items()},
+        "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},
         "layers": [figures.layer(layer) for layer in program.layers],
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
     }
 
 
-def by_formula(candidate: Candidate) -> bool:
-    """Whether its price is that of a paper's formula, and splitc has no plan of it."""
-    return candidate.strategy in PRICED and candidate.step_seconds > 0
+def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Its roles, servers included."""
+    return {**plan.roles, **({SERVER: plan.servers} if plan.servers else {})}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -49,7 +48,6 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "feasible": candidate.feasible,
         "why": candidate.why,
         "roles": {role: len(ranks) for role, ranks in candidate.roles.items()},
-        "by_formula": by_formula(candidate),
     }
 
 
@@ -64,7 +62,6 @@ class Figures:
         program, plan = self.program, self.program.required_plan
         place = plan.placements[layer.name]
         assert place.role is not None
-        ranks = plan.roles[place.role]
         cost = program.costs[layer.name].at(plan.largest_batch(place.role))
         held = [program.holdings[h] for h in layer.holdings if program.holdings[h].parameter]
         gradient = sum(h.nbytes for h in held if h.trainable)
@@ -75,41 +72,56 @@ class Figures:
             "role": place.role,
             "holding": place.holding,
             "sync": place.sync,
+            "group": place.group,
             "parameters": sum(h.numel for h in held),
             "flops": cost.flops,
             "ccr": cost.flops / ring if ring else None,
-            "sent_bytes": int(_ring(gradient, len(ranks)) + self._crossing(layer)),
+            "sent_bytes": int(self._sent(layer, gradient)),
             "seconds": plan.seconds.get(layer.name, 0.0),
             "why": plan.reasons.get(layer.name, ""),
         }
 
     def rank(self, rank: int) -> dict[str, Any]:
         """What one rank holds, and puts on the wire in a step; zeros for one that has no work."""
-        program, plan = self.program, self.program.required_plan
-        role = next((role for role, ranks in plan.roles.items() if rank in ranks), None)
-        figures = {
+        plan = self.program.required_plan
+        roles = plan.roles_of(rank)
+        return {
             "rank": rank,
-            "role": role,
-            "parameter_bytes": 0,
-            "memory_bytes": 0,
+            "role": " and ".join((*roles, *((SERVER,) if rank in plan.servers else ()))) or None,
+            "parameter_bytes": sum(self._parameters(role, rank) for role in roles),
+            "memory_bytes": sum(self._memory(role, rank) for role in roles),
             "sent_bytes": int(sum(op.sent for op in self._wires[rank])),
             "received_bytes": int(self._received.get(rank, 0.0)),
         }
-        if role is not None:
-            held = [program.holdings[h] for h in program.stage(role).holdings]
-            figures["parameter_bytes"] = sum(h.nbytes for h in held if h.parameter)
-            figures["memory_bytes"] = self._memory(role, plan.batch(rank))
-        return figures
 
-    def _memory(self, role: str, batch: int) -> int:
-        """Bytes of a rank of `role` with `batch` examples; the optimizer keeps one copy, as SGD with momentum does."""
+    def _parameters(self, role: str, rank: int) -> int:
+        """Bytes of the parameters that a rank holds as one of `role`."""
+        return sum(h.nbytes for h in self._held(role, rank) if h.parameter)
+
+    def _held(self, role: str, rank: int) -> list[Holding]:
+        """Parameters and buffers of a role, or the parts of them that a rank has."""
         program, stage = self.program, self.program.stage(role)
-        held = [program.holdings[h] for h in stage.holdings]
-        kept = sum(program.costs[layer].at(batch).kept for layer in stage.layers)
-        cuts = sum(received_nbytes(cut.spec, batch) for cut in stage.receives)
+        group = program.required_plan.group(role, rank)
+        held = []
+        for name in stage.holdings:
+            holding, share = program.holdings[name], shard_of(program, stage, name, group.index(rank), len(group))
+            if share is not None:
+                dim, first, last = share
+                shape = tuple(last - first if d == dim else n for d, n in enumerate(holding.shape))
+                holding = replace(holding, shape=shape)
+            held.append(holding)
+        return held
+
+    def _memory(self, role: str, rank: int) -> int:
+        """Bytes that a rank needs as one of `role`; the optimizer keeps one copy, as SGD with momentum does."""
+        program, stage, plan = self.program, self.program.stage(role), self.program.required_plan
+        batch, worked = plan.batch(role, rank), plan.worked(role, rank)
+        held = self._held(role, rank)
+        kept = sum(program.costs[layer].at(worked).kept for layer in stage.layers)
+        cuts = sum(received_nbytes(cut.spec, worked) for cut in stage.receives)
         cuts += sum(returned_nbytes(cut.spec, batch) for cut in stage.sends if cut.gradient)
         memory = rank_memory(held, kept, cuts)
-        flat = memory.gradients if len(program.required_plan.roles[role]) > 1 else 0
+        flat = memory.gradients if len(plan.replicas(role, rank)) > 1 else 0
         return int(memory.total + flat)
 
     @cached_property
@@ -128,15 +140,19 @@ class Figures:
                     received[rank] = received.get(rank, 0.0) + op.sent
         return received
 
-    def _crossing(self, layer: Layer) -> float:
-        """Bytes that the busiest rank of the layer sends of values made in it."""
+    def _sent(self, layer: Layer, gradient: int) -> float:
+        """Bytes that the layer's busiest rank sends: of its gradient, of values made in it, of what gathers them."""
         plan = self.program.required_plan
-        return sum(
-            cut.spec.nbytes(plan.largest_batch(stage.role))
-            for stage in self.program.stages
-            for cut in stage.sends
-            if cut.value in layer.nodes
-        )
+        place = plan.placements[layer.name]
+        assert place.role is not None
+        ranks = plan.roles[place.role]
+        values = max(sum(op.sent for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
+        if place.sync == "parameter_server":
+            return values + gradient
+        if place.sync != "all_reduce":
+            return values
+        part = place.group if place.holding == "sharded" and place.group else 1
+        return values + _ring(gradient / part, len(plan.replicas(place.role, ranks[0])))
 
 
 def _ring(nbytes: float, ranks: int) -> float:

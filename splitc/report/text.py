@@ -12,7 +12,7 @@ from splitc import units
 from splitc.plan import Candidate, Plan
 from splitc.program import Program
 from splitc.report.blocks import Hidden, Row, Shown, sum_up
-from splitc.report.figures import Figures, by_formula
+from splitc.report.figures import Figures, roles_of
 
 WIDTH = 80
 MANY = 24  # layers; more of them are summed up where blocks repeat
@@ -46,12 +46,15 @@ def _headline(program: Program) -> str:
     proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(
         plan.proof, f"not proved optimal, at most {plan.gap:.1%} from it" if plan.gap else "not proved optimal"
     )
-    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in plan.roles.items())
+    roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
     parameters = sum(h.numel for h in program.holdings.values() if h.parameter)
     layers = f"{len(program.layers)} layers" if len(program.layers) > 1 else "1 layer"
     return "\n".join(
         [
-            _wrap(f"{program.name} on {_number(plan.world, 'rank')} of {plan.cluster}: {plan.strategy} ({proof})"),
+            _wrap(
+                f"{program.name} on {_number(plan.world, 'rank')} of {plan.cluster}: {plan.strategy} "
+                f"({'' if plan.exact else 'approximate, '}{proof})"
+            ),
             _wrap(
                 f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
                 f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted); "
@@ -109,10 +112,17 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
         units.count(layer["flops"]),
         "" if layer["ccr"] is None else units.count(layer["ccr"]),
         _short(layer["role"], 8),
-        layer["sync"],
+        _held(layer),
         units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else "",
         units.seconds(layer["seconds"]),
     )
+
+
+def _held(layer: Mapping[str, Any]) -> str:
+    """How gradients meet, after how many ranks share a layer that is sharded: `all_reduce`, `1/2 all_reduce`."""
+    if layer["holding"] != "sharded":
+        return str(layer["sync"])
+    return f"1/{layer['group']}" + ("" if layer["sync"] == "none" else f" {layer['sync']}")
 
 
 def _ranks(program: Program, figures: Figures) -> str:
@@ -145,15 +155,16 @@ def _candidates(plan: Plan) -> str:
 
 
 def _candidate(c: Candidate, fastest: float) -> list[str]:
-    if not c.feasible and not by_formula(c):
-        return [c.strategy, "not possible", "", "", "", ""]
+    name = c.strategy if c.exact else f"{c.strategy} (approximate)"
+    if not c.feasible:
+        return [name, "not possible", "", "", "", ""]
     return [
-        c.strategy,
+        name,
         ", ".join(f"{len(ranks)} {role}" for role, ranks in c.roles.items()),
         str(c.global_batch),
         units.seconds(c.step_seconds),
         f"{c.samples_per_second:,.0f}",
-        "(by formula)" if by_formula(c) else f"{c.samples_per_second / fastest:.2f}x" if fastest else "",
+        f"{c.samples_per_second / fastest:.2f}x" if fastest else "",
     ]
 
 
@@ -197,7 +208,7 @@ def _norm_groups(program: Program) -> str | None:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
             role = plan.placements[node.meta["layer"]].role
             assert role is not None
-            sizes[role] = tuple(plan.batch(rank) for rank in plan.roles[role])
+            sizes[role] = tuple(plan.batch(role, rank) for rank in plan.roles[role])
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None
     listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .rank import Rank
+    from .seat import Seat
     from .weights import Tree
     from .worker import Worker
 
-__all__ = ["Rank", "Tree", "Worker"]
+__all__ = ["Rank", "Seat", "Tree", "Worker"]
 
-_HOMES = {"Rank": "rank", "Tree": "weights", "Worker": "worker"}
+_HOMES = {"Rank": "rank", "Seat": "seat", "Tree": "weights", "Worker": "worker"}
 
 
 def __getattr__(name: str) -> Any:

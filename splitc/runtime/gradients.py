@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from . import doubling
 from .transport import Transport, Work
 
 Buckets = Sequence[Sequence[str]]
@@ -21,8 +22,8 @@ class GradientSum:
     program and reach it no more, and an optimizer passes it over as in one process.
     """
 
-    def __init__(self, stage: nn.Module, buckets: Buckets) -> None:
-        self.stage = stage
+    def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend") -> None:
+        self.stage, self._algorithm = stage, algorithm
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
         self._awaited: list[set[nn.Parameter]] = []
@@ -32,9 +33,12 @@ class GradientSum:
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
 
-    def sent_bytes(self, ranks: int) -> int:
-        """Payload bytes that one rank sends for all buckets on a ring."""
-        return 2 * (ranks - 1) * sum(p.nbytes for bucket in self._buckets for p in bucket) // ranks
+    def sent_bytes(self, index: int, ranks: int) -> int:
+        """Payload bytes that the rank at position `index` of `ranks` sends for all buckets."""
+        sizes = [sum(p.nbytes for p in bucket) for bucket in self._buckets]
+        if self._algorithm == "recursive_doubling":
+            return sum(doubling.sent_bytes(size, index, ranks) for size in sizes)
+        return sum(2 * (ranks - 1) * size // ranks for size in sizes)
 
     @contextmanager
     def while_backward(self, transport: Transport, ranks: tuple[int, ...]) -> Iterator[None]:
@@ -71,4 +75,5 @@ class GradientSum:
     def _start(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         bucket = self._buckets[len(self._started)]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
-        self._started.append((flat, transport.all_reduce(flat, ranks)))
+        sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
+        self._started.append((flat, sum_up(transport, flat, ranks)))

@@ -146,7 +146,8 @@ def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
 def synthetic(rank: Rank, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Endless random batches of this rank's part; () on ranks that read no data."""
     generator = torch.Generator().manual_seed(seed * rank.world + rank.index)
-    first, last = rank.examples
+    reader = rank.data_rank or 0
+    first, last = rank.bounds[reader], rank.bounds[min(reader + 1, len(rank.bounds) - 1)]
 
     def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | None) -> Tensor:
         sizes = [last - first if n == -1 else n for n in shape]

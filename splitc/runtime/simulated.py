@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .board import Board
-from .transport import Done, Mismatch, Transport, Work, describe
+from .transport import Done, Mismatch, Transport, Work, describe, describe_all
 
 Result = TypeVar("Result")
 
@@ -100,7 +100,7 @@ class SimulatedTransport(Transport):
         return _Once(lambda: tensor.detach().copy_(leave()))
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        what = f"all_gather {' + '.join(map(describe, outputs))}"
+        what = f"all_gather {describe_all(outputs)}"
         leave = self._board.join(self.rank, ranks, what, _snapshot(tensor), list)
 
         def fill() -> None:
@@ -108,6 +108,16 @@ class SimulatedTransport(Transport):
                 output.detach().copy_(piece)
 
         return _Once(fill)
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        leave = self._board.join(
+            self.rank,
+            ranks,
+            f"reduce_scatter {describe_all(pieces)}",
+            [_snapshot(piece) for piece in pieces],
+            lambda offers: [_sum(list(parts)) for parts in zip(*offers, strict=True)],
+        )
+        return _Once(lambda: output.detach().copy_(leave()[ranks.index(self.rank)]))
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
         """Nothing to create: a meeting is made by the first who comes."""

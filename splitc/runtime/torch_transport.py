@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from .transport import PeerLost, Transport, Work, describe
+from .transport import Message, PeerLost, Transport, Work, describe, describe_all
 
 # What gloo and NCCL both add up; int16 and the other small types are not among them.
 _SUMMABLE = {
@@ -23,7 +24,8 @@ _SUMMABLE = {
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 }  # fmt: skip
 
-_SETUP_TAG = 2**31 - 1  # of the messages that set a group up, out of the way of programs' tags
+# Tags out of the way of programs': of the messages that set a group up, and of those that collectives are made of.
+_SETUP_TAG, _GATHER_TAG, _SCATTER_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
 class TorchTransport(Transport):
@@ -46,6 +48,11 @@ class TorchTransport(Transport):
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
             tuple(range(self.world)): None  # torch's name for the default group
         }
+        self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
+
+    @property
+    def waits_hold_the_stream(self) -> bool:
+        return self.device.type == "cuda" and not self.staged
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
@@ -67,9 +74,8 @@ class TorchTransport(Transport):
         return own[0]
 
     def barrier(self) -> None:
-        on_gpu = self.device.type == "cuda" and not self.staged
         with self._losing_peers("barrier"):
-            dist.barrier(device_ids=[self.device.index] if on_gpu else None)
+            dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)
 
     def close(self) -> None:
         if self._owns_process_group and dist.is_initialized():
@@ -101,13 +107,69 @@ class TorchTransport(Transport):
             buffers = [_as_bytes(flight.incoming(output)) for output in outputs]
             own = _as_bytes(flight.outgoing(tensor))
             return flight.issue(dist.all_gather, buffers, own, group=group, async_op=True)
-        # Unequal shapes, which gloo and NCCL refuse: every rank broadcasts its own.
+        # Unequal shapes, which both backends refuse: NCCL broadcasts each, gloo sends each straight to the others.
         outputs[ranks.index(self.rank)].detach().copy_(tensor.detach())
-        for src, output in zip(ranks, outputs, strict=True):
-            if output.numel():
-                buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
-                flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+        if self.waits_hold_the_stream:
+            for src, output in zip(ranks, outputs, strict=True):
+                if output.numel():
+                    buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
+                    flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+            return flight
+        own = flight.outgoing(tensor)
+        others = [(rank, output) for rank, output in zip(ranks, outputs, strict=True) if rank != self.rank]
+        return flight.messages(
+            [(own, rank) for rank, _ in others],
+            [(flight.incoming(output), rank) for rank, output in others],
+            _GATHER_TAG,
+        )
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        flight = _Flight(self, f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
+        if self.waits_hold_the_stream:
+            return self._reduce_scatter_by_nccl(flight, output, pieces, ranks)
+        # gloo's own is one all-reduce of each piece: here each travels once, straight to its rank.
+        parts = flight.parts(output, len(ranks), output.dtype)
+        parts[ranks.index(self.rank)] = flight.outgoing(pieces[ranks.index(self.rank)])
+        others = [(rank, i) for i, rank in enumerate(ranks) if rank != self.rank]
+        return flight.messages(
+            [(flight.outgoing(pieces[i]), rank) for rank, i in others],
+            [(parts[i], rank) for rank, i in others],
+            _SCATTER_TAG,
+        )
+
+    def _reduce_scatter_by_nccl(
+        self, flight: "_Flight", output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
+    ) -> Work:
+        """In one operation, or when shapes are unequal in a reduction to each rank."""
+        group = self._group(ranks)
+        sources = [flight.outgoing(piece.to(_summable(piece.dtype))) for piece in pieces]
+        (total,) = flight.parts(output, 1, _summable(output.dtype))
+        if len({piece.shape for piece in pieces}) == 1:
+            return flight.issue(dist.reduce_scatter, total, sources, group=group, async_op=True)
+        total.copy_(sources[ranks.index(self.rank)])
+        sources[ranks.index(self.rank)] = total
+        for dst, source in zip(ranks, sources, strict=True):
+            if source.numel():
+                flight.issue(dist.reduce, source, dst, group=group, async_op=True)
         return flight
+
+    def _exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
+    ) -> Work:
+        peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
+        peers += [f"{describe(x)} from rank {src}" for x, src in receives]
+        flight = _Flight(self, f"exchange {', '.join(peers)}, tag {tag}")
+        leaving = [(flight.outgoing(x), dst) for x, dst in sends]
+        arriving = [(flight.incoming(x), src) for x, src in receives]
+        if not self.waits_hold_the_stream:
+            return flight.messages(leaving, arriving, tag)
+        group = self._group(ranks)
+        if ranks not in self._met:  # messages alone would not create the communicator of all of them
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._met.add(ranks)
+        operations = [dist.P2POp(dist.isend, _as_bytes(x), dst, group) for x, dst in leaving]
+        operations += [dist.P2POp(dist.irecv, _as_bytes(x), src, group) for x, src in arriving]
+        return flight.issue(dist.batch_isend_irecv, operations)
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
         self._group(ranks)
@@ -177,7 +239,7 @@ class _Flight:
         self._wire = torch.device("cpu") if transport.staged else transport.device
         self._works: list[dist.Work] = []
         self._buffers: list[Tensor] = []
-        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (tensor, the buffer it is copied from)
+        self._arrivals: list[tuple[Tensor, list[Tensor]]] = []  # a tensor and the buffers it is the sum of
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """The buffer to send `tensor` from."""
@@ -190,7 +252,7 @@ class _Flight:
         tensor = tensor.detach()
         if self._transport.staged or tensor.device != self._wire or not tensor.is_contiguous():
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
-            self._arrivals.append((tensor, buffer))
+            self._arrivals.append((tensor, [buffer]))
             return buffer
         self._buffers.append(tensor)
         return tensor
@@ -199,16 +261,30 @@ class _Flight:
         """The buffer to add `tensor` up in, of a dtype that backends can add."""
         tensor = tensor.detach()
         buffer = self.outgoing(tensor)
-        if tensor.dtype not in _SUMMABLE:
-            buffer = buffer.to(torch.float32 if tensor.is_floating_point() else torch.int64)
+        buffer = buffer.to(_summable(tensor.dtype))
         if buffer.data_ptr() != tensor.data_ptr():
-            self._arrivals.append((tensor, buffer))
+            self._arrivals.append((tensor, [buffer]))
         return buffer
+
+    def parts(self, tensor: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Buffers for the summands that `tensor` will be the sum of; another may be put in the place of one."""
+        parts = [torch.empty(tensor.shape, dtype=dtype, device=self._wire) for _ in range(count)]
+        self._arrivals.append((tensor.detach(), parts))
+        return parts
 
     def issue(self, operation: Any, *arguments: Any, **options: Any) -> "_Flight":
         """Start one of torch's operations."""
         with self._transport._losing_peers(self._what):
-            self._works.append(operation(*arguments, **options))
+            works = operation(*arguments, **options)
+        self._works += works if isinstance(works, list) else [works]
+        return self
+
+    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> "_Flight":
+        """Start messages from and to buffers, each on its own; empty ones travel nowhere."""
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for buffer, peer in messages:
+                if buffer.numel():
+                    self.issue(operation, _as_bytes(buffer), peer, tag=tag)
         return self
 
     def wait(self) -> None:
@@ -216,10 +292,17 @@ class _Flight:
             with self._transport._losing_peers(self._what):
                 self._works[0].wait()
             del self._works[0]
-        for tensor, buffer in self._arrivals:
-            tensor.copy_(buffer)
+        for tensor, parts in self._arrivals:
+            tensor.copy_(reduce(torch.add, parts))
         self._arrivals.clear()
         self._buffers.clear()
+
+
+def _summable(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which backends add up tensors of `dtype`."""
+    if dtype in _SUMMABLE:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _count_groups() -> int:

@@ -45,9 +45,28 @@ class Done:
         return
 
 
+class Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+Message = tuple[Tensor, int]  # what travels, and the other rank
+
+
 def describe(tensor: Tensor) -> str:
     """Shape and dtype as messages write them: `(64, 9216) float32`."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def describe_all(tensors: Sequence[Tensor]) -> str:
+    """The same of several tensors: `(2, 5) float32 + (0, 5) float32`."""
+    return " + ".join(map(describe, tensors))
 
 
 class Transport(ABC):
@@ -64,6 +83,14 @@ class Transport(ABC):
     rank: int
     world: int
     device: torch.device
+
+    @property
+    def waits_hold_the_stream(self) -> bool:
+        """Whether a wait holds up the GPU's current stream and not the program, as NCCL's do.
+
+        Then a chain of operations in which each needs the one before can be issued at once.
+        """
+        return False
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send `tensor`, contiguous or not, to rank `dst`.
@@ -82,6 +109,24 @@ class Transport(ABC):
         self._check_peer("irecv from", src, tag)
         return self._irecv(tensor, src, tag) if tensor.numel() else Done()
 
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int = 0
+    ) -> Work:
+        """Start several messages among `ranks` as one operation: each a tensor and its destination, or source.
+
+        Two ranks that exchange tensors need it where messages are carried out one after the other (NCCL).  There all
+        of `ranks` must come to a first exchange, which creates their communicator, before any of them can go on.
+        Raises ValueError when a peer is this rank or none of `ranks`.
+        """
+        self._check_group("exchange", ranks)
+        for _, peer in (*sends, *receives):
+            self._check_peer("exchange with", peer, tag)
+            if peer not in ranks:
+                raise ValueError(f"exchange with rank {peer}, which is not one of the ranks {ranks}")
+        sends = [(tensor, dst) for tensor, dst in sends if tensor.numel()]
+        receives = [(tensor, src) for tensor, src in receives if tensor.numel()]
+        return self._exchange(sends, receives, ranks, tag) if sends or receives else Done()
+
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one."""
         self._check_group("all_reduce", ranks)
@@ -97,7 +142,7 @@ class Transport(ABC):
     def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start to fill `outputs[i]` with the tensor of `ranks[i]`, on every one of `ranks`.
 
-        The outputs may differ in their first dim: every rank must know all their shapes.
+        The outputs may differ in one dim: every rank must know all their shapes.
         Raises ValueError when their number, or the shape of this rank's own, does not fit.
         """
         self._check_group("all_gather", ranks)
@@ -112,6 +157,29 @@ class Transport(ABC):
         if all(output.numel() == 0 for output in outputs):
             return Done()
         return self._all_gather(outputs, tensor, ranks)
+
+    def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        """Start to fill `output` with the sum over `ranks` of the pieces meant for this rank.
+
+        `pieces[i]` is what this rank gives to `ranks[i]`.  Pieces for different ranks may differ in one dim; those for
+        one rank have one shape, whoever gives them.  Each is sent once, straight to its rank, which adds them up in
+        rank order; on NCCL the order is NCCL's.
+        Raises ValueError when the number of pieces, or the shape of this rank's own, does not fit.
+        """
+        self._check_group("reduce_scatter", ranks)
+        if len(pieces) != len(ranks):
+            raise ValueError(f"reduce_scatter of {len(pieces)} pieces to {len(ranks)} ranks")
+        own = pieces[ranks.index(self.rank)]
+        if describe(own) != describe(output):
+            raise ValueError(
+                f"reduce_scatter into {describe(output)}, but the piece for rank {self.rank} is {describe(own)}"
+            )
+        if len(ranks) == 1:
+            output.detach().copy_(own.detach())
+            return Done()
+        if all(piece.numel() == 0 for piece in pieces):
+            return Done()
+        return self._reduce_scatter(output, pieces, ranks)
 
     def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Create the communicators of those `groups` that hold this rank.
@@ -164,7 +232,16 @@ class Transport(ABC):
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work: ...
 
     @abstractmethod
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work: ...
+
+    @abstractmethod
     def _connect(self, ranks: tuple[int, ...]) -> None: ...
+
+    def _exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
+    ) -> Work:
+        arriving = [self._irecv(tensor, src, tag) for tensor, src in receives]
+        return Together([*arriving, *(self._isend(tensor, dst, tag) for tensor, dst in sends)])
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world:

@@ -29,11 +29,15 @@ Feeds = Sequence[Sequence[tuple[Tensor, ...]]]
 
 @dataclass
 class Trial:
-    """One rank's losses and gradients of every step, and on rank 0 the whole state after each."""
+    """One rank's losses and gradients of every step, and on rank 0 the whole state after each.
+
+    shares: which parts of parameters the rank holds, and has the gradients of; the whole of all others.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
+    shares: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def run_trial(
@@ -54,11 +58,11 @@ def run_trial(
     worker = Worker(load_rank(source, transport.rank), transport, everything, keys, optimizer)
     worker.use_sizes(sizes)
     worker.drops = False
-    trial = Trial()
+    trial = Trial(shares=worker.shares)
     for feed in feeds:
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
         trial.losses.append(float(worker.step(*batch)))
-        gradients = {n: p.grad for n, p in worker.stage.named_parameters() if p.grad is not None}
+        gradients = worker.gradients()
         trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
         if (state := worker.state_dict()) is not None:
             trial.states.append(state)

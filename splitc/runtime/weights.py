@@ -23,9 +23,22 @@ class Tree(nn.Module):
         return self.get_submodule(name)
 
 
-def build(stage_class: Any, weights: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+def part_of(tensor: Tensor, share: tuple[int, int, int] | None) -> Tensor:
+    """The part of a tensor along (dim, first, one past the last); the whole for None.  A scalar is its only row."""
+    if share is None or (tensor.dim() == 0 and share[1] < share[2]):
+        return tensor
+    return (tensor if tensor.dim() else tensor.reshape(1)).narrow(share[0], share[1], share[2] - share[1])
+
+
+def build(
+    stage_class: Any,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    shares: Mapping[str, tuple[int, int, int]] | None = None,
+) -> nn.Module:
     """A stage on `device` with its own copies of its `weights`, in their dtypes; tied parameters stay tied.
 
+    shares: which part of a weight the stage gets, (dim, first, one past the last); the whole of all others.
     The stage is made without memory first, so each weight is copied once and nothing is initialised in vain.
     Raises LaunchError that lists the weights that are missing or have another shape.
     """
@@ -37,7 +50,7 @@ def build(stage_class: Any, weights: Mapping[str, Tensor], device: torch.device)
     made: dict[Tensor, Tensor] = {}
     for name, empty in needed.items():
         if empty not in made:
-            value = weights[name].detach().to(device, copy=True).contiguous()
+            value = part_of(weights[name].detach(), (shares or {}).get(name)).to(device, copy=True).contiguous()
             made[empty] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
         path, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(path), attribute, made[empty])  # no shortcut: recurrent layers watch this

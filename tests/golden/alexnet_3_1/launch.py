@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the part that worker.data_rank reads
-plan     d6c8356821ea
+plan     61de0fb6c640
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from splitc.runtime import launch
 
 WORLD = 4
-PLAN = "d6c8356821ea"
+PLAN = "61de0fb6c640"
 
 
 def optimizer(params):

@@ -11,19 +11,23 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv import Stage, evaluate, step
 
-from splitc.runtime import Rank
+from splitc.runtime import Rank, Seat
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "d6c8356821ea"
+PLAN = "61de0fb6c640"
 
 rank = Rank(
     index=0,
     world=4,
-    role="conv",
-    examples=(0, 8),                          # its part of the global batch
-    replicas=(0, 1, 2),                       # ranks that hold the same parameters and sum their gradients
-    routes={"fc": ((3, 0, 8),)},              # peer, and the examples that both work on
+    seats=(
+        Seat(
+            role="conv",
+            examples=(0, 8),                  # its part of the global batch
+            replicas=(0, 1, 2),               # ranks that hold the same parameters and sum their gradients
+            routes={"fc": ((3, 0, 8),)},      # peer, and the examples that both work on
+        ),
+    ),
     readers=(0, 1, 2),                        # ranks that read the data
     bounds=(0, 8, 16, 24),                    # where each reader's examples begin
     # what a reader reads: shape, dtype, and how high whole numbers go
@@ -31,5 +35,4 @@ rank = Rank(
         "images": ((-1, 3, 224, 224), "float32", None),
         "target": ((-1,), "int64", 1000),
     },
-    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
 )

@@ -9,21 +9,24 @@ remake   splitc compile <model file> --plan plan.json
 
 from fc import Stage, evaluate, step
 
-from splitc.runtime import Rank
+from splitc.runtime import Rank, Seat
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "d6c8356821ea"
+PLAN = "61de0fb6c640"
 
 rank = Rank(
     index=3,
     world=4,
-    role="fc",
-    examples=(0, 24),                         # its part of the global batch
-    replicas=(3,),                            # ranks that hold the same parameters and sum their gradients
-    routes={"conv": ((0, 0, 8), (1, 8, 16), (2, 16, 24))},  # peer, and the examples that both work on
+    seats=(
+        Seat(
+            role="fc",
+            examples=(0, 24),                 # its part of the global batch
+            replicas=(3,),                    # ranks that hold the same parameters and sum their gradients
+            routes={"conv": ((0, 0, 8), (1, 8, 16), (2, 16, 24))},  # peer, and the examples that both work on
+        ),
+    ),
     readers=(0, 1, 2),                        # ranks that read the data
     bounds=(0, 8, 16, 24),                    # where each reader's examples begin
     inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
-    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
 )

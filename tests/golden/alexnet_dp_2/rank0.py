@@ -9,19 +9,22 @@ remake   splitc compile <model file> --plan plan.json
 
 from all import Stage, evaluate, step
 
-from splitc.runtime import Rank
+from splitc.runtime import Rank, Seat
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "334a496ef1eb"
+PLAN = "50bbfc33b29b"
 
 rank = Rank(
     index=0,
     world=2,
-    role="all",
-    examples=(0, 8),                          # its part of the global batch
-    replicas=(0, 1),                          # ranks that hold the same parameters and sum their gradients
-    routes={},                                # peer, and the examples that both work on
+    seats=(
+        Seat(
+            role="all",
+            examples=(0, 8),                  # its part of the global batch
+            replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
+        ),
+    ),
     readers=(0, 1),                           # ranks that read the data
     bounds=(0, 8, 16),                        # where each reader's examples begin
     # what a reader reads: shape, dtype, and how high whole numbers go
@@ -29,5 +32,4 @@ rank = Rank(
         "images": ((-1, 3, 224, 224), "float32", None),
         "target": ((-1,), "int64", 1000),
     },
-    owners={"all": 0},                        # who gives which parameters to a whole state_dict
 )

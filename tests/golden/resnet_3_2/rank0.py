@@ -11,19 +11,23 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv import Stage, evaluate, step
 
-from splitc.runtime import Rank
+from splitc.runtime import Rank, Seat
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "8504588a9cd5"
+PLAN = "04e8db65c2d1"
 
 rank = Rank(
     index=0,
     world=5,
-    role="conv",
-    examples=(0, 4),                          # its part of the global batch
-    replicas=(0, 1, 2),                       # ranks that hold the same parameters and sum their gradients
-    routes={"fc": ((3, 0, 4),)},              # peer, and the examples that both work on
+    seats=(
+        Seat(
+            role="conv",
+            examples=(0, 4),                  # its part of the global batch
+            replicas=(0, 1, 2),               # ranks that hold the same parameters and sum their gradients
+            routes={"fc": ((3, 0, 4),)},      # peer, and the examples that both work on
+        ),
+    ),
     readers=(0, 1, 2),                        # ranks that read the data
     bounds=(0, 4, 8, 11),                     # where each reader's examples begin
     # what a reader reads: shape, dtype, and how high whole numbers go
@@ -31,5 +35,4 @@ rank = Rank(
         "images": ((-1, 3, 32, 32), "float32", None),
         "target": ((-1,), "int64", 10),
     },
-    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
 )

@@ -9,21 +9,24 @@ remake   splitc compile <model file> --plan plan.json
 
 from fc import Stage, evaluate, step
 
-from splitc.runtime import Rank
+from splitc.runtime import Rank, Seat
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "8504588a9cd5"
+PLAN = "04e8db65c2d1"
 
 rank = Rank(
     index=4,
     world=5,
-    role="fc",
-    examples=(8, 11),                         # its part of the global batch
-    replicas=(3, 4),                          # ranks that hold the same parameters and sum their gradients
-    routes={"conv": ((2, 8, 11),)},           # peer, and the examples that both work on
+    seats=(
+        Seat(
+            role="fc",
+            examples=(8, 11),                 # its part of the global batch
+            replicas=(3, 4),                  # ranks that hold the same parameters and sum their gradients
+            routes={"conv": ((2, 8, 11),)},   # peer, and the examples that both work on
+        ),
+    ),
     readers=(0, 1, 2),                        # ranks that read the data
     bounds=(0, 4, 8, 11),                     # where each reader's examples begin
     inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
-    owners={"conv": 0, "fc": 3},              # who gives which parameters to a whole state_dict
 )

@@ -1,0 +1,75 @@
+"""A recommender in the manner of DLRM: tables hold the parameters, small perceptrons compute.
+
+Four tables of very different sizes hold all but 23,000 of the 9.64 M parameters and compute nothing:
+an example reads a few rows.  Data parallelism still all-reduces every table in every step; on a rank
+of their own the tables stay where they are, and only indices and dense features travel.  So that all
+tables can lie above one cut, `forward` takes the dense features first.
+
+    splitc inspect examples/recommender.py --world 4 --cluster v100-10gbe
+    splitc compile examples/recommender.py --world 4 --cluster v100-10gbe -o build
+    splitc verify examples/recommender.py --world 4
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Recommender(nn.Module):
+    """Dense features, a user, an item, its category and the items seen before -> the logit of a click, (batch,)."""
+
+    def __init__(self, dense: int, users: int, items: int, categories: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(dense, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.users = nn.Embedding(users, width)
+        self.items = nn.Embedding(items, width)
+        self.categories = nn.Embedding(categories, width)
+        self.seen = nn.EmbeddingBag(items, width, mode="mean")
+        pairs = 5 * 4 // 2
+        self.top = nn.Sequential(nn.Linear(width + pairs, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, dense: Tensor, user: Tensor, item: Tensor, category: Tensor, seen: Tensor) -> Tensor:
+        features = self.bottom(dense)
+        tables = self.users(user), self.items(item), self.categories(category), self.seen(seen)
+        return self.top(torch.cat([features, interactions(features, *tables)], dim=1)).squeeze(1)
+
+
+def interactions(*features: Tensor) -> Tensor:
+    """The dot product of every two features, (batch, pairs)."""
+    x = torch.stack(features, dim=1)
+    first, second = torch.triu_indices(len(features), len(features), offset=1)
+    return (x @ x.transpose(1, 2))[:, first, second]
+
+
+def recommender(
+    dense: int = 13,
+    users: int = 200_000,
+    items: int = 50_000,
+    categories: int = 500,
+    width: int = 32,
+    hidden: int = 256,
+) -> nn.Module:
+    """A click model with tables of these many rows."""
+    return Recommender(dense, users, items, categories, width, hidden)
+
+
+model = recommender
+loss = F.binary_cross_entropy_with_logits
+
+
+def example(
+    batch: int = 256, dense: int = 13, users: int = 200_000, items: int = 50_000, categories: int = 500, seen: int = 20
+) -> dict[str, Tensor]:
+    """One rank's batch: dense features, and rows of the tables."""
+    return {
+        "dense": torch.randn(batch, dense),
+        "user": torch.randint(users, (batch,)),
+        "item": torch.randint(items, (batch,)),
+        "category": torch.randint(categories, (batch,)),
+        "seen": torch.randint(items, (batch, seen)),
+    }
+
+
+def target(batch: int = 256) -> Tensor:
+    """Whether the user clicked, 0 or 1."""
+    return torch.randint(2, (batch,)).float()

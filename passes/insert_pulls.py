@@ -1,0 +1,54 @@
+"""Let each layer wait for its own parameters: pulls just before the first node that reads them.
+
+This pass rewrites the stages of roles whose parameters servers hold.  The step's `pull` action lets all buckets begin
+to arrive, in the order of forward; a node in the stage waits for one of them, so that layers compute while the
+parameters of later ones are on their way:
+
+    pool5 = max_pool2d(conv5)              pool5 = max_pool2d(conv5)
+    fc6 = classifier_1(pool5)       ->     pull = pull(role="worker", bucket=1)
+                                           fc6 = classifier_1(pool5)
+
+In the plain form (`Plan.overlap` False; Stanza 5) the action waits for all of them, and no node is inserted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from splitc import comm_ops
+from splitc.checks import buckets_hold_every_gradient, served_parameters_are_pulled, stages_cover_the_graph
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, Stage, copy_graph
+from splitc.served import read_by
+
+
+@dataclass(frozen=True)
+class InsertPulls(Pass):
+    """Insert a pull node for each served bucket."""
+
+    name: ClassVar[str] = "insert-pulls"
+    requires: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
+    ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph, served_parameters_are_pulled)
+
+    def run(self, program: Program) -> Program:
+        if not program.required_plan.overlap:
+            return program
+        stages = (_with_pulls(program, stage) if stage.served else stage for stage in program.stages)
+        return replace(program, stages=tuple(stages))
+
+
+def _with_pulls(program: Program, stage: Stage) -> Stage:
+    graph, _ = copy_graph(stage.graph)
+    waiting = {k: set(bucket) for k, bucket in reversed(list(enumerate(stage.served)))}  # in the order of forward
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue  # a parameter that stands by itself is read by its readers
+        read = read_by(program, node)
+        for k in [k for k, bucket in waiting.items() if bucket & read]:
+            del waiting[k]
+            with graph.inserting_before(node):
+                pull = graph.call_function(comm_ops.pull, (), {"role": stage.role, "bucket": k})
+            of_reader = {key: node.meta[key] for key in ("source", "layer", "role")}
+            pull.meta = {**of_reader, "spec": None, "writes": True}
+    return replace(stage, graph=graph)

@@ -1,0 +1,47 @@
+"""Let linear layers exchange their inputs and output errors instead of their gradients (Practical Lessons 2.1).
+
+This pass rewrites the layers whose placement has sync "late_multiply":
+
+    fc6 = classifier_1(cut0)     ->     fc6 = late_multiply(cut0, classifier_1_weight, classifier_1_bias)
+
+In backward every rank gathers X and E of all ranks while it computes its input gradient, then multiplies: W' = E^T X.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from splitc import comm_ops
+from splitc.checks import graph_is_sound, has_plan
+from splitc.linears import as_linear, parameter_nodes
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, copy_graph
+
+
+@dataclass(frozen=True)
+class LateMultiply(Pass):
+    """Replace linear layers by late_multiply nodes."""
+
+    name: ClassVar[str] = "late-multiply"
+    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
+
+    def run(self, program: Program) -> Program:
+        placements = program.required_plan.placements
+        late = {name for name, place in placements.items() if place.sync == "late_multiply"}
+        if not late:
+            return program
+        graph, _ = copy_graph(program.graph)
+        for node in list(graph.nodes):
+            linear = as_linear(program, node)
+            if linear is None or node.meta.get("layer") not in late:
+                continue
+            weight, bias = parameter_nodes(graph, linear)
+            with graph.inserting_before(node):
+                new = graph.call_function(comm_ops.late_multiply, (linear.value, weight, bias)[: 3 if bias else 2])
+            new.meta, name = dict(node.meta), node.name
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            new.name = name
+        return replace(program, graph=graph)

@@ -1,0 +1,176 @@
+"""Divide the linear layers that a plan shards over the ranks of their group (SplitBrain 3.2, listing 1).
+
+This pass rewrites.  It walks the nodes of every role that has groups, and knows of each value whether a rank has it
+whole or only its part of the last dim:
+
+    columns      whole -> part      each rank has some output features: W[own, :]
+    elementwise  part -> part       relu, dropout, ...
+    rows         part -> whole      each rank multiplies its input features, the products are summed: W[:, own]
+    the rest     whole -> whole     and `shard` gathers what is not
+
+    relu1 = relu(classifier_1(cut0))                relu1 = relu(classifier_1(cut0))               (b, 4096/2)
+    fc7 = classifier_4(relu1)               ->      relu1_whole = shard(relu1, features=4096)      (b, 4096)
+    loss = cross_entropy(fc7, target)               fc7 = classifier_4(relu1_whole)                (b, 1000/2)
+                                                    fc7_whole = shard(fc7, features=1000, partial=False)
+                                                    loss = cross_entropy(fc7_whole, target)
+
+Readers whose gradient is only a part of a sum, the layers divided by columns, read a value that was gathered for them,
+or one that went through `enter`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import fx
+
+from splitc import comm_ops
+from splitc.checks import graph_is_sound, has_plan
+from splitc.elementwise import is_elementwise
+from splitc.errors import PlacementError
+from splitc.linears import Linear, as_linear, parameter_nodes
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, TensorSpec, copy_graph, rename
+from splitc.shard_checks import partial_gradients_are_summed, parts_are_gathered
+
+
+@dataclass(frozen=True)
+class ShardLayers(Pass):
+    """Insert shard, enter and sum_partials nodes."""
+
+    name: ClassVar[str] = "shard-layers"
+    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, parts_are_gathered, partial_gradients_are_summed)
+
+    def run(self, program: Program) -> Program:
+        groups = program.required_plan.groups
+        if not groups:
+            return program
+        graph, _ = copy_graph(program.graph)
+        for role in groups:
+            _Walk(program, graph, role).run()
+        return replace(program, graph=graph)
+
+
+class _Walk:
+    """One way through the nodes of a role."""
+
+    def __init__(self, program: Program, graph: fx.Graph, role: str) -> None:
+        self._program, self._graph, self._role = program, graph, role
+        self._parts: dict[fx.Node, int] = {}  # values of which a rank has a part -> features of the whole
+        self._whole: dict[fx.Node, fx.Node] = {}  # such a value -> its `shard`
+        self._readers: dict[fx.Node, list[fx.Node]] = {}  # a whole value -> the sharded layers that read it
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if node.meta.get("role") != self._role or node.op in ("placeholder", "get_attr"):
+                continue
+            linear = as_linear(self._program, node)
+            place = self._program.required_plan.placements.get(node.meta.get("layer") or "")
+            if linear is not None and place is not None and place.holding == "sharded":
+                self._rows(linear) if place.split == "rows" else self._columns(linear)
+            elif any(n in self._parts for n in node.all_input_nodes):
+                self._reader(node)
+        for value, readers in self._readers.items():
+            self._sum_gradients(value, readers)
+        for node in self._graph.nodes:
+            if node.target is comm_ops.modulo and node.meta["role"] == self._role:
+                readers = self._readers.get(node, [])
+                self._set_partial(node.meta["cut"].name, bool(readers) and set(node.users) == set(readers))
+
+    def _columns(self, linear: Linear) -> None:
+        whole = self._gathered(linear.value)
+        linear.node.replace_input_with(linear.value, whole)
+        self._readers.setdefault(whole, []).append(linear.node)
+        self._parts[linear.node] = _features(linear.node)
+        linear.node.meta["shards"] = {linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0})
+        linear.node.meta["sharded"] = True
+
+    def _rows(self, linear: Linear) -> None:
+        """y = x W^T + b  ->  y = sum_partials(linear(x's part, W's part)) + b."""
+        node, graph = linear.node, self._graph
+        if linear.value not in self._parts:
+            raise PlacementError(
+                f"{node.name} ({node.meta['source']}) is to be divided by rows, but its ranks have the whole of "
+                f"{linear.value.name}; divide the layer before it by columns, or this one too"
+            )
+        weight, bias = parameter_nodes(graph, linear)
+        with graph.inserting_before(node):
+            product = graph.call_function(F.linear, (linear.value, weight))
+            result = graph.call_function(comm_ops.sum_partials, (product,))
+            if bias is not None:
+                summed, result = result, graph.call_function(operator.add, (result, bias))
+                summed.meta = dict(node.meta)
+        product.meta = {**node.meta, "shards": {linear.weight: 1}}
+        result.meta = dict(node.meta)
+        name = node.name
+        if bias is not None:
+            rename(graph, summed, f"{name}_sum")
+        rename(graph, product, f"{name}_part")
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        result.name = name
+
+    def _reader(self, node: fx.Node) -> None:
+        """A node that reads parts: it makes parts of them where it can, and reads the whole where it cannot."""
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)]
+        if (
+            is_elementwise(node)
+            and all(n in self._parts for n in tensors)
+            and len({_shape(n) for n in (*tensors, node)}) == 1
+        ):
+            self._parts[node] = self._parts[tensors[0]]
+            node.meta["sharded"] = True
+            if node.target is comm_ops.dropout:
+                node.update_kwarg("sharded", True)
+            return
+        for value in tensors:
+            if value in self._parts:
+                node.replace_input_with(value, self._gathered(value))
+
+    def _gathered(self, value: fx.Node) -> fx.Node:
+        """`value`, or what gathers its parts."""
+        if value not in self._parts:
+            return value
+        if value not in self._whole:
+            with self._graph.inserting_after(value):
+                whole = self._graph.call_function(
+                    comm_ops.shard, (value,), {"features": self._parts[value], "partial": False}
+                )
+            rename(self._graph, whole, f"{value.name}_whole")
+            whole.meta = {k: v for k, v in value.meta.items() if k not in ("shards", "sharded")}
+            self._whole[value] = whole
+        return self._whole[value]
+
+    def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:
+        """Let the gradients of a value's sharded readers be summed: where it was gathered, or by an `enter`."""
+        if not value.meta["spec"].requires_grad:
+            return
+        only = set(value.users) == set(readers)
+        if only and value.target is comm_ops.shard:
+            value.update_kwarg("partial", True)
+        elif not (only and value.target is comm_ops.modulo):
+            with self._graph.inserting_after(value):
+                entered = self._graph.call_function(comm_ops.enter, (value,))
+            rename(self._graph, entered, f"{value.name}_enter")
+            entered.meta = {k: v for k, v in value.meta.items() if k != "cut"}
+            for reader in readers:
+                reader.replace_input_with(value, entered)
+
+    def _set_partial(self, cut: str, partial: bool) -> None:
+        """Say on all nodes of a value's way whether the gradients of its readers are parts of a sum."""
+        for node in self._graph.nodes:
+            if "cut" in node.meta and (node.meta["cut"].name, node.meta["cut"].consumer) == (cut, self._role):
+                node.meta["cut"] = replace(node.meta["cut"], partial=partial)
+
+
+def _features(node: fx.Node) -> int:
+    return int(node.meta["spec"].shape[-1])
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    spec = node.meta.get("spec")
+    return spec.shape if isinstance(spec, TensorSpec) else ()

@@ -1,0 +1,69 @@
+"""Let BatchNorm normalise over the whole global batch, where a plan asks for it: the exact option.
+
+This pass rewrites the BatchNorm modules of every role that has several ranks:
+
+    bn1 = self.bn1(conv1)     ->     bn1 = batch_norm(conv1, self.bn1)
+
+Without it BatchNorm normalises over what one rank runs in one forward, as under DDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import fx
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from splitc import comm_ops
+from splitc.checks import graph_is_sound, has_plan
+from splitc.errors import PlacementError
+from splitc.pipeline import Check, Pass
+from splitc.program import Program, copy_graph
+
+
+@dataclass(frozen=True)
+class SynchroniseNorms(Pass):
+    """Replace BatchNorm modules by batch_norm nodes.
+
+    Raises PlacementError for one that is a function, and for one in a role that works in turns.
+    """
+
+    name: ClassVar[str] = "synchronise-norms"
+    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
+
+    def run(self, program: Program) -> Program:
+        plan = program.required_plan
+        if not plan.synchronised:
+            return program
+        graph, _ = copy_graph(program.graph)
+        for node in list(graph.nodes):
+            if node.target is F.batch_norm:
+                raise PlacementError(
+                    f"{node.meta['source']}: F.batch_norm cannot be synchronised; make it a module, as nn.BatchNorm2d"
+                )
+            module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if not isinstance(module, _BatchNorm):
+                continue
+            role = node.meta["role"]
+            if role in plan.groups and plan.groups[role].turns > 1:
+                raise PlacementError(
+                    f"{node.meta['source']}: {node.target} lies in role {role}, which sees its batch in turns, so it "
+                    f"cannot be synchronised; use scheme=BK"
+                )
+            if len(plan.replicas(role, plan.roles[role][0])) > 1:
+                _replace(graph, node)
+        return replace(program, graph=graph)
+
+
+def _replace(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        module = graph.create_node("get_attr", str(node.target))
+        module.meta = {**node.meta, "spec": None, "everywhere": False, "is_module": True}
+        new = graph.call_function(comm_ops.batch_norm, (node.args[0], module))
+    new.meta, name = dict(node.meta), node.name
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    new.name = name
