@@ -116,7 +116,8 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str) -> None:
     number = sum(node.target is comm_ops.send and node.meta["cut"].name.startswith("cut") for node in graph.nodes)
     name = value.name if value.op == "placeholder" else f"cut{number}"
     leaves, enters = (r in plan.groups and spec.batch_dim is not None for r in (producer, role))
-    cut = Cut(name, value.name, producer, role, spec, spec.requires_grad, local, enters, leaves=leaves)
+    source = str(value.target) if value.op == "placeholder" else value.name
+    cut = Cut(name, source, producer, role, spec, spec.requires_grad, local, enters, leaves=leaves)
     last, kept = _last_of_role(value), value
     if leaves:
         last = kept = _chained(graph, last, comm_ops.keep, (value,), {"cut": name}, f"kept_{name}", value, cut)

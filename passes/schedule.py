@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from splitc import comm_ops
+from splitc.action_checks import actions_are_complete
 from splitc.actions import Action
 from splitc.checks import no_deadlock, sends_meet_receives, served_buckets_travel, stages_cover_the_graph
 from splitc.pipeline import Check, Pass
@@ -34,7 +35,8 @@ class Schedule(Pass):
 
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
-    ensures: ClassVar[tuple[Check, ...]] = (sends_meet_receives, no_deadlock, served_buckets_travel)
+    ensures: ClassVar[tuple[Check, ...]] = (
+        actions_are_complete,sends_meet_receives, no_deadlock, served_buckets_travel)
 
     def run(self, program: Program) -> Program:
         return replace(program, parts=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.parts))

@@ -102,6 +102,10 @@ class _Walk:
             product = graph.call_function(F.linear, (linear.value, weight))
             result = graph.call_function(comm_ops.sum_partials, (product,))
             if bias is not None:
+                spec = node.meta["spec"]
+                if self._program.holdings[_first(self._program, linear.bias)].dtype != spec.dtype:  # under autocast
+                    bias = graph.call_method("to", (bias, spec.dtype))
+                    bias.meta = {**node.meta, "spec": None}
                 summed, result = result, graph.call_function(operator.add, (result, bias))
                 summed.meta = dict(node.meta)
         product.meta = {**node.meta, "shards": {linear.weight: 1}}
@@ -165,6 +169,11 @@ class _Walk:
         for node in self._graph.nodes:
             if "cut" in node.meta and (node.meta["cut"].name, node.meta["cut"].consumer) == (cut, self._role):
                 node.meta["cut"] = replace(node.meta["cut"], partial=partial)
+
+
+def _first(program: Program, name: str | None) -> str:
+    """The first name of a tensor that may have several."""
+    return next(h.name for h in program.holdings.values() if name in (h.name, *h.names))
 
 
 def _features(node: fx.Node) -> int:

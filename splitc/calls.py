@@ -49,8 +49,6 @@ class Call:
 
 def require_recordable(call: Call) -> None:
     """Raise Unsupported for what a graph, or its generated code, cannot hold."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise Unsupported("autocast inside the model is not traced; wrap the training step in it instead")
     if call.name in RANDOM:
         raise Unsupported(random_text(call.name))
     if call.name in ("register_hook", "backward"):

@@ -1,8 +1,8 @@
 """Group the nodes of a graph into layers.
 
 A layer is a node that owns parameters, with the parameterless nodes that follow it; a parameterless node belongs to
-the topologically last layer it depends on, else to the first.  So a max-pool after the last convolution is part of it,
-and a cut above the next layer sends the pooled activations.
+the topologically last layer it depends on, else, made of inputs alone, to that of its first reader.  So a max-pool
+after the last convolution is part of it, and a cut above the next layer sends the pooled activations.
 
 Some nodes can be computed anywhere from nothing that crosses a cut: sizes, constants, masks made of them.  They are
 marked `meta["everywhere"]` and every role that reads one gets its own copy.
@@ -22,20 +22,27 @@ def group_layers(program: Program) -> dict[str, Any]:
     parameters = {alias for h in program.holdings.values() if h.parameter for alias in (h.name, *h.names)}
     members: dict[str, list[fx.Node]] = {}
     index: dict[fx.Node, int] = {}
+    waiting: list[fx.Node] = []  # made of inputs alone, and not read yet
     _mark_everywhere(program.graph, parameters)
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         name = _owner(program, node, parameters)
-        before = max((index[n] for n in node.all_input_nodes if n in index), default=0)
+        below = [index[n] for n in node.all_input_nodes if n in index]
         if name is not None:
-            name = _label(name, list(members), before)
-        elif len(members) > before:
-            name = list(members)[before]
+            name = _label(name, list(members), max(below, default=0))
+        elif below:
+            name = list(members)[max(below)]
         else:
-            name = _first_owner(program, parameters)
+            waiting.append(node)
+            continue
         members.setdefault(name, []).append(node)
         index[node] = list(members).index(name)
+        _take(node, name, members, index, waiting)
+    if waiting:  # nothing of a layer reads them
+        name = next(iter(members), None) or _first_owner(program, parameters)
+        members.setdefault(name, []).extend(waiting)
+        index.update(dict.fromkeys(waiting, list(members).index(name)))
     for node in program.graph.nodes:  # a parameter or buffer belongs to the first layer that reads it
         if node.op == "get_attr" and node.users:
             first = min(index[user] for user in node.users if user in index)
@@ -45,6 +52,22 @@ def group_layers(program: Program) -> dict[str, Any]:
         _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters) for name, nodes in members.items()
     )
     return {"layers": layers, "frozen_layers": tuple(layer.name for layer in layers if _is_frozen(program, layer))}
+
+
+def _take(
+    reader: fx.Node,
+    name: str,
+    members: dict[str, list[fx.Node]],
+    index: dict[fx.Node, int],
+    waiting: list[fx.Node],
+) -> None:
+    """Let what `reader` reads of the waiting nodes, and what those read, belong to its layer."""
+    for node in reader.all_input_nodes:
+        if node in waiting:
+            waiting.remove(node)
+            members[name].append(node)
+            index[node] = index[reader]
+            _take(node, name, members, index, waiting)
 
 
 def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:

@@ -31,6 +31,9 @@ def partial_gradients_are_summed(program: Program) -> list[str]:
 def _values(program: Program, role: str) -> Iterator[str]:
     has: dict[fx.Node, str] = {}
     for node in _nodes(program, role):
+        if node.target in (comm_ops.recv, comm_ops.modulo):
+            has[node] = "whole"
+            continue
         reads = {n: has.get(n, "whole") for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)}
         wanted, makes = _rule(program, node, set(reads.values()))
         for value, state in reads.items():
@@ -86,9 +89,9 @@ def _gradients(program: Program, role: str) -> Iterator[str]:
 
 
 def _nodes(program: Program, role: str) -> Iterator[fx.Node]:
-    skipped = (comm_ops.send, comm_ops.keep, comm_ops.all_reduce, comm_ops.push)
     for node in program.graph.nodes:
-        if node.meta.get("role") == role and node.op not in ("get_attr", "output") and node.target not in skipped:
+        is_value = node.op not in ("get_attr", "output") and node.target not in (comm_ops.all_reduce, comm_ops.push)
+        if node.meta.get("role") == role and is_value:
             yield node
 
 

@@ -85,7 +85,7 @@ class _Writer:
             return f"{cut.name}_own"
         stage = self._stage(cut.producer)
         if cut.value in stage.inputs:
-            names = {node.name: name for node, name in variables(stage.graph).items()}
+            names = {str(n.target): name for n, name in variables(stage.graph).items() if n.op == "placeholder"}
             return names[cut.value]
         return cut.name
 

@@ -24,7 +24,6 @@ from splitc.dropouts import drops_inside, written_out
 from splitc.errors import CaptureError
 from splitc.evaluate import DYNAMIC, Evaluator
 from splitc.inplace import Sharing, assigned, counting, functional
-from splitc.program import under_autocast
 from splitc.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.refusals import DATA, Unsupported, writes_text
 from splitc.user_code import user_line
@@ -97,13 +96,8 @@ class Tracer:
         return result if new.written is None else self._write(new.written, result)
 
     def _require_recordable(self, call: Call) -> None:
-        """Raise Unsupported for what no graph can hold; the autocast of the whole trace is none of it."""
-
-        def check() -> None:
-            with under_autocast(self._root, None):
-                require_recordable(call)
-
-        self.evaluator.unrecorded(check)
+        """Raise Unsupported for what no graph can hold."""
+        self.evaluator.unrecorded(lambda: require_recordable(call))
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """Plain Python, or a node for the value; a tuple comes back as a tuple of those."""

@@ -288,6 +288,9 @@ def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, exact: 
             for name, error in _errors({**part, **trial.gradients[step]}, part, unrounded).items()
             if error > tolerance
         }
+        nobodys = {name for name in wanted if not any(name in trial.gradients[step] for trial in trials)}
+        if missing := [layer for layer in program.layers if nobodys.intersection(layer.holdings)]:
+            return f"layer {missing[-1].name} ({missing[-1].source}): no rank has its gradient"
         layers = [layer for layer in program.layers if wrong.intersection(layer.holdings)]
         if not layers and not loss_differs:
             continue

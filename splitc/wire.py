@@ -188,14 +188,20 @@ def _node(
         everyone = plan.examples[stage.role][-1]
         for what, value in (("X", node.args[0]), ("E", node)):
             given = value.meta["spec"]  # type: ignore[union-attr]
-            sent = (len(replicas) - 1) * given.nbytes(examples)
+            nbytes = given.nbytes(examples) // given.dtype.itemsize * spec.dtype.itemsize  # both in the dtype of E
+            sent = (len(replicas) - 1) * nbytes
             yield from _collective(f"{what} {label}", replicas, given.at(everyone), spec.dtype, sent)
     elif target is comm_ops.batch_norm:
         given = node.args[0].meta["spec"]  # type: ignore[union-attr]
-        numbers, dtype = (2 * spec.shape[1], spec.dtype) if backward else (2 * spec.shape[1] + 1, torch.float64)
+        numbers, dtype = (2 * spec.shape[1], _wide(spec.dtype)) if backward else (2 * spec.shape[1] + 1, torch.float64)
         if given.requires_grad or not backward:
             sent = (op.returned if backward else op.sent)(numbers * dtype.itemsize, len(replicas))
             yield from _collective(f"{'d_' if backward else ''}{label}", replicas, (numbers,), dtype, sent)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of values are computed in."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _reduce(program: Program, stage: Stage, rank: int, bucket: str) -> Iterator[WireOp]:

@@ -72,7 +72,6 @@ FORGOTTEN = [
         mixed,
         comm_ops.shard,
         r"needs the whole of relu_1",
-        marks=pytest.mark.xfail(reason="shard_checks passes over `keep`: parts may leave a role", strict=True),
     ),
 ]
 

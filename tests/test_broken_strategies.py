@@ -145,7 +145,6 @@ def test_late_multiplied_layers_that_are_never_multiplied_do_not_hold(make: Call
     assert not result.holds and re.match(r"fc\d\.weight \(gradient\)", result.worst)
 
 
-@pytest.mark.xfail(reason="verify._suspect passes over gradients that no rank has, and blames the optimizer")
 @pytest.mark.parametrize("make", [late, mixed])
 def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], CompiledProgram]) -> None:
     result = edited(make(), r"\n    \w+\.multiply\(\).*", "").verify(steps=1)
@@ -246,8 +245,6 @@ LOCAL = [
 ]
 
 
-@pytest.mark.xfail(reason="no check asks whether all ranks leave out the same action; the generated program fails, "
-                          "or does without it what the list says it does not")  # fmt: skip
 @pytest.mark.parametrize(("make", "action"), LOCAL)
 def test_an_action_that_all_ranks_leave_out_is_named_by_a_check(
     make: Callable[[], CompiledProgram], action: str
@@ -258,8 +255,14 @@ def test_an_action_that_all_ranks_leave_out_is_named_by_a_check(
     assert any(value in problem for problem in problems), problems
 
 
-@pytest.mark.xfail(reason="Seat.spread only asserts that there is a gradient", raises=AssertionError)
 def test_a_gradient_that_never_arrived_is_told_where_it_is_spread() -> None:
     program = edited(mixed(), r"    cut2\.backward\(d_cut2\)\n", "")
     with pytest.raises(RuntimeError, match="no gradient arrived"):
         program.verify(steps=1)
+
+
+def test_an_error_in_an_edited_program_names_its_file_and_line() -> None:
+    program = edited(sharded(), r"rank\.shard\((.*), features=14\)", r"\1")
+    with pytest.raises(RuntimeError) as caught:
+        program.verify(steps=1)
+    assert any(re.match(r"in conv_fc.py, line \d+: .*fc", note) for note in caught.value.__notes__)

@@ -63,8 +63,8 @@ def inner_gradient(m: Any, x: Tensor) -> Tensor:
 
 
 def autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return m.fc(x)  # here
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # here
+        return m.fc(x)
 
 
 def noise(m: Any, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     ),
     (hook, "register_hook() acts on gradients on their way, which a graph would lose", {}),
     (inner_gradient, "torch.autograd.grad acts on gradients on their way", {}),
-    (autocast, "autocast inside the model is not traced; wrap the training step in it instead", {}),
+    (autocast, "forward enters torch.autocast in bfloat16 itself", {}),
     (noise, "randn_like draws random numbers, and each rank would draw others", {}),
     (own_generator, "bernoulli_ is traced for a plain probability and one row for each example", {}),
     (foreign_module, "a parameter of shape (8, 8) is used that the model does not own", {"others": [nn.Linear(8, 8)]}),

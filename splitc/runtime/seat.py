@@ -215,7 +215,9 @@ class Seat:
 
     def spread(self, gradient: Tensor | None, dim: int = 0, rows: int = 1) -> Tensor:
         """The gradient of all the group's examples, of which each rank has its own."""
-        assert self._gathering is not None and gradient is not None
+        assert self._gathering is not None
+        if gradient is None:
+            raise RuntimeError(f"rank {self.rank.index}: no gradient arrived for what role {self.role} kept")
         return self._gathering.spread_gradients(gradient, [n * rows for n in self._rows()], dim)
 
     def shard(self, value: Tensor, features: int, partial: bool = True) -> Tensor:

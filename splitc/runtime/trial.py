@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,12 +63,28 @@ def run_trial(
     trial = Trial(shares=worker.shares)
     for feed in feeds:
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
-        trial.losses.append(float(worker.step(*batch)))
+        with _naming_the_line(source):
+            trial.losses.append(float(worker.step(*batch)))
         gradients = worker.gradients()
         trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
         if (state := worker.state_dict()) is not None:
             trial.states.append(state)
     return trial
+
+
+@contextmanager
+def _naming_the_line(source: Path | Mapping[str, str]) -> Iterator[None]:
+    """Say which line of which generated file an error comes from: a person may have edited it."""
+    generated = {path.name for path in source.glob("*.py")} if isinstance(source, Path) else set(source)
+    try:
+        yield
+    except Exception as error:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            name = re.split(r"[/\\ ]", frame.filename.rstrip(">"))[-1]
+            if name in generated:
+                error.add_note(f"in {name}, line {frame.lineno}: {frame.line}")
+                break
+        raise
 
 
 def torchrun_trial(
