@@ -199,7 +199,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cluster", default="v100-10gbe", metavar="NAME", help="what plans are made for (default: v100-10gbe)"
     )
-    parser.add_argument("--rate", help="shape each rank's link: 230Mbit, or one for each rank: 230Mbit,100Mbit")
+    parser.add_argument(
+        "--rate",
+        default="800Mbit",
+        help="of each rank's link, below what loses frames: 230Mbit, or one for each rank: 230Mbit,100Mbit "
+        "(default: %(default)s)",
+    )
     return parser
 
 
