@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from splitc.api import CompiledProgram, compile
     from splitc.cluster import Cluster, Device, Link
     from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
-    from splitc.plan import Candidate, Placement, Plan
-    from splitc.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
+    from splitc.plan import Candidate, Grouping, Placement, Plan
+    from splitc.strategies import (
+        Auto,
+        DataParallel,
+        HybridSingle,
+        LateMultiply,
+        LayerSeparation,
+        ModuloShard,
+        ParameterServer,
+        SingleDevice,
+    )
     from splitc.verify import Verification
 
 _HOMES = {
@@ -36,10 +45,15 @@ _HOMES = {
     "Plan": "plan",
     "Placement": "plan",
     "Candidate": "plan",
+    "Grouping": "plan",
     "Auto": "strategies",
     "SingleDevice": "strategies",
     "DataParallel": "strategies",
     "LayerSeparation": "strategies",
+    "HybridSingle": "strategies",
+    "LateMultiply": "strategies",
+    "ModuloShard": "strategies",
+    "ParameterServer": "strategies",
     "Verification": "verify",
 }
 
@@ -52,10 +66,15 @@ __all__ = [
     "CostError",
     "DataParallel",
     "Device",
+    "Grouping",
+    "HybridSingle",
     "InternalError",
+    "LateMultiply",
     "LaunchError",
     "LayerSeparation",
     "Link",
+    "ModuloShard",
+    "ParameterServer",
     "Placement",
     "PlacementError",
     "Plan",

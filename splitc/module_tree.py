@@ -26,6 +26,8 @@ class ModuleTree:
             call = construction(program.root.get_submodule(path))
             assert call is not None, path
             self._modules[path] = call
+        divided = {name.rpartition(".")[0] for stage in stages for name in stage.shards}
+        self._notes = {path: "  # a rank has a part of it, see its shares" for path in self._modules if path in divided}
         self._tensors = {
             path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
         }
@@ -60,6 +62,7 @@ class ModuleTree:
             for path in self._children(""):
                 first, *rest = self._value(path)
                 lines += [f"self.{path} = {first}", *rest]
+                lines[-1] += self._notes.get(path, "")
         else:
             lines = ["super().__init__({", *self._entries(""), "})"]
         for path in self._tensors:
@@ -101,7 +104,7 @@ class ModuleTree:
         lines = []
         for path, (first, *rest) in values:
             lines += [f"{literal(_last(path))}: {first}", *rest]
-            lines[-1] += ","
+            lines[-1] += "," + self._notes.get(path, "")
         return [f"    {line}" for line in lines]
 
     # -- tensors -----------------------------------------------------------------------------------------------------

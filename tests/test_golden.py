@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.alexnet import alexnet
+from examples.mlp import mlp
 from examples.resnet import resnet18
 from splitc.actions import parse_actions, print_actions
 from splitc.api import CompiledProgram
-from splitc.plan import Plan
+from splitc.plan import Placement, Plan
 from splitc.printer import print_program
 from tests.compiled import class_batch, compiled
 
@@ -41,7 +42,39 @@ def data_parallel_alexnet() -> CompiledProgram:
     return compiled(alexnet(), (x,), y, F.cross_entropy, 2, "data_parallel")
 
 
-PROGRAMS = {"alexnet_3_1": separated_alexnet, "resnet_3_2": two_fc_ranks, "alexnet_dp_2": data_parallel_alexnet}
+def mixed_alexnet() -> CompiledProgram:
+    """Convolutions all-reduced, fc6 sharded in groups of 2, fc7 late-multiplied, fc8 on one rank."""
+    x, y = class_batch((4, 3, 64, 64))
+    pins = {
+        "classifier.1": Placement(holding="sharded", group=2),
+        "classifier.4": Placement(sync="late_multiply"),
+        "classifier.6": Placement(role="fc"),
+    }
+    return compiled(alexnet(0.25, 10), (x,), y, F.cross_entropy, 4, pins=pins)
+
+
+def modulo_mlp() -> CompiledProgram:
+    """Layers divided by columns and by rows in groups of 2, in turns; a weighted mean."""
+    x, y = class_batch((4, 20))
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    pins = {"hidden.0": "conv", "hidden.1": Placement(holding="sharded"), "output": Placement(holding="sharded")}
+    return compiled(mlp(20, (16, 33), 10), (x,), y, loss, 4, "modulo_shard(mp=2)", pins=pins)
+
+
+def served_mlp() -> CompiledProgram:
+    """Two workers, two servers on ranks of their own."""
+    x, y = class_batch((4, 20))
+    return compiled(mlp(20, (16, 33), 10), (x,), y, F.cross_entropy, 4, "parameter_server(servers=2)")
+
+
+PROGRAMS = {
+    "alexnet_3_1": separated_alexnet,
+    "resnet_3_2": two_fc_ranks,
+    "alexnet_dp_2": data_parallel_alexnet,
+    "alexnet_mixed_4": mixed_alexnet,
+    "mlp_modulo_4": modulo_mlp,
+    "mlp_served_2_2": served_mlp,
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -9,26 +9,35 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
+from collections.abc import Collection
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cost_models.devices import load_cluster
 from cost_models.local import THIS_MACHINE, measured_before
+from passes.pins import unknown_words
 from passes.place import Place
 from splitc.api import CompiledProgram, Settings, analyse, autocast_for, require_autocast, specialise
+from splitc.build import WEIGHTS
 from splitc.cli.alone import runs_alone
 from splitc.cli.progress import Step
 from splitc.cluster import Cluster
 from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
 from splitc.model_file import ModelFile, load_model
+from splitc.names import near_name
 from splitc.pipeline import Pass
-from splitc.plan import Plan
+from splitc.plan import Placement, Plan
 from splitc.plan_file import read_plan_file
 from splitc.printer import print_program
 from splitc.program import Program
 from splitc.strategies import Strategy, parse_strategy
+
+_PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 
 
 def compiled(args: argparse.Namespace, plan_path: str | None = None) -> CompiledProgram:
@@ -75,7 +84,8 @@ def _analysed(file: ModelFile, verbose: bool, autocast: torch.dtype | None) -> P
 def _settings(args: argparse.Namespace) -> Settings:
     """What was asked for besides the model.  Raises with all problems at once, before anything is imported."""
     problems: list[SplitcError] = []
-    strategy, cluster, pins, autocast = None, None, {}, None
+    strategy, cluster, autocast = None, None, None
+    pins: dict[str, str | Placement] = {}
     if args.world is None:
         problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
     try:
@@ -118,16 +128,61 @@ def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
         return load_cluster(None)
 
 
-def parse_pins(pairs: list[str]) -> dict[str, str]:
-    """`["classifier.*=fc"]` -> pattern and role; a later one of the same pattern counts."""
-    pins: dict[str, str] = {}
+def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:
+    """`["classifier.*=fc", "head=holding:sharded,group:2"]` -> pattern and role, or Placement.
+
+    Of one pattern the later one counts, part by part.  Raises PlacementError with all that cannot be read.
+    """
+    pins: dict[str, str | Placement] = {}
+    problems: list[str] = []
     for pair in pairs:
-        pattern, _, role = (part.strip() for part in pair.rpartition("="))
-        if not pattern or not role:
-            raise PlacementError(f"--pin {pair}: write PATTERN=ROLE, for example --pin 'classifier.*=fc'")
-        pins.pop(pattern, None)
-        pins[pattern] = role
+        pattern, _, text = (part.strip() for part in pair.rpartition("="))
+        if not pattern or not text:
+            problems.append(f"--pin {pair}: write PATTERN=PLACEMENT, for example {_PIN}")
+            continue
+        parts, wrong = _parts(text)
+        wrong = wrong or unknown_words(Placement(**parts))
+        problems += [f"--pin {pair}: {problem}" for problem in wrong]
+        if wrong:
+            continue
+        before = pins.pop(pattern, Placement())
+        placement = replace(Placement(role=before) if isinstance(before, str) else before, **parts)
+        only_role = placement == Placement(role=placement.role) and placement.role is not None
+        pins[pattern] = str(placement.role) if only_role else placement
+    if problems:
+        raise PlacementError(problems[0] if len(problems) == 1 else bullets("these pins cannot be read:", problems))
     return pins
+
+
+def _parts(text: str) -> tuple[dict[str, Any], list[str]]:
+    """The parts of a placement by name, and what is wrong with them; a single word is a role."""
+    if ":" not in text and "," not in text:
+        return {"role": text}, []
+    known = [part.name for part in fields(Placement)]
+    parts: dict[str, Any] = {}
+    wrong: list[str] = []
+    for item in text.split(","):
+        name, colon, value = (word.strip() for word in item.partition(":"))
+        if not colon:
+            wrong.append(f"{name!r} has no name; write parts as in {_PIN}")
+        elif name not in known:
+            wrong.append(f"there is no part {name!r}; {near_name(name, known)}there are {', '.join(known)}")
+        elif not value:
+            wrong.append(f"{name} has no value")
+        elif name in parts:
+            wrong.append(f"{name} is given twice")
+        else:
+            parts[name] = int(value) if name == "group" and re.fullmatch(r"-?[0-9]{1,18}", value) else value
+    return parts, wrong
+
+
+def listed(files: Collection[str], standalone: bool = False) -> str:
+    """What a build holds, briefly: `conv.py conv_fc.py rank0.py..rank3.py launch.py plan.json weights.pt`."""
+    ranks = [name for name in files if re.fullmatch(r"rank[0-9]+\.py", name)]
+    last = ("launch.py", "plan.json")
+    between = [] if not ranks else [ranks[0]] if len(ranks) == 1 else [f"{ranks[0]}..{ranks[-1]}"]
+    names = [name for name in files if name not in (*ranks, *last)]
+    return " ".join([*names, *between, *last, WEIGHTS, *(["splitc/"] if standalone else [])])
 
 
 def parse_autocast(name: str | None) -> torch.dtype | None:

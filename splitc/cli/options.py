@@ -46,6 +46,9 @@ splitc COMMAND --help shows more.
   splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
   splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
       --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
+  splitc inspect examples/alexnet.py --world 4 \\
+      --pin 'classifier.1=holding:sharded,group:2' \\
+      --pin 'classifier.4=sync:late_multiply' --pin 'classifier.6=role:fc'
   splitc inspect examples/alexnet.py --world 4 --json > report.json
 """,
     "compile": """examples:
@@ -195,8 +198,10 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
         "--pin",
         action="append",
         default=[],
-        metavar="PATTERN=ROLE",
-        help="place the layers that match in a role, 'classifier.*=fc'; the later one counts; may be repeated",
+        metavar="PATTERN=PLACEMENT",
+        help="fix where the layers that match are placed: a role, 'classifier.*=fc', or parts by name, "
+        "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split); the later one counts, "
+        "part by part; may be repeated",
     )
     parser.add_argument(
         "--global-batch",

@@ -1,0 +1,22 @@
+"""Train AlexNet on 4 ranks: mixed, conv ranks 0 to 3, fc ranks 0 to 3, fc2 ranks 0 to 3, fc3 rank 0.  Written by splitc 0.1.0; yours to edit.
+
+run      torchrun --nproc-per-node 4 launch.py --steps 10
+         --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
+                                  (inputs..., target), of the part that worker.data_rank reads
+plan     e26595724f14
+"""
+
+import torch
+
+from splitc.runtime import launch
+
+WORLD = 4
+PLAN = "e26595724f14"
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+if __name__ == "__main__":
+    launch.main(__file__, WORLD, optimizer)

@@ -1,0 +1,22 @@
+"""Train MLP on 4 ranks: parameter_server, worker ranks 0 1.  Written by splitc 0.1.0; yours to edit.
+
+run      torchrun --nproc-per-node 4 launch.py --steps 10
+         --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
+                                  (inputs..., target), of the part that worker.data_rank reads
+plan     6c92f598fa9c
+"""
+
+import torch
+
+from splitc.runtime import launch
+
+WORLD = 4
+PLAN = "6c92f598fa9c"
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+if __name__ == "__main__":
+    launch.main(__file__, WORLD, optimizer)

@@ -1,0 +1,41 @@
+"""Rank 2 of 4 of MLP: role "server".  Written by splitc 0.1.0; yours to edit.
+
+sends    4.92 kB a step, 5 operations on the wire
+run      torchrun --nproc-per-node 4 launch.py
+remake   splitc compile <model file> --plan plan.json
+"""
+
+from server import SERVED, Stage, evaluate, step
+
+from splitc.runtime import Rank, Seat
+
+__all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
+
+PLAN = "6c92f598fa9c"
+
+rank = Rank(
+    index=2,
+    world=4,
+    seats=(
+        Seat(
+            role="server",
+            replicas=(2,),
+            # its rows of each parameter: dim, first, one past the last
+            shares={
+                "hidden.0.weight": (0, 0, 0),
+                "hidden.0.bias": (0, 0, 0),
+                "hidden.1.weight": (0, 0, 15),
+                "hidden.1.bias": (0, 0, 33),
+                "output.weight": (0, 0, 10),
+                "output.bias": (0, 0, 10),
+            },
+            # role, and the ranks that it serves
+            workers={
+                "worker": (0, 1),
+            },
+        ),
+    ),
+    readers=(0, 1),                           # ranks that read the data
+    bounds=(0, 4, 8),                         # where each reader's examples begin
+    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+)

@@ -1,0 +1,51 @@
+"""Role "server" of MLP: ranks 2 3 of 4.  Written by splitc 0.1.0; yours to edit.
+
+holds    its rows of the parameters, which rankN.py lists
+plan     6c92f598fa9c
+"""
+
+import torch
+from torch import nn
+
+from served import SERVED
+
+PLAN = "6c92f598fa9c"
+
+
+class Stage(nn.Module):
+    """Parameter names are those of the original model, so its checkpoints load."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.ModuleDict({
+            "0": nn.ParameterDict({
+                "weight": nn.Parameter(torch.empty((16, 20))),
+                "bias": nn.Parameter(torch.empty((16,))),
+            }),
+            "1": nn.ParameterDict({
+                "weight": nn.Parameter(torch.empty((33, 16))),
+                "bias": nn.Parameter(torch.empty((33,))),
+            }),
+        })
+        self.output = nn.ParameterDict({
+            "weight": nn.Parameter(torch.empty((10, 33))),
+            "bias": nn.Parameter(torch.empty((10,))),
+        })
+
+    def forward(self, rank):
+        return None
+
+
+def step(rank, stage):
+    """One batch forward and backward; the gradients are left in `.grad`, summed over the workers."""
+    rank.serve(stage, SERVED)               # parameters, to the workers
+    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    rank.collect(stage, SERVED)             # gradients, summed over the workers
+    return total.wait()
+
+
+def evaluate(rank, stage):
+    """The loss of one batch, forward only."""
+    rank.serve(stage, SERVED)               # parameters, to the workers
+    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    return total.wait()
