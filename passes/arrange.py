@@ -123,22 +123,31 @@ def _names(places: list[tuple[int, tuple[str, int]]]) -> dict[tuple[int, tuple[s
 def with_pins(request: Request, wishes: Mapping[str, Wish], fc: Wish | None = None) -> dict[str, Wish]:
     """The wishes, with the parts that pins ask for in their place.
 
-    A layer pinned to role "conv" is on all ranks; to "fc", what `fc` wishes, by default on one rank.
+    A layer pinned to role "conv" is on all ranks; to "fc", what `fc` wishes, by default on one rank.  A layer pinned to
+    be sharded is in groups of the size that `fc` has, by default the smallest that divides the ranks.  Sync "none" is
+    no wish of its own: it holds where nobody else trains the layer, which `fitting` checks.
     """
+    smallest = next((size for size in range(2, request.world) if request.world % size == 0), max(2, request.world))
     pinned = dict(wishes)
     for layer, pin in request.pins.items():
         asked, wish = pin.placement, wishes[layer]
         if asked.role is not None:
-            wish = (fc or Wish(ONE)) if asked.role == "fc" else replace(wish, where=ALL, group=1, holding="replicated")
+            wish = (fc or Wish(ONE)) if asked.role == "fc" else _whole(wish)
+        if asked.group is not None:
+            wish = replace(wish, group=asked.group) if asked.group > 1 else _whole(wish, wish.where)
         if asked.holding == "sharded":
-            wish = replace(wish, where=ALL, holding="sharded", group=max(wish.group, 2), split="columns")
+            size = wish.group if wish.group > 1 else smallest if fc is None else fc.group
+            wish = replace(wish, where=ALL, holding="sharded", group=asked.group or size, split="columns")
         elif asked.holding is not None:
             wish = replace(wish, holding=asked.holding, split=None)
-        if asked.group is not None:
-            wish = replace(wish, group=asked.group)
         if asked.sync not in (None, "none"):
             wish = replace(wish, sync=asked.sync)
         if asked.split is not None:
             wish = replace(wish, split=asked.split)
         pinned[layer] = wish
     return pinned
+
+
+def _whole(wish: Wish, where: str = ALL) -> Wish:
+    """Without groups, on all ranks or one."""
+    return replace(wish, where=where, group=1, holding="replicated", split=None)

@@ -20,6 +20,7 @@ from passes.pins import Pin, contradictions
 from passes.separation import Separation
 from splitc import units
 from splitc.cluster import Cluster, Device
+from splitc.linears import Linear, linear_layers
 from splitc.plan import Grouping, Placement, share_out
 from splitc.program import Holding, Program, TensorSpec
 
@@ -93,17 +94,28 @@ class Request:
         return held
 
     @cached_property
+    def linears(self) -> dict[str, tuple[Linear, ...]]:
+        """The layers that can be divided or late-multiplied -> their uses."""
+        return linear_layers(self.program)
+
+    @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Layer -> the dtype it computes in: its parameters', else its values'."""
+        """Layer -> the dtype it computes in: autocast's where values of the layer have it, else its parameters'.
+
+        A layer without parameters has its values'.  A device without a rate for autocast's dtype gains nothing by it:
+        its layers are priced in their parameters'.
+        """
+        autocast, rates = self.program.autocast, self.cluster.device.flop_rate
         nodes = {node.name: node for node in self.program.graph.nodes}
         found = {}
         for layer in self.program.layers:
-            dtypes = [self.program.holdings[name].dtype for name in layer.holdings]
-            for name in layer.nodes:
-                spec = nodes[name].meta.get("spec")
-                dtypes += [spec.dtype] if isinstance(spec, TensorSpec) else []
+            specs = [nodes[name].meta.get("spec") for name in layer.nodes]
+            values = [spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
+            dtypes = [self.program.holdings[name].dtype for name in layer.holdings] + values
             floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-            found[layer.name] = str(floating[0] if floating else torch.float32)[len("torch.") :]
+            if autocast in values and str(autocast).removeprefix("torch.") in rates:
+                floating.insert(0, autocast)
+            found[layer.name] = str(floating[0] if floating else torch.float32).removeprefix("torch.")
         return found
 
 
@@ -188,7 +200,7 @@ def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
     return [
         f"pin {pin.pattern!r} asks for sync 'none' of {layer}, whose gradient must be summed when several ranks hold it"
         for layer, pin in request.pins.items()
-        if layer in layers and pin.placement.sync == "none" and request.gradient(layer)
+        if layer in layers and pin.placement.sync == "none" and request.gradient_of(layer)
     ]
 
 

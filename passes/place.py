@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from cost_models.devices import load_cluster
-from passes.families import Offer, Request, data_parallel, single_device
-from passes.fc_families import Pricing, late_multiply, mixed, modulo_shard
+from passes.families import Offer, Request, data_parallel, single_device, unsummed
+from passes.late_family import late_multiply
+from passes.mixed_family import mixed
+from passes.modulo_family import modulo_shard
 from passes.parameter_server import parameter_server
-from passes.pins import resolve_pins
+from passes.pins import MIXED, resolve_pins
+from passes.pricing import Pricing
 from passes.reasons import reasons
 from passes.rewriting import rewrites
 from passes.separate_layers import hybrid_single, layer_separation
@@ -98,13 +101,15 @@ class Place(Pass):
         request = self._request(program)
         asked = self.strategy
         pricing = Pricing(request, rewrites)
+        servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
+        groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
         offers = (
             single_device(request),
             data_parallel(request),
-            parameter_server(request, asked if isinstance(asked, ParameterServer) else ParameterServer()),
+            _all_summed(request, parameter_server(request, servers)),
             layer_separation(request, asked if isinstance(asked, LayerSeparation) else LayerSeparation()),
             hybrid_single(request),
-            modulo_shard(pricing, asked if isinstance(asked, ModuloShard) else ModuloShard()),
+            modulo_shard(pricing, groups, by_name=groups is asked),
             late_multiply(pricing, asked if isinstance(asked, LateMultiply) else LateMultiply()),
             mixed(pricing),
         )
@@ -121,7 +126,7 @@ class Place(Pass):
             proof=proof,
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.step_seconds,
-            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != "mixed" or offer.feasible),
+            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != MIXED or offer.feasible),
             reasons=reasons(request, chosen),
             model=self.model,
             groups=chosen.groups,
@@ -194,6 +199,12 @@ class Place(Pass):
         trains = any(request.program.holdings[name].trainable for name in request.program.layer(layer).holdings)
         summed = trains and len(offer.roles[role]) > 1
         return Placement(role, "replicated", "all_reduce" if summed else "none")
+
+
+def _all_summed(request: Request, offer: Offer) -> Offer:
+    """The offer, infeasible where a pin asks that nobody sums what its ranks train."""
+    why = unsummed(request, offer.role_of)
+    return replace(offer, feasible=False, most=0.0, why="; ".join(filter(None, (offer.why, *why)))) if why else offer
 
 
 def _candidate(offer: Offer) -> Candidate:

@@ -36,7 +36,11 @@ class Schedule(Pass):
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (
-        actions_are_complete,sends_meet_receives, no_deadlock, served_buckets_travel)
+        actions_are_complete,
+        sends_meet_receives,
+        no_deadlock,
+        served_buckets_travel,
+    )
 
     def run(self, program: Program) -> Program:
         return replace(program, parts=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.parts))

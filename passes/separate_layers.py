@@ -99,7 +99,7 @@ def _with_copies(request: Request, search: Callable[[CutRules], Offer]) -> Offer
     rules = cut_rules(request.program)
     offer = search(rules)
     apart = cut_rules(request.program, copies=True)
-    if offer.feasible or apart.together == rules.together:
+    if offer.feasible or not offer.searched or apart.together == rules.together:
         return offer
     parted = search(apart)
     if not parted.feasible:
@@ -300,7 +300,7 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
 
 def _too_slow(request: Request, most: float) -> Offer:
     why = f"none was found in {request.time_limit:g} s; raise time_limit"
-    return Offer(NAME, feasible=False, why=why, most=most)
+    return Offer(NAME, feasible=False, why=why, most=most, searched=False)
 
 
 def _uncut(request: Request, rules: CutRules) -> str:

@@ -69,9 +69,19 @@ def _search(request: Request, roles: _Roles, rules: CutRules) -> Offer:
             continue
         best = seconds, role_of
     if best is None:
-        why = nearest or ["no cut of the layers in their order leaves parameters in every role and keeps to the pins"]
+        why = nearest or [_uncut(request, rules)]
         return Offer(NAME, feasible=False, why="; ".join(why))
     return _offer(request, roles, *best)
+
+
+def _uncut(request: Request, rules: CutRules) -> str:
+    """Why no cut leaves parameters in every role: what belongs together, and what the pins ask."""
+    causes = [*rules.together.values(), *rules.conv_only.values()]
+    causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in request.pins.items()]
+    more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
+    because = f": {', '.join(causes[:6])}{more}" if causes else ""
+    kept = " and keeps to the pins" if request.pins else ""
+    return f"no cut of the layers in their order leaves parameters in every role{kept}{because}"
 
 
 def _impossible(request: Request, sizes: Sequence[int]) -> list[str]:

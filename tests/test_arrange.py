@@ -151,3 +151,17 @@ def test_a_pin_to_be_sharded_is_in_groups_on_all_ranks() -> None:
     wish = pinned({"fc1": Placement(holding="sharded", group=4)})["fc1"]
     assert (wish.holding, wish.group, wish.split) == ("sharded", 4, "columns")
     assert pinned({"fc1": Placement(holding="replicated")}, {"fc1": SHARDED})["fc1"] == GROUPED
+
+
+def test_a_layer_pinned_to_be_whole_or_below_the_groups_keeps_no_split() -> None:
+    for pin in ("conv", Placement(group=1), Placement(role="conv", holding="replicated")):
+        assert pinned({"fc1": pin}, {"fc1": SHARDED})["fc1"] == Wish()
+
+
+def test_groups_of_a_pin_without_a_size_are_the_strategys_or_the_smallest_that_divide_the_ranks() -> None:
+    pins: dict[str, str | Placement] = {"fc1": Placement(holding="sharded")}
+    four = Wish(group=4, holding="sharded", split="columns")
+    assert pinned(pins, fc=four)["fc1"] == four
+    for world, size in ((2, 2), (3, 3), (9, 3)):
+        request = Request(separable(), small_cluster(), world, resolve_pins(pins, LAYERS))
+        assert with_pins(request, {layer: Wish() for layer in LAYERS})["fc1"].group == size

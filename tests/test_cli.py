@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from splitc.cli.compiling import listed, parse_pins
 from splitc.cli.options import memory, parse
 from splitc.cli.progress import Step
+from splitc.plan import Placement
 from tests.command import NET, splitc
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +115,29 @@ def test_a_pin_given_later_counts(capsys: Capture) -> None:
     }
 
 
+def test_a_pin_of_parts_by_name_is_a_placement() -> None:
+    assert parse_pins(["classifier.*=fc", "a = holding:sharded, group:2", "b=role:fc"]) == {
+        "classifier.*": "fc",
+        "a": Placement(holding="sharded", group=2),
+        "b": "fc",
+    }
+    whole = "role:fc,holding:sharded,sync:none,group:2,split:rows"
+    assert parse_pins([f"x={whole}"]) == {"x": Placement("fc", "sharded", "none", 2, "rows")}
+
+
+def test_of_two_pins_with_one_pattern_the_later_counts_part_by_part() -> None:
+    pins = parse_pins(["a=fc", "b=conv", "a=sync:none,group:2", "a=group:4"])
+    assert pins == {"b": "conv", "a": Placement(role="fc", sync="none", group=4)} and list(pins) == ["b", "a"]
+
+
+def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
+    pins = "--pin first=holding:sharded,group:2 --pin second=sync:late_multiply"
+    done = splitc(capsys, f"inspect net.py --world 2 {pins} --json")
+    report = json.loads(done.out)
+    assert done.code == 0 and report["strategy"] == "mixed"
+    assert {layer["name"]: layer["role"] for layer in report["layers"]} == {"first": "fc", "second": "fc2"}
+
+
 def test_verbose_shows_every_pass_on_stderr(capsys: Capture) -> None:
     done = splitc(capsys, "inspect net.py --world 2 -v --json")
     assert "# place: " in done.err
@@ -142,6 +167,16 @@ def test_compile_writes_a_build_and_says_how_to_run_it(capsys: Capture) -> None:
     plan = Path("out/build/plan.json").read_text()
     for name in ("all.py", "rank0.py", "rank1.py", "launch.py"):
         assert f'PLAN = "{json.loads(plan)["hash"]}"' in Path("out/build", name).read_text()
+
+
+def test_what_was_written_is_listed_by_files() -> None:
+    files = ["conv.py", "conv_fc.py", "rank0.py", "rank1.py", "idle.py", "launch.py", "plan.json"]
+    assert listed(files) == "conv.py conv_fc.py idle.py rank0.py..rank1.py launch.py plan.json weights.pt"
+    assert listed(["all.py", "rank0.py", "launch.py", "plan.json"], standalone=True) == (
+        "all.py rank0.py launch.py plan.json weights.pt splitc/"
+    )
+    many = ["all.py", *(f"rank{rank}.py" for rank in range(11)), "launch.py", "plan.json"]
+    assert "rank0.py..rank10.py" in listed(many)
 
 
 def test_a_plan_compiles_again_to_the_same_bytes(capsys: Capture) -> None:

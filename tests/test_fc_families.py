@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cost_models.devices import load_cluster
+from passes.families import Request
+from passes.modulo_family import modulo_shard
 from passes.place import Place
+from passes.pricing import Pricing
+from passes.rewriting import rewrites
 from splitc.api import analyse
 from splitc.cluster import Cluster
 from splitc.errors import PlacementError
@@ -20,7 +24,7 @@ from splitc.pipeline import run_passes
 from splitc.plan import Placement, Plan
 from splitc.program import Program
 from splitc.report.figures import Figures
-from splitc.strategies import parse_strategy
+from splitc.strategies import ModuloShard, parse_strategy
 from tests.compiled import compiled
 from tests.small_programs import candidate
 
@@ -191,18 +195,34 @@ def test_groups_divide_the_memory_of_the_variants_parameters(size: int, most: fl
     assert held(size, **{"fc*": Placement(holding="sharded", group=size)}) <= most
 
 
-@pytest.mark.parametrize(
-    ("size", "most"),
-    [
-        *PARTS[:2],
-        pytest.param(
-            *PARTS[2],
-            marks=pytest.mark.xfail(
-                reason="the planner divides fc0 only: it weighs seconds, where fc1's 4 MB are what groups are for",
-                strict=True,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("size", "most"), PARTS)
 def test_so_they_do_as_the_planner_divides_them(size: int, most: float) -> None:
     assert held(size) <= most
+
+
+def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name() -> None:
+    """fc1 has 4 MB and puts out 8 kB for a rank's batch of 2; gathering them takes longer than dividing it saves."""
+    request = Request(variant(), load_cluster("v100-10gbe"), 8)
+    offers = {
+        by_name: modulo_shard(Pricing(request, rewrites), ModuloShard(8), by_name=by_name) for by_name in (True, False)
+    }
+    assert offers[True].placements["fc1"].holding == "sharded"
+    assert offers[False].placements["fc1"].holding == "replicated"
+    assert offers[False].step_seconds < offers[True].step_seconds
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype"),
+    [("a100-100gbe", "bfloat16"), ("v100-10gbe", "float32")],  # a V100 computes no faster in bfloat16
+)
+def test_layers_under_autocast_are_priced_at_its_rate_where_the_device_has_one(cluster: str, dtype: str) -> None:
+    given = Wide(), (torch.randn(4, 256),), torch.randint(3, (4,)), F.cross_entropy
+    known = load_cluster(cluster)
+    narrow = Request(analyse(*given, autocast=torch.bfloat16), known, 2)
+    assert {layer: narrow.dtypes[layer] for layer in ("up", "down", "wide", "narrow")} == dict.fromkeys(
+        ("up", "down", "wide", "narrow"), dtype
+    )
+    assert set(Request(wide(), known, 2).dtypes.values()) == {"float32"}

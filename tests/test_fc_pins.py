@@ -67,8 +67,9 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
     "late_multiply in groups": (
         "modulo_shard", {"fc6": Placement(sync="late_multiply")}, "sync 'late_multiply' of fc6"),
     "groups and late multiply": (
-        "auto", {"fc6": Placement(sync="late_multiply", group=2)}, "fc6 asks for groups and for late multiply"),
-    "subnets": ("auto", {"fc6": Placement(holding="subnet")}, "fc6 asks for holding 'subnet', which is approximate"),
+        "auto", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
+    "subnets": (
+        "auto", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
     "rows of what comes whole": (
         "modulo_shard", {"fc6": Placement(holding="sharded", split="rows")}, "fc6 is pinned to be divided by rows"),
     "rows after rows": (
@@ -78,6 +79,26 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
         "modulo_shard", {"fc6": "fc2"}, "role 'fc2' of fc6, but modulo_shard has only conv, fc"),
     "no sync of what many ranks train": (
         "data_parallel", {"fc6": Placement(sync="none")}, "sync 'none' of fc6, whose gradient must be summed"),
+    "no sync of what servers hold": (
+        "parameter_server", {"fc6": Placement(sync="none")}, "sync 'none' of fc6, whose gradient must be summed"),
+    "a split where nothing is divided": (
+        "single_device", {"fc7": Placement(split="rows")}, "split 'rows' of fc7, but single_device divides no layer$"),
+    "a split of what is whole": (
+        "modulo_shard", {"fc7": Placement(holding="replicated", split="rows")}, "'rows' of fc7, which is not sharded"),
+    "groups of what is below them": (
+        "modulo_shard", {"fc7": Placement(role="conv", holding="sharded")}, "role 'conv' of fc7 and for groups"),
+    "groups of one rank": (
+        "auto", {"fc6": Placement(holding="sharded", group=1)}, "asks fc6 to be sharded in groups of 1"),
+    "groups on one rank": (
+        "auto", {"fc6": Placement(role="fc", group=2), "fc7": Placement(sync="late_multiply")},
+        "pin 'fc6' asks for groups of 2 of fc6 on one rank"),
+    "servers in a mixture": (
+        "auto", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
+        "pin 'fc6' asks for sync 'parameter_server' of fc6, which only the strategy of that name has"),
+    "all reduced where late multiply was asked for": (
+        "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"no linear layer is left to multiply late \(pin"),
+    "cuts that pins leave none of": (
+        "layer_separation(ranks=1+1)", {"*": "conv"}, "in every role and keeps to the pins: conv is pinned by"),
     "no sync of convolutions": ("hybrid_single", {"conv": Placement(sync="none")}, "conv is pinned by 'conv'"),
 }  # fmt: skip
 
@@ -96,7 +117,6 @@ def test_pins_of_tied_layers_are_refused_by_name() -> None:
         of_tokens(True, head=Placement(holding="sharded"))
 
 
-@pytest.mark.xfail(reason="modulo_shard takes any group of a pin: plans of two sizes, or an InternalError")
 @pytest.mark.parametrize(
     ("world", "strategy", "pin"),
     [
@@ -111,21 +131,18 @@ def test_groups_that_do_not_fit_the_ranks_or_mp_are_refused_by_name(world: int, 
         pinned(world, strategy, fc6=pin)
 
 
-@pytest.mark.xfail(reason="with_pins begins with groups of 2 whatever mp is, where the layer was not in groups")
 @pytest.mark.parametrize("world", [3, 4])
 def test_a_layer_pinned_to_be_sharded_is_in_groups_of_mp(world: int) -> None:
     plan = pinned(world, f"modulo_shard(mp={world})", **{"fc*": Placement(holding="sharded")})
     assert {grouping.size for grouping in plan.groups.values()} == {world}
 
 
-@pytest.mark.xfail(reason="pins does not look at `group`")
 @pytest.mark.parametrize("group", [0, -2, 2.0, True])
 def test_a_group_that_is_no_number_of_ranks_is_refused(group: Any) -> None:
     with pytest.raises(PlacementError, match=r"pin 'fc6'.*group"):
         pinned(2, fc6=Placement(holding="sharded", group=group))
 
 
-@pytest.mark.xfail(reason="modulo_shard makes what is no linear layer replicated again, without a word")
 @pytest.mark.parametrize("strategy", ["auto", "modulo_shard(mp=2)"])
 def test_only_linear_layers_can_be_sharded(strategy: str) -> None:
     with pytest.raises(PlacementError, match="pin 'conv' asks conv to be sharded, but only linear layers"):
@@ -134,7 +151,6 @@ def test_only_linear_layers_can_be_sharded(strategy: str) -> None:
         of_tokens(False, strategy, embed=Placement(holding="sharded", group=2))
 
 
-@pytest.mark.xfail(reason="the strategy late_multiply does not ask what its pins are of: an InternalError")
 @pytest.mark.parametrize("strategy", ["auto", "late_multiply"])
 def test_only_linear_layers_can_be_late_multiplied(strategy: str) -> None:
     with pytest.raises(PlacementError, match="pin 'conv' asks conv to be late-multiplied, but only linear layers"):
@@ -143,11 +159,11 @@ def test_only_linear_layers_can_be_late_multiplied(strategy: str) -> None:
         of_tokens(False, strategy, embed=Placement(sync="late_multiply"))
 
 
-@pytest.mark.xfail(reason="with_pins leaves out sync 'none', which is then all-reduced or late-multiplied")
 @pytest.mark.parametrize(
     ("world", "strategy", "pins"),
     [
-        (2, "auto", {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}),
+        (4, "auto", {"fc6": Placement(sync="none"), "fc7": Placement(sync="late_multiply")}),
+        (4, "modulo_shard(mp=2)", {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}),
         (2, "late_multiply", {"fc6": Placement(sync="none")}),
         (4, "auto", {"fc6": Placement(sync="none", holding="sharded", group=2)}),
     ],
@@ -159,14 +175,28 @@ def test_no_sync_of_what_many_ranks_train_is_refused_in_every_family(
         pinned(world, strategy, **pins)
 
 
-@pytest.mark.xfail(reason="with_pins takes every role but fc for conv")
+def test_no_sync_of_what_is_trained_once_is_followed() -> None:
+    """In groups of all ranks each parameter is trained by one group, whose ranks need no sum."""
+    pins: dict[str, str | Placement] = {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}
+    program = planned(2, "auto", pins=pins)
+    assert program.plan.groups["fc"].size == 2 and program.plan.placements["fc6"].sync == "none"
+    assert program.verify().holds
+
+
+def test_groups_of_two_sizes_are_a_mixture_and_no_modulo_shard() -> None:
+    pins = {"fc6": Placement(holding="sharded", group=4), "fc7": Placement(holding="sharded", group=2)}
+    plan = pinned(4, **pins)
+    assert plan.strategy == "mixed" and [grouping.size for grouping in plan.groups.values()] == [4, 2]
+    with pytest.raises(PlacementError, match=r"asks for groups of 4 of fc6, but here all groups have 2 ranks"):
+        pinned(4, "modulo_shard", **pins)
+
+
 @pytest.mark.parametrize("role", ["fc2", "worker"])
 def test_a_mixture_refuses_roles_that_it_does_not_have(role: str) -> None:
     with pytest.raises(PlacementError, match=f"pin 'fc6' asks for role '{role}'"):
         pinned(3, fc6=role, fc7=Placement(holding="sharded", group=3))
 
 
-@pytest.mark.xfail(reason="a split of a layer that is not sharded is written into the plan and does nothing")
 @pytest.mark.parametrize("split", ["rows", "columns"])
 def test_a_split_without_a_sharded_holding_is_refused_or_means_one(split: str) -> None:
     try:
@@ -177,15 +207,13 @@ def test_a_split_without_a_sharded_holding_is_refused_or_means_one(split: str) -
         assert plan.placements["fc6"].holding == "sharded"
 
 
-@pytest.mark.xfail(reason="late_multiply on one rank becomes sync 'none', without a word")
 def test_late_multiply_of_a_layer_pinned_to_one_rank_is_refused() -> None:
     with pytest.raises(PlacementError, match="pin 'fc6'"):
         pinned(2, fc6=Placement(role="fc", sync="late_multiply"))
 
 
-@pytest.mark.xfail(reason="a modulo_shard without a sharded layer is planned")
 def test_a_strategy_whose_pins_leave_nothing_of_it_is_refused() -> None:
-    with pytest.raises(PlacementError, match="no linear layer"):
+    with pytest.raises(PlacementError, match=r"nothing is left to divide: no linear layer .*pin 'fc\*'"):
         pinned(2, "modulo_shard", **{"fc*": Placement(holding="replicated")})
 
 

@@ -87,8 +87,21 @@ OPTIONS = [
     ("inspect net.py --world 2 --strategy layer_separation(n_c=0)", "n_c is 0; it must be a whole number"),
     ("inspect net.py --world 2 --strategy layer_separation(1)", "as in layer_separation(n_c=1)"),
     ("inspect net.py --world 2 --strategy layer_separation(n_c=1", "write its options in parentheses"),
-    ("inspect net.py --world 2 --pin first", "--pin first: write PATTERN=ROLE"),
-    ("inspect net.py --world 2 --pin =fc", "write PATTERN=ROLE"),
+    ("inspect net.py --world 2 --pin first", "--pin first: write PATTERN=PLACEMENT, for example --pin "),
+    ("inspect net.py --world 2 --pin =fc", "write PATTERN=PLACEMENT"),
+    ("inspect net.py --world 2 --pin first=", "write PATTERN=PLACEMENT"),
+    ("inspect net.py --world 2 --pin first=head", "--pin first=head: there is no role 'head'; there are all, worker"),
+    ("inspect net.py --world 2 --pin first=holdng:sharded", "there is no part 'holdng'; did you mean holding?"),
+    ("inspect net.py --world 2 --pin first=holding:shard", "no holding 'shard'; there are replicated, sharded"),
+    ("inspect net.py --world 2 --pin first=sync:gossip", "no sync 'gossip'; there are all_reduce, late_multiply"),
+    ("inspect net.py --world 2 --pin first=split:cols", "no split 'cols'; there are columns, rows"),
+    ("inspect net.py --world 2 --pin first=group:two", "group is 'two'; it must be a whole number of at least 1"),
+    ("inspect net.py --world 2 --pin first=group:0", "--pin first=group:0: group is 0; it must be a whole number"),
+    ("inspect net.py --world 2 --pin first=group:-2", "group is -2; it must be a whole number"),
+    ("inspect net.py --world 2 --pin first=fc,group:2", "'fc' has no name; write parts as in --pin"),
+    ("inspect net.py --world 2 --pin first=sync:", "--pin first=sync:: sync has no value"),
+    ("inspect net.py --world 2 --pin first=group:2,group:4", "group is given twice"),
+    ("inspect net.py --world 2 --pin first=a:1,group:x --pin second", "no part 'a'", "second: write PATTERN=PLACE"),
     ("inspect net.py --world 2 --input 4x", "--input 4x: write sizes as in 4x3x224x224"),
     ("inspect net.py --world 2 --input 0x6", "every size must be at least 1"),
     ("inspect net.py --world 2 --input 4x6,5x6", "the inputs differ in the batch"),
@@ -104,7 +117,7 @@ def test_options_are_looked_at_before_a_model_is_loaded(case: tuple[str, ...], c
 
 def test_all_that_is_wrong_with_the_options_is_told_at_once(capsys: Capture) -> None:
     options = "--strategy fastest --cluster nowhere --pin first"
-    refused(capsys, f"inspect net.py --world 2 {options}", "unknown strategy", "unknown cluster", "PATTERN=ROLE")
+    refused(capsys, f"inspect net.py --world 2 {options}", "unknown strategy", "unknown cluster", "PATTERN=PLACEMENT")
 
 
 MODELS = [

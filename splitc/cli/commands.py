@@ -46,7 +46,7 @@ def compile(args: argparse.Namespace) -> int:
     """Write a build."""
     folder = Path(args.output)
     _writable(folder)
-    from splitc.cli.compiling import compiled
+    from splitc.cli.compiling import compiled, listed
 
     program = compiled(args, args.plan)
     try:
@@ -55,10 +55,8 @@ def compile(args: argparse.Namespace) -> int:
     except OSError as error:
         raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
     plan = program.plan
-    ranks = "rank0.py" if plan.world == 1 else f"rank0.py..rank{plan.world - 1}.py"
-    files = " ".join([*(f"{role}.py" for role in plan.roles), ranks, "launch.py"])
     print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {plan.strategy}, plan {plan.hash}")
-    print(f"wrote {folder}/: {files}")
+    print(f"wrote {folder}/: {listed(program.files, args.standalone)}")
     print(f"run   splitc run {folder} --steps 3")
     print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")
     return 0

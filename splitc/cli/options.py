@@ -191,8 +191,8 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
     parser.add_argument(
         "--strategy",
         default="auto",
-        help="auto, single_device, data_parallel or layer_separation, with options as in "
-        '"layer_separation(n_c=3, n_f=1)" (default: auto, the fastest)',
+        help="auto, single_device, data_parallel, parameter_server, layer_separation, hybrid_single, late_multiply or "
+        'modulo_shard, with options as in "layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
     )
     parser.add_argument(
         "--pin",

@@ -1,0 +1,92 @@
+"""From wishes to an offer: how a plan that is only considered gets its price.
+
+The wishes become roles (`arrange`), the plan is rewritten as a chosen one is, and `wire_price` prices what its program
+would compute and put on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from passes.arrange import Arrangement, Wish, arrange
+from passes.families import Offer, Request, shortage, smallest
+from passes.rows import with_rows
+from passes.wire_price import rewritten, step_seconds
+from splitc.errors import PlacementError
+from splitc.pipeline import Pass
+from splitc.plan import Plan
+
+Rewrites = Callable[[], Iterable[Pass]]
+"""The passes that make a program of a plan, for its price."""
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What is asked, and the passes that a considered plan goes through."""
+
+    request: Request
+    rewrites: Rewrites
+
+    def arranged(
+        self,
+        strategy: str,
+        wishes: Mapping[str, Wish],
+        scheme: str = "B/K",
+        updates: str = "once",
+        exact: bool = True,
+    ) -> Offer:
+        """The wishes as a priced plan; infeasible where they contradict each other or do not fit."""
+        try:
+            made = arrange(self.request, with_rows(self.request, wishes), scheme, updates)
+            return self.offer(strategy, made, exact)
+        except PlacementError as error:
+            return Offer(strategy, feasible=False, why=str(error), exact=exact)
+
+    def offer(self, strategy: str, made: Arrangement, exact: bool = True) -> Offer:
+        """The arrangement as a priced plan of `strategy`; infeasible where a rank has too little memory."""
+        request = self.request
+        plan = Plan(
+            strategy,
+            request.world,
+            made.roles,
+            made.placements,
+            made.examples,
+            request.cluster.name,
+            groups=made.groups,
+            all_reduce=request.all_reduce,
+        )
+        empty = Offer(strategy, feasible=False, roles=made.roles, examples=made.examples, exact=exact)
+        if not smallest(request.bounds(request.world)):
+            return replace(empty, why=f"{plan.global_batch} examples leave some of {request.world} ranks without any")
+        try:
+            seconds = step_seconds(request, rewritten(request, plan, self.rewrites()))
+        except PlacementError as error:
+            return replace(empty, why=str(error))
+        why = _memory_shortage(request, plan)
+        return Offer(
+            strategy,
+            feasible=not why,
+            why="; ".join(why),
+            roles=made.roles,
+            examples=made.examples,
+            role_of={name: place.role or "" for name, place in made.placements.items()},
+            step_seconds=seconds,
+            most=0.0 if why or not seconds else plan.global_batch / seconds,
+            searched=False,
+            placements=made.placements,
+            groups=made.groups,
+            exact=exact,
+        )
+
+
+def _memory_shortage(request: Request, plan: Plan) -> list[str]:
+    """A line when rank 0, which has every role, needs more than there is."""
+    needed = {}
+    for name, place in plan.placements.items():
+        assert place.role is not None
+        worked = plan.worked(place.role, plan.roles[place.role][0])
+        part = place.group if place.holding == "sharded" and place.group else 1
+        needed[name] = request.layer_memory(name, worked, place.sync == "all_reduce") / part
+    everyone = tuple(range(request.world))
+    return shortage("conv", everyone, sum(needed.values()), request.memory_of(request.world), needed)
