@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS    =
+PARALLEL = -n auto --dist loadfile
 
 VENV   := .venv
 RUN    := $(VENV)/bin/python -m
@@ -20,15 +21,15 @@ demo: $(VENV)/demo.stamp  ## install splitc into .venv and train a small model o
 
 test: $(VENV)/dev.stamp  ## run the everyday tests
 	@echo "test: the everyday tests"
-	@$(RUN) pytest $(ARGS)
+	@$(RUN) pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/dev.stamp  ## run the tests that start no processes, as pre-commit does
 	@echo "test-fast: the tests that start no processes"
-	@$(RUN) pytest -q -m "not slow and not processes" $(ARGS)
+	@$(RUN) pytest -q $(PARALLEL) -m "not slow and not processes" $(ARGS)
 
 test-all: $(VENV)/dev.stamp  ## run all tests, the slow ones too
 	@echo "test-all: all tests, the slow ones too"
-	@$(RUN) pytest -m "" $(ARGS)
+	@$(RUN) pytest $(PARALLEL) -m "" $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## check style and form with ruff
 	@echo "lint: ruff check, ruff format --check"

@@ -69,7 +69,7 @@ def _possible(
     for size in sizes:
         for first in _sharded_from(request, linears, size, by_name):
             wishes = with_pins(request, first, fc=Wish(group=size, holding="sharded", split="columns"))
-            if any(wish.group > 1 and first[layer].group == 1 for layer, wish in wishes.items()):
+            if any(layer in linears and wish.group > 1 and first[layer].group == 1 for layer, wish in wishes.items()):
                 continue  # a pin divides a layer before the first one: another one is the first
             why = unfit(request, wishes, size)
             wishes = whole_unless_linear(request, wishes)
