@@ -260,6 +260,8 @@ def _compare(
 
 def _notes(program: Program, sizes: Sequence[int], zero: set[str]) -> tuple[str, ...]:
     notes = []
+    if not program.required_plan.exact:
+        notes.append("this plan is approximate: an update in every turn is not the training of one process")
     if (whole := program.required_plan.global_batch) > sum(sizes):
         notes.append(f"with {sum(sizes)} of the plan's {whole} examples a step, in its proportions")
     if zero:

@@ -223,7 +223,20 @@ class Worker:
             raise LaunchError(
                 "LBFGS evaluates the loss several times a step and over all parameters at once; use another optimizer"
             )
+        name = type(optimizer).__name__
+        if name in ("Adafactor", "Muon") and (parts := self._in_parts()):
+            raise LaunchError(
+                f"{name} looks at whole tensors, and this rank has a part of {', '.join(parts[:3])}"
+                f"{', ...' if len(parts) > 3 else ''}; use an optimizer that works element by element, or a plan without "
+                f"sharded layers and servers"
+            )
         return optimizer
+
+    def _in_parts(self) -> list[str]:
+        """The parameters of which this rank updates a part only."""
+        whole = dict(self.stage.named_parameters())
+        served = {n for n, parameter in self._trained() if n in whole and parameter.shape != whole[n].shape}
+        return sorted({*self.shares, *served})
 
     def _update(self, role: str) -> None:
         """Step on the parameters of a role that is updated in every turn."""
