@@ -14,7 +14,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
 
-SHARED = ["data_parallel", "layer_separation", "hybrid_single", "late_multiply", "modulo_shard(mp=2)", "parameter_server"]
+SHARED = [
+    "data_parallel",
+    "layer_separation",
+    "hybrid_single",
+    "late_multiply",
+    "modulo_shard(mp=2)",
+    "parameter_server",
+]
 
 
 def test_one_rank_on_nccl_trains_as_one_process() -> None:
