@@ -37,10 +37,14 @@ def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
     if place.sync == "parameter_server":
         return f"{what}: its gradient goes to the servers and its parameters come back"
     if place.sync == "late_multiply":
-        return f"{what}: {_ring(request, layer, 'would cost', ranks)}, its inputs and errors less"
+        return f"{what}: {_ring(request, layer, 'would cost', ranks)}; its inputs and output errors travel instead"
     if place.holding == "sharded":
         by = f", by {place.split}" if place.split else ""
         return f"{what}: divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
+    if place.role is not None and place.role in offer.groups:
+        size = offer.groups[place.role].size
+        sums = "and its gradient with it" if size == ranks else f"so {_ring(request, layer, 'costs', ranks // size)}"
+        return f"{what}: computed alike by the {size} ranks of a group, {sums}"
     if ranks == 1:
         return f"{what}: on one rank; {_ring(request, layer, 'would cost', request.world)}"
     return f"{what}: {_ring(request, layer, 'costs', ranks)}"
