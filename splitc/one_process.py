@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from splitc import comm_ops
@@ -75,14 +75,20 @@ class _Replay(TorchFunctionMode):
 def norm_groups(program: Program, sizes: Sequence[int]) -> list[list[NormGroup]]:
     """For every batch_norm call of the model in order: the groups it normalises over."""
     found = []
+    for node in _norms(program):
+        role = program.required_plan.placements[node.meta["layer"]].role
+        assert role is not None
+        spec = node.meta["spec"]
+        found.append(_groups(program, role, sizes, spec.rows if isinstance(spec, TensorSpec) else 1))
+    return found
+
+
+def _norms(program: Program) -> Iterator[fx.Node]:
+    """The nodes that are BatchNorms."""
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(module, nn.modules.batchnorm._NormBase) or node.target in (F.batch_norm, comm_ops.batch_norm):
-            role = program.required_plan.placements[node.meta["layer"]].role
-            assert role is not None
-            spec = node.meta["spec"]
-            found.append(_groups(program, role, sizes, spec.rows if isinstance(spec, TensorSpec) else 1))
-    return found
+            yield node
 
 
 def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
@@ -108,6 +114,24 @@ def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> lis
     return found
 
 
+def _further_turns(program: Program, sizes: Sequence[int]) -> dict[str, int]:
+    """BatchNorm module -> how often more than once the first replica runs it in a step: once for each further turn."""
+    found: dict[str, int] = {}
+    calls = iter(norm_groups(program, sizes))
+    for node in _norms(program):
+        more = sum(group.counts for group in next(calls)) - 1
+        if more > 0 and node.op == "call_module":
+            found[str(node.target)] = found.get(str(node.target), 0) + more
+    return found
+
+
+def _count(module: nn.Module, batches: int) -> None:
+    """Let a BatchNorm that counts its batches count some more."""
+    counter = getattr(module, "num_batches_tracked", None)
+    if isinstance(counter, Tensor) and module.training:
+        counter += batches
+
+
 def reference(
     program: Program,
     model: nn.Module,
@@ -122,6 +146,7 @@ def reference(
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     trial = Trial()
     replay = _Replay(norm_groups(program, sizes))
+    turns = _further_turns(program, sizes)
     for step, batch in enumerate(batches):
         if step and states:
             model.load_state_dict(states[step - 1])
@@ -135,6 +160,8 @@ def reference(
         trial.losses.append(float(value.detach()))
         trial.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
+        for path, more in turns.items():
+            _count(model.get_submodule(path), more)
         trial.states.append({k: v.detach().clone() for k, v in model.state_dict().items()})
     return trial
 

@@ -156,9 +156,10 @@ class _Writer:
         returned = [cut for cut in stage.receives if cut.enters and cut.gradient and self._training]
         names = ["losses", *(f"d_{cut.name}" for cut in returned)]
         what = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
+        adds = "; gradients add up" if self._training and grouping.updates == "once" else ""
         lines = [
             (f"{', '.join(names)} = {', '.join(['[]'] * len(names))}", ""),
-            (f"for _ in {self._seat(role)}.turns({grouping.turns}):", f"{what} in each turn; gradients add up"),
+            (f"for _ in {self._seat(role)}.turns({grouping.turns}):", f"{what} in each turn{adds}"),
         ]
         inner = [line for action in actions for line in self._line(action)]
         inner.append(("losses.append(loss.detach())", ""))
@@ -201,9 +202,7 @@ class _Writer:
             made = "" if cut.enters else grad
             return [(f"{self._taken(cut)} = {_recv(seat, cut, role)}{made}", f"<- {role}  {size}")]
         if verb == "modulo":
-            return [
-                (f"{cut.name}_group = {seat}.modulo({self._taken(cut)}{layout}){grad}", "of all ranks of the group")
-            ]
+            return [(f"{cut.name}_group = {seat}.modulo({self._taken(cut)}{layout}){grad}", self._gathers(stage))]
         if verb == "keep":
             return [(f"{cut.name}_own = {seat}.keep({cut.name}{layout})", "this rank's own examples")]
         if verb == "recv_grad":
@@ -218,6 +217,9 @@ class _Writer:
         call = f"{seat}.give_back({cut.name}_group.grad{layout}{partial})"
         note = "summed over the group, of this rank's examples" if cut.partial else "of this rank's examples"
         return [(f"d_{cut.name}.append({call})" if stage.role in self._turned else f"d_{cut.name} = {call}", note)]
+
+    def _gathers(self, stage: Stage) -> str:
+        return "this turn's, of the ranks of the group" if stage.role in self._turned else "of all ranks of the group"
 
     def _pull(self, stage: Stage, seat: str, action: Action) -> list[Line]:
         layer_wise = self._program.required_plan.overlap

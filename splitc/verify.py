@@ -253,9 +253,22 @@ def _compare(
         sum(sizes),
         " under autocast to ".join(str(d).removeprefix("torch.") for d in (dtype, program.autocast) if d),
         processes,
-        _notes(program, sizes, zero),
-        "" if holds else _suspect(program, trials, expected, exact, tolerance),
+        (*_notes(program, sizes, zero), *(_rounding(dtype) if not holds and program.required_plan.exact else ())),
+        "" if holds else _where(program, trials, expected, exact, tolerance),
     )
+
+
+def _where(program: Program, trials: Sequence[Trial], expected: Trial, exact: Trial | None, tolerance: float) -> str:
+    if not program.required_plan.exact:
+        return "updates=every, which makes this plan approximate by design; updates=once is exact"
+    return _suspect(program, trials, expected, exact, tolerance)
+
+
+def _rounding(dtype: torch.dtype) -> tuple[str, ...]:
+    """What else may have happened, in a precision that rounds."""
+    if dtype == torch.float64:
+        return ()
+    return ("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 tells",)
 
 
 def _notes(program: Program, sizes: Sequence[int], zero: set[str]) -> tuple[str, ...]:

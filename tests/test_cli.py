@@ -283,6 +283,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it else
     )
 
 
@@ -319,10 +320,25 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Captur
     ranks = descendants(process.pid)
     assert len(ranks) >= 3  # torchrun and two ranks
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    try:
+        _, errors = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        for pid in (process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        raise
     assert process.returncode == 130
     assert "splitc: stopped" in errors and "Traceback" not in errors
     assert [pid for pid in ranks if runs(pid)] == []
+
+
+@pytest.mark.processes
+def test_a_build_whose_ranks_have_two_roles_runs(capsys: Capture) -> None:
+    done = splitc(capsys, "compile net.py --world 2 --strategy modulo_shard(mp=2) -o build")
+    assert "conv_fc.py rank0.py..rank1.py launch.py plan.json weights.pt" in done.out
+    process = start("run", "build", "--steps", "2")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert re.search(r"^step 2  loss \d", out, re.MULTILINE)
 
 
 @pytest.mark.processes

@@ -203,8 +203,9 @@ def test_the_three_trainings_learn_the_digits_and_are_the_same(
     assert len(separated.losses) == 70 and separated.losses == pytest.approx(ddp.losses, abs=1e-4)
     assert float((demo._flat(ddp.state) - demo._flat(separated.state)).norm() / demo._flat(ddp.state).norm()) < 1e-5
     examples, features, classes, conv = 40, 32 * 7 * 7, 8, 16368
-    assert separated.sent_bytes[0] == examples * (4 * features + classes) + 2 * 2 / 3 * 4 * conv
-    assert separated.sent_bytes[3] == 3 * examples * 4 * features
+    loss = 2 * 3 / 4 * 8  # summed in float64 over all ranks
+    assert separated.sent_bytes[0] == examples * (4 * features + classes) + 2 * 2 / 3 * 4 * conv + loss
+    assert separated.sent_bytes[3] == 3 * examples * 4 * features + loss
     assert sorted(path.name for path in folder.iterdir()) == ["build", "ddp.pt", "digits.pt", "splitc.pt"]
     assert running(folder) == []
 

@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from splitc.cli import main
+from splitc.runtime.transport import Transport
+from splitc.runtime.worker import Worker
+from tests.compiled import compiled
+from tests.ranks import on_ranks, worker_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,7 +87,7 @@ def _run_python(page: Path, block: Block, folder: Path) -> None:
             return  # runs under torchrun, in the test of processes below
     if "def step(rank" in block.text:
         return  # an excerpt of a generated file, held by the golden files
-    names = {
+    names: dict[str, Any] = {
         "model": nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 10)),
         "images": torch.randn(8, 3, 2, 2),
         "labels": torch.randint(0, 10, (8,)),
@@ -90,7 +95,28 @@ def _run_python(page: Path, block: Block, folder: Path) -> None:
         "F": F,
     }
     text = block.text.split("# or train with it")[0]
+    if page.name == "training.md":
+        _run_on_a_rank(page, text, names)
+        return
     exec(compile(text, f"{page.name} block", "exec"), names)
+
+
+def _run_on_a_rank(page: Path, text: str, names: dict[str, Any]) -> None:
+    """Run a block about workers on a simulated rank, with a `program`, its `worker` and an `other` one."""
+    program = compiled(names["model"], (names["images"],), names["labels"], F.cross_entropy, 1, "single_device")
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def make(transport: Transport, optimizer: Any = sgd, **options: Any) -> Worker:
+        return worker_of(program, transport, optimizer=optimizer, **options)
+
+    def run(transport: Transport) -> None:
+        given = SimpleNamespace(worker=lambda optimizer, **options: make(transport, optimizer, **options))
+        own = {"program": given, "worker": make(transport), "other": make(transport), "torch": torch}
+        exec(compile(text, f"{page.name} block", "exec"), {**names, **own})
+
+    on_ranks(1, run)
 
 
 @pytest.mark.processes

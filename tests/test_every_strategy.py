@@ -280,6 +280,15 @@ def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str
     assert_exact(program.verify(steps=2))
 
 
+@pytest.mark.parametrize(
+    "strategy", ["modulo_shard(mp=2,scheme=B)", "modulo_shard(mp=4)", "modulo_shard(mp=4,scheme=BK)"]
+)
+def test_a_norm_of_a_head_that_works_in_turns_counts_and_normalises_each_turn(strategy: str) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5)).double()
+    x, y = torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(5, (8,))
+    assert_exact(compiled(model, (x,), y, F.cross_entropy, 4, strategy).verify())
+
+
 def test_rows_after_columns_hold_on_values_with_a_time_dimension() -> None:
     x, y = torch.randint(11, (4, 5)), torch.randint(5, (4, 5))
     rows = Placement(holding="sharded", group=2, split="rows")

@@ -274,6 +274,20 @@ def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, tied
         assert torch.equal(state["head.weight"], state["tokens.weight"])
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "parameter_server"])
+@pytest.mark.parametrize(("clip_norm", "accumulate"), [(None, 2), (0.05, 1), (0.05, 2)])
+def test_a_tied_weight_is_averaged_and_clipped_once(strategy: str, clip_norm: float | None, accumulate: int) -> None:
+    """Under two names it is one parameter: of the mean over batches, and of the global norm."""
+    built, x, y, known = language(tied=True)
+    program = compiled(built, (x,), y, next_token_loss, 4, strategy, analysed=known)
+    given = [tokens(program.plan.global_batch) for _ in range(4)]
+    options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate}
+    results = on_workers(program, lambda worker: train(worker, given), optimizer=adamw, **options)
+    losses, state = one_process(copy.deepcopy(built), given, adamw, next_token_loss, **options)
+    assert results[0][0] == pytest.approx(losses, rel=1e-9)
+    assert_same(results[0][1], state, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("asked", [a for a in every_strategy(2) if "modulo" in a.strategy or a.strategy == "auto"])
 def test_parameters_are_named_and_shaped_as_each_rank_holds_them(asked: Asked) -> None:
     """Under the model's own names; of a divided layer a rank has its part, and all parts make it up."""

@@ -156,7 +156,8 @@ def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -
         torchrun_trial(tmp_path, files, program().weights(), WORLD, feeds, [BATCH], 0.1, 0.9)
     lines = str(caught.value).strip().splitlines()
     assert lines[0] == "the ranks failed:"
-    assert lines[-1] == "KeyError: 'broken on purpose'"
+    assert lines[-2] == "KeyError: 'broken on purpose'"
+    assert re.fullmatch(r"in fc\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
     assert any(re.search(r"fc\.py\", line \d+, in step", line) for line in lines)
 
 

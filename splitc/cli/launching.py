@@ -37,8 +37,8 @@ def _checked(folder: Path) -> Plan:
         )
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]
-    missing = [name for name in (*(f"{role}.py" for role in plan.roles), *ranks, "weights.pt")
-               if not (folder / name).is_file()]  # fmt: skip
+    parts = [f"{'_'.join(roles)}.py" for roles in plan.parts]
+    missing = [name for name in (*parts, *ranks, "weights.pt") if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise LaunchError(f"{folder} has no {', '.join(missing[:4])}{more}; compile the model again")

@@ -171,7 +171,10 @@ class Worker:
         return self._each(parts)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last update, of the parameters or their parts (`shares`) that this rank updates."""
+        """The gradients of the last update, of the parameters or their parts (`shares`) that this rank updates.
+
+        A tied parameter's stands there under each of its names.
+        """
         named = (*self.stage.named_parameters(remove_duplicate=False), *self._trained())
         return {name: p.grad for name, p in named if p.grad is not None}
 
@@ -227,8 +230,8 @@ class Worker:
         if name in ("Adafactor", "Muon") and (parts := self._in_parts()):
             raise LaunchError(
                 f"{name} looks at whole tensors, and this rank has a part of {', '.join(parts[:3])}"
-                f"{', ...' if len(parts) > 3 else ''}; use an optimizer that works element by element, or a plan without "
-                f"sharded layers and servers"
+                f"{', ...' if len(parts) > 3 else ''}; use an optimizer that works element by element, "
+                f"or a plan without sharded layers and servers"
             )
         return optimizer
 
@@ -314,20 +317,24 @@ class Worker:
         device = self._transport.device
         return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
 
+    def _own_gradients(self) -> list[tuple[str, Tensor]]:
+        """The gradients of this rank's optimizer, a tied parameter's once."""
+        return [(name, parameter.grad) for name, parameter in self._trained() if parameter.grad is not None]
+
     def _average(self) -> None:
         if self._accumulate > 1:
-            for gradient in self.gradients().values():
+            for _, gradient in self._own_gradients():
                 gradient /= self._accumulate
 
     def _clip(self, limit: float) -> None:
-        grads = self.gradients()
+        grads = self._own_gradients()
         square = torch.zeros((), dtype=torch.float64, device=self._transport.device)
-        for name, grad in grads.items():
+        for name, grad in grads:
             if self._owns(name):
                 square += grad.double().square().sum()
         self._transport.all_reduce(square, self.rank.everyone).wait()
         scale = (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for grad in grads.values():
+        for _, grad in grads:
             grad.mul_(scale.to(grad.dtype))
 
     def _share_buffers(self) -> None:

@@ -64,8 +64,8 @@ def step(conv, fc, stage, images, target):
     cut0, cut1 = stage.forward_conv(conv, images, target)
     losses, d_cut0 = [], []
     for _ in fc.turns(2):                              # 1/2 of every rank's examples in each turn; gradients add up
-        target_group = fc.modulo(target)               # of all ranks of the group
-        cut0_group = fc.modulo(cut0).requires_grad_()  # of all ranks of the group
+        target_group = fc.modulo(target)               # this turn's, of the ranks of the group
+        cut0_group = fc.modulo(cut0).requires_grad_()  # this turn's, of the ranks of the group
         loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
         with fc.all_reduce(stage, FC_BUCKETS):         # 1.88 kB in 1 bucket, summed in the last turn
             loss.backward()
@@ -81,9 +81,9 @@ def evaluate(conv, fc, stage, images, target):
     """The loss of one batch, forward only."""
     cut0, cut1 = stage.forward_conv(conv, images, target)
     losses = []
-    for _ in fc.turns(2):                 # 1/2 of every rank's examples in each turn; gradients add up
-        target_group = fc.modulo(target)  # of all ranks of the group
-        cut0_group = fc.modulo(cut0)      # of all ranks of the group
+    for _ in fc.turns(2):                 # 1/2 of every rank's examples in each turn
+        target_group = fc.modulo(target)  # this turn's, of the ranks of the group
+        cut0_group = fc.modulo(cut0)      # this turn's, of the ranks of the group
         loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
         losses.append(loss.detach())
     total = fc.sum_loss(sum(losses))      # the global loss, the same on every rank
