@@ -179,6 +179,7 @@ def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind
     assert result.dtype == "float32 under autocast to bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["late_multiply", "modulo_shard(mp=2, scheme=B)"])
 def test_real_processes_train_as_one_process_under_autocast(strategy: str) -> None:

@@ -331,6 +331,7 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Captur
     assert [pid for pid in ranks if runs(pid)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_build_whose_ranks_have_two_roles_runs(capsys: Capture) -> None:
     done = splitc(capsys, "compile net.py --world 2 --strategy modulo_shard(mp=2) -o build")

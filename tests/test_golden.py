@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -77,16 +78,22 @@ PROGRAMS = {
 }
 
 
+@cache
+def made(name: str) -> CompiledProgram:
+    """One of the programs, compiled once for all tests that only read it."""
+    return PROGRAMS[name]()
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_generated_scripts_are_as_they_were(name: str, golden: Golden) -> None:
-    program = PROGRAMS[name]()
+    program = made(name)
     for file, text in program.files.items():
         golden(f"{name}/{file}", text)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_printed_program_and_the_report_are_as_they_were(name: str, golden: Golden) -> None:
-    program = PROGRAMS[name]()
+    program = made(name)
     golden(f"{name}/program.txt", print_program(program.program))
     golden(f"{name}/report.txt", program.report())
     assert max(map(len, program.report().splitlines())) <= 80
@@ -100,7 +107,7 @@ def test_compiling_twice_gives_the_same_bytes() -> None:
 
 
 def test_ranks_of_one_role_differ_only_in_what_is_their_own() -> None:
-    files = separated_alexnet().files
+    files = made("alexnet_3_1").files
     a, b = files["rank0.py"].splitlines(), files["rank1.py"].splitlines()
     differing = [x.split("=")[0].strip() for x, y in zip(a, b, strict=True) if x != y]
     assert differing[0].startswith('"""Rank 0') and differing[1:] == ["index", "examples", "routes"]
@@ -125,6 +132,6 @@ def test_action_lists_print_and_parse_back() -> None:
 
 
 def test_generated_code_names_no_absolute_path() -> None:
-    for program in PROGRAMS.values():
-        for text in program().files.values():
+    for name in PROGRAMS:
+        for text in made(name).files.values():
             assert not re.search(r"(?<![\w.:])/\w+/", text)
