@@ -50,6 +50,16 @@ def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
     return f"{what}: {_ring(request, layer, 'costs', ranks)}"
 
 
+def _shares(request: Request, layer: str) -> str:
+    """`shares tokens.weight with tokens`, of a tied layer without parameters of its own."""
+    program = request.program
+    tied = next((name for name in program.layer(layer).holdings if program.holdings[name].parameter), None)
+    if tied is None:
+        return "holds no parameters"
+    owner = next(other for other, held in request.held.items() if program.holdings[tied] in held)
+    return f"shares {tied} with {owner}"
+
+
 def _what(request: Request, offer: Offer, layer: str) -> str:
     """`holds 37.7 M parameters and is 2.1 % of the computing`."""
     batch = largest(next(iter(offer.examples.values())))
@@ -57,7 +67,7 @@ def _what(request: Request, offer: Offer, layer: str) -> str:
     seconds = {name: request.seconds(name, batch, device) for name in offer.role_of}
     part = 100 * seconds[layer] / (sum(seconds.values()) or 1.0)
     parameters = sum(holding.numel for holding in request.held[layer] if holding.parameter)
-    holds = f"holds {units.count(parameters)} parameters" if parameters else "holds no parameters"
+    holds = f"holds {units.count(parameters)} parameters" if parameters else _shares(request, layer)
     return f"{holds} and is {part:.2g} % of the computing"
 
 
