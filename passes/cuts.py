@@ -8,11 +8,12 @@ anything else             cannot cross: its maker and its readers stay together
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from passes.pins import Pin
 from splitc.errors import InternalError
 from splitc.program import Program, SizeSpec, TensorSpec
 
@@ -74,6 +75,16 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
             else:
                 together.setdefault((maker, reader), why)
     return CutRules(tuple(order), together, conv_only, tuple(crossings))
+
+
+def uncut(rules: CutRules, pins: Mapping[str, Pin], wanted: str) -> str:
+    """Why there is no cut that does what is `wanted`: what belongs together, and what the pins ask."""
+    causes = [*rules.together.values(), *rules.conv_only.values()]
+    causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in pins.items()]
+    more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
+    because = f": {', '.join(causes[:6])}{more}" if causes else ""
+    kept = " and keeps to the pins" if pins else ""
+    return f"no cut of the layers {wanted}{kept}{because}"
 
 
 def _tied(program: Program, copies: bool) -> dict[tuple[str, str], str]:

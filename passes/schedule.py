@@ -67,12 +67,6 @@ def _actions(program: Program, part: Part) -> Iterator[Action]:
         yield Action("collect", own=SERVER)
 
 
-def turns(program: Program, stage: Stage) -> int:
-    """How often the stage goes forward and backward in a step."""
-    grouping = program.required_plan.groups.get(stage.role)
-    return grouping.turns if grouping is not None and stage.has_loss else 1
-
-
 def _forward(program: Program, part: Part, role: str) -> Iterator[Action]:
     """What a rank does while `role` goes forward: as one of it, and as one of those that it sends to.
 
@@ -100,7 +94,7 @@ def _crossing(part: Part, cuts: Iterable[Cut]) -> Iterator[Action]:
 
 def _run(program: Program, stage: Stage) -> Iterator[Action]:
     """A stage's forward, in turns with its backward where its groups work in turns."""
-    number = turns(program, stage)
+    number = program.turns(stage)
     for turn in range(number):
         for cut in stage.receives:
             if cut.enters:
@@ -118,7 +112,7 @@ def _backward(program: Program, part: Part, role: str) -> Iterator[Action]:
         for cut in reversed(arrives):
             if cut.leaves:
                 yield Action("spread", cut.name, own=role)
-        if turns(program, stage) == 1 and (stage.has_loss or arrives):
+        if program.turns(stage) == 1 and (stage.has_loss or arrives):
             yield from _turn_back(program, stage, 0, last=True)
     for cut in reversed(stage.receives):
         if not cut.gradient or cut.local:

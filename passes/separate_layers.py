@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from cost_models.alpha_beta import many_to_one, one_to_many
 from cost_models.memory import received_nbytes, returned_nbytes
-from passes.cuts import Crossing, CutRules, cut_rules
+from passes.cuts import Crossing, CutRules, cut_rules, uncut
 from passes.families import Offer, Request, largest, shortage, smallest, unsummed
 from passes.pins import contradictions
 from passes.separate_more import separate_more
@@ -285,7 +285,7 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
     if nearest is None and found.status != "infeasible":
         return _too_slow(request, 0.0)
     if nearest is None:
-        return Offer(NAME, feasible=False, why=_uncut(request, rules))
+        return Offer(NAME, feasible=False, why=uncut(rules, request.pins, "leaves parameters on both sides"))
     _, division, fc = nearest
     why = []
     for role, need in division.problem.memory_of(fc).items():
@@ -301,13 +301,3 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
 def _too_slow(request: Request, most: float) -> Offer:
     why = f"none was found in {request.time_limit:g} s; raise time_limit"
     return Offer(NAME, feasible=False, why=why, most=most, searched=False)
-
-
-def _uncut(request: Request, rules: CutRules) -> str:
-    """Why no cut leaves parameters on both of its sides."""
-    causes = [*rules.together.values(), *rules.conv_only.values()]
-    causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in request.pins.items()]
-    more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
-    because = f": {', '.join(causes[:6])}{more}" if causes else ""
-    kept = " and keeps to the pins" if request.pins else ""
-    return f"no cut of the layers leaves parameters on both sides{kept}{because}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from cost_models.alpha_beta import many_to_one, one_to_many
-from passes.cuts import Crossing, CutRules, cut_rules
+from passes.cuts import Crossing, CutRules, cut_rules, uncut
 from passes.families import Offer, Request, largest, shortage, smallest
 from passes.pins import contradictions
 from splitc.plan import Placement, serve
@@ -69,19 +69,9 @@ def _search(request: Request, roles: _Roles, rules: CutRules) -> Offer:
             continue
         best = seconds, role_of
     if best is None:
-        why = nearest or [_uncut(request, rules)]
+        why = nearest or [uncut(rules, request.pins, "in their order leaves parameters in every role")]
         return Offer(NAME, feasible=False, why="; ".join(why))
     return _offer(request, roles, *best)
-
-
-def _uncut(request: Request, rules: CutRules) -> str:
-    """Why no cut leaves parameters in every role: what belongs together, and what the pins ask."""
-    causes = [*rules.together.values(), *rules.conv_only.values()]
-    causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in request.pins.items()]
-    more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
-    because = f": {', '.join(causes[:6])}{more}" if causes else ""
-    kept = " and keeps to the pins" if request.pins else ""
-    return f"no cut of the layers in their order leaves parameters in every role{kept}{because}"
 
 
 def _impossible(request: Request, sizes: Sequence[int]) -> list[str]:

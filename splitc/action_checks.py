@@ -59,7 +59,7 @@ def _needs(program: Program, part: Part) -> Iterator[Need]:
 
 def _stage(program: Program, stage: Stage) -> Iterator[Need]:
     own, grouping = stage.role, program.required_plan.groups.get(stage.role)
-    number = grouping.turns if grouping is not None and stage.has_loss else 1
+    number = program.turns(stage)
     every = grouping is not None and grouping.updates == "every"
     forwards = tuple(Action("forward", own=own, turn=turn) for turn in range(number))
     outputs = [cut for cut in stage.sends if cut.value not in stage.inputs]

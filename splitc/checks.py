@@ -166,7 +166,7 @@ def buckets_hold_every_gradient(program: Program) -> list[str]:
                 ways = {
                     "all_reduce": summed.count(name),
                     "parameter_server": pushed.count(name),
-                    "late_multiply": min(late.count(alias) for alias in (name,)),
+                    "late_multiply": late.count(name),
                 }
                 alone = len(plan.replicas(stage.role, plan.roles[stage.role][0])) == 1
                 found = {way: times for way, times in ways.items() if times}

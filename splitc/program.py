@@ -276,6 +276,11 @@ class Program:
     def stage(self, role: str) -> Stage:
         return next(stage for stage in self.stages if stage.role == role)
 
+    def turns(self, stage: Stage) -> int:
+        """How often a stage goes forward and backward in a step: the role of the loss once a turn of its groups."""
+        grouping = self.required_plan.groups.get(stage.role)
+        return grouping.turns if grouping is not None and stage.has_loss else 1
+
     def part_of(self, rank: int) -> Part:
         """The part that `rank` runs."""
         return next(part for part in self.parts if rank in part.ranks)

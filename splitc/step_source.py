@@ -49,7 +49,7 @@ class _Writer:
         self._program, self._part, self._training = program, part, training
         self.stages = [program.stage(role) for role in part.roles if role != SERVER]
         self._first_tied = next((a.value for a in part.actions if a.verb == "tie"), "")
-        self._turned = {stage.role: self._turns(stage) for stage in self.stages if self._turns(stage) > 1}
+        self._turned = {stage.role: program.turns(stage) for stage in self.stages if program.turns(stage) > 1}
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
@@ -128,10 +128,6 @@ class _Writer:
         return [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
 
     # -- lines ---------------------------------------------------------------------------------------------------------
-
-    def _turns(self, stage: Stage) -> int:
-        grouping = self._program.required_plan.groups.get(stage.role)
-        return grouping.turns if grouping is not None and stage.has_loss else 1
 
     def _body(self, actions: Sequence[Action]) -> list[Line]:
         lines: list[Line] = []

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitc.runtime.doubling import all_reduce, num_rounds, sent_bytes
+from cost_models.alpha_beta import recursive_doubling_rounds
+from splitc.runtime.doubling import all_reduce, sent_bytes
 from splitc.runtime.transport import Transport, Work
 from tests.ranks import on_ranks
 from tests.test_groups import count_sent, random
@@ -43,7 +44,7 @@ def test_every_rank_has_the_same_bits_and_sends_what_is_counted(n: int) -> None:
 def test_the_number_of_rounds_is_stanzas(n: int) -> None:
     """Every message carries its round: one more than the last of those that its sender has sent or got before."""
     longest = math.floor(math.log2(n)) + (0 if n & (n - 1) == 0 else 2)
-    assert num_rounds(n) == longest
+    assert recursive_doubling_rounds(n) == longest
 
     def action(transport: Transport) -> int:
         done = 0
@@ -84,7 +85,7 @@ def test_one_rank_and_an_empty_tensor_need_no_messages() -> None:
         assert (x.tolist(), sent) == ([1.0, 1.0], [])
 
     on_ranks(2, action)
-    assert (num_rounds(1), sent_bytes(8, 0, 1)) == (0, 0)
+    assert (recursive_doubling_rounds(1), sent_bytes(8, 0, 1)) == (0, 0)
 
 
 @pytest.mark.parametrize("n", [3, 4, 6])

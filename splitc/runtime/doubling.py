@@ -38,12 +38,6 @@ def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> 
     return _Doubling(transport, tensor.detach(), ranks)
 
 
-def num_rounds(n: int) -> int:
-    """Rounds of messages, one after the other, among `n` members."""
-    doublings = n.bit_length() - 1
-    return doublings if n == 1 << doublings else doublings + 2
-
-
 def sent_bytes(nbytes: int, index: int, n: int) -> int:
     """Payload bytes that the member at position `index` of `n` sends to sum tensors of `nbytes`."""
     doublings = n.bit_length() - 1
