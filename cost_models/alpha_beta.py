@@ -2,7 +2,8 @@
 
 The model is Hockney's, with its alpha and beta.  `nbytes` is what the docstring says, `n` a number of
 ranks; n = 1 costs nothing.  A link that is not duplex takes twice as long wherever a rank sends and
-receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.
+receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.  Where a link has a measured `Rate` of
+one, that is the alpha and the beta of its rounds: a backend adds up, copies and waits besides.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def one_to_many(nbytes: float, n: int, link: Link) -> float:
 
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
-    return reduce_scatter(nbytes, n, link) + all_gather(nbytes, n, link)
+    return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
 
 
 def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n."""
-    return (n - 1) * _exchange(nbytes / n, link)
+    return (n - 1) * _round("reduce_scatter", nbytes / n, link)
 
 
 def all_gather(nbytes: float, n: int, link: Link) -> float:
     """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n."""
-    return (n - 1) * _exchange(nbytes / n, link)
+    return (n - 1) * _round("all_gather", nbytes / n, link)
 
 
 def recursive_doubling_rounds(n: int) -> int:
@@ -58,6 +59,25 @@ def recursive_doubling(nbytes: float, n: int, link: Link) -> float:
     doubling = int(math.log2(n))
     surplus = recursive_doubling_rounds(n) - doubling  # 0 or 2 rounds, in one direction
     return doubling * _exchange(nbytes, link) + surplus * point_to_point(nbytes, link)
+
+
+def halving_doubling(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks: a reduce-scatter by halving, an all-gather by doubling (Rabenseifner).
+
+    2 log2 n rounds and 2 (n - 1) / n of the bytes; ranks beyond a power of two add theirs to others' in one round
+    before, and get the result in one after.
+    """
+    doubling = int(math.log2(n))
+    power = 1 << doubling
+    surplus = recursive_doubling_rounds(n) - doubling
+    halves = sum(2 * _exchange(nbytes / (1 << k), link) for k in range(1, doubling + 1)) if power > 1 else 0.0
+    return halves + surplus * point_to_point(nbytes, link)
+
+
+def _round(collective: str, nbytes: float, link: Link) -> float:
+    """One round of a ring: at the collective's measured rate, else an exchange on the link."""
+    rate = link.collectives.get(collective)
+    return _exchange(nbytes, link) if rate is None else rate.latency + nbytes / rate.bandwidth
 
 
 def _exchange(nbytes: float, link: Link) -> float:

@@ -6,7 +6,8 @@ import difflib
 from pathlib import Path
 
 from cost_models.local import THIS_MACHINE, measure_this_machine
-from splitc.cluster import Cluster, parse_cluster
+from splitc.cluster import Cluster
+from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import CostError
 
 _CLUSTERS = Path(__file__).parent / "clusters"
@@ -26,7 +27,7 @@ def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
     make no sense.
     """
     if isinstance(cluster, Cluster):
-        parse_cluster(cluster.to_toml(), f"cluster {cluster.name}")
+        parse_cluster(to_toml(cluster), f"cluster {cluster.name}")
         return cluster
     if cluster is None or cluster == THIS_MACHINE:
         return measure_this_machine()

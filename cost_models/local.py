@@ -33,7 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from splitc.cluster import Cluster, Device, Link, parse_cluster
+from splitc.cluster import Cluster, Device, Link
+from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import CostError
 
 THIS_MACHINE = "this-machine"
@@ -54,7 +55,7 @@ def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> 
     if here is None:
         key = _key()
         here = _measure(budget, key)
-        _write(_cache(cache_dir, key), here.to_toml())
+        _write(_cache(cache_dir, key), to_toml(here))
     return here
 
 

@@ -23,15 +23,23 @@ def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
 
     Raises CostError when the device has no FLOP rate for `dtype` and the layer computes.
     """
-    bandwidth = device.memory_bandwidth * device.efficiency["memory"]
-    seconds = cost.launches * device.launch
-    for flops, moved in (
-        (cost.forward_flops, cost.forward_moved),
-        (cost.backward_flops, cost.backward_moved),
-    ):
-        arithmetic = flops / achieved_flop_rate(device, dtype) if flops else 0.0
-        seconds += max(arithmetic, moved / bandwidth)
-    return seconds
+    return forward_seconds(cost, device, dtype) + backward_seconds(cost, device, dtype)
+
+
+def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
+    """Seconds of a layer's forward; raises as `layer_seconds`."""
+    return _seconds(cost.forward_flops, cost.forward_moved, cost.launches / 3, device, dtype)
+
+
+def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
+    """Seconds of a layer's backward; raises as `layer_seconds`."""
+    return _seconds(cost.backward_flops, cost.backward_moved, cost.launches * 2 / 3, device, dtype)
+
+
+def _seconds(flops: float, moved: float, launches: float, device: Device, dtype: str) -> float:
+    arithmetic = flops / achieved_flop_rate(device, dtype) if flops else 0.0
+    memory = moved / (device.memory_bandwidth * device.efficiency["memory"])
+    return max(arithmetic, memory) + launches * device.launch
 
 
 def priced(cost: LayerCost, device: Device, dtype: str) -> LayerCost:

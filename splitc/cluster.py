@@ -1,41 +1,17 @@
-"""A cluster: the devices and the links that a plan is priced on, and its TOML form.
+"""A cluster: the devices and the links that a plan is priced on.  `cluster_file` reads and writes it as TOML.
 
-All ranks have the same device and the same link.  Numbers are SI base units: FLOP/s, bytes/s,
-bytes, seconds.
-
-    name = "v100-10gbe"
-    source = "where the numbers are from"
-    world = 11                    # devices there are; leave it out when there is no limit
-
-    [device]
-    name = "Tesla V100 16 GB"
-    memory_bandwidth = 900e9      # bytes/s
-    memory = 16e9                 # bytes
-    launch = 5e-6                 # seconds for one op
-    flop_rate.float32 = 15.7e12   # peak FLOP/s; one line for each dtype
-    efficiency.matmul = 0.5       # part of the peak that is reached
-    efficiency.memory = 0.75
-
-    [link]
-    bandwidth = 1.25e9            # bytes/s of one direction
-    latency = 30e-6               # seconds for one message
-    duplex = true                 # both directions at once at full bandwidth
+Numbers are SI base units: FLOP/s, bytes/s, bytes, seconds.  Ranks are numbered over the hosts, host after host.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-from splitc.errors import CostError, bullets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-OP_CLASSES = ("matmul", "memory")
+OP_CLASSES = ("matmul", "conv", "attention", "memory")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_LIKE = {"conv": "matmul", "attention": "matmul"}  # what an op class without an efficiency of its own has
 
 
 @dataclass(frozen=True)
@@ -43,7 +19,8 @@ class Device:
     """What one rank computes on.
 
     flop_rate: dtype name -> peak FLOP/s.  memory_bandwidth: bytes/s.  memory: bytes.
-    efficiency: op class ("matmul", "memory") -> part of the peak that is reached, 0 to 1.
+    efficiency: op class -> part of the peak that is reached, 0 to 1: "matmul" and "memory", and where they differ
+    "conv", "attention" and the backward of each, as "conv_backward".
     launch: seconds that starting one op takes.
     """
 
@@ -54,27 +31,79 @@ class Device:
     efficiency: Mapping[str, float]
     launch: float
 
+    def reached(self, op: str, backward: bool = False) -> float:
+        """The part of its peak that ops of a class reach: its own, else forward's, else that of matrix products."""
+        if backward and f"{op}_backward" in self.efficiency:
+            return self.efficiency[f"{op}_backward"]
+        if op in self.efficiency or op not in _LIKE:
+            return self.efficiency[op]
+        return self.reached(_LIKE[op], backward)
+
+    def scaled(self, factor: float) -> Device:
+        """A device whose rates are `factor` times these."""
+        return replace(
+            self,
+            flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
+            memory_bandwidth=self.memory_bandwidth * factor,
+            launch=self.launch / factor,
+        )
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a backend's collective was measured to reach.
+
+    seconds = latency * rounds + bytes that each rank sends / bandwidth, with rounds and bytes of the ring.
+    """
+
+    bandwidth: float
+    latency: float
+
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a rank to all others.
+    """What joins a rank to others.
 
     bandwidth: bytes/s of one direction.  latency: seconds for one message.
     duplex: it sends and receives at full bandwidth at the same time.
+    shared: all ranks of a host have this one link together; else each rank has its own.
+    processor: seconds of computing that each byte takes from a rank that sends or receives it meanwhile.
+    collectives: of `COLLECTIVES`, what was measured; what is not there is priced as messages on the link.
     """
 
     bandwidth: float
     latency: float
     duplex: bool = True
+    shared: bool = False
+    processor: float = 0.0
+    collectives: Mapping[str, Rate] = field(default_factory=dict)
+
+    def with_bandwidth(self, bandwidth: float) -> Link:
+        """The same link at another bandwidth (bytes/s); measured collectives in proportion."""
+        factor = bandwidth / self.bandwidth
+        rates = {k: replace(rate, bandwidth=rate.bandwidth * factor) for k, rate in self.collectives.items()}
+        return replace(self, bandwidth=bandwidth, collectives=rates)
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """Ranks that have another device, or another link, than the others."""
+
+    ranks: tuple[int, ...]
+    device: Device
+    link: Link
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices joined by equal links.
+    """Devices joined by links.
 
-    world: how many devices there are; None when there is no limit. ranks_share_device: all ranks
-    compute on the same cores, so n ranks get 1/n of its rates and memory each. source: where the
-    numbers are from.
+    device, link: of every rank that is not among `unlike`; the link joins it to all others, or with `local_link` to
+    those of other hosts.  local_link: between the ranks of a host, of which there are `ranks_per_host`; without that
+    number every rank is a host of its own.
+    world: how many devices there are; None when there is no limit.  source: where the numbers are from.
+    ranks_share_device: ranks compute on the same `cores`, of which the device is one: of n ranks that compute, each has
+    cores / n of it, and 1/n of all memory.
     """
 
     name: str
@@ -83,144 +112,106 @@ class Cluster:
     world: int | None = None
     ranks_share_device: bool = False
     source: str = ""
+    cores: int = 1
+    local_link: Link | None = None
+    ranks_per_host: int | None = None
+    unlike: tuple[Unlike, ...] = ()
+
+    # -- devices -------------------------------------------------------------------------------------------------------
+
+    def device_of(self, rank: int, computing: int = 1) -> Device:
+        """What `rank` has while `computing` ranks compute."""
+        device = next((each.device for each in self.unlike if rank in each.ranks), self.device)
+        if not self.ranks_share_device or computing == 1:
+            return device
+        shared = device.scaled(min(1.0, self.cores / computing))
+        return replace(shared, memory=device.memory / computing, launch=device.launch)
 
     def device_for(self, ranks: int) -> Device:
-        """What one of `ranks` computing ranks has of the device."""
-        if not self.ranks_share_device or ranks == 1:
-            return self.device
+        """What the slowest of the first `ranks` ranks has while all of them compute: what a closed form prices."""
+        found = [self.device_of(self._usual(ranks), ranks)]
+        found += [self.device_of(each.ranks[0], ranks) for each in self.unlike if min(each.ranks) < ranks]
+        return found[0] if len(found) == 1 else _slowest(found)
+
+    def _usual(self, ranks: int) -> int:
+        """A rank below `ranks` that is not unlike the others, if there is one."""
+        odd = {rank for each in self.unlike for rank in each.ranks}
+        return next((rank for rank in range(ranks) if rank not in odd), 0)
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def host_of(self, rank: int) -> int:
+        """The number of the host that `rank` is on."""
+        return rank // self.ranks_per_host if self.ranks_per_host else rank
+
+    def link_of(self, rank: int) -> Link:
+        """What joins `rank` to ranks of other hosts."""
+        return next((each.link for each in self.unlike if rank in each.ranks), self.link)
+
+    def link_between(self, a: int, b: int) -> Link:
+        """The path from rank `a` to rank `b`: as fast as the slower end of it."""
+        return self.link_over((a, b))
+
+    def link_over(self, ranks: Iterable[int]) -> Link:
+        """What a collective of `ranks` runs on: the hosts' own link within one host, else the slowest of theirs."""
+        members = tuple(ranks)
+        if self.local_link is not None and len({self.host_of(rank) for rank in members}) == 1:
+            return self.local_link
+        if not self.unlike:
+            return self.link
+        return _narrowest([self.link_of(rank) for rank in members])
+
+    def link_for(self, ranks: int) -> Link:
+        """What the first `ranks` ranks talk over: `link_over` of them."""
+        if self.local_link is not None and self.ranks_per_host and ranks <= self.ranks_per_host:
+            return self.local_link
+        return self.link if not self.unlike else self.link_over(range(ranks))
+
+    def with_bandwidth(self, bandwidth: float) -> Cluster:
+        """The same cluster with another bandwidth (bytes/s) between hosts, on all links alike."""
         return replace(
-            self.device,
-            flop_rate={dtype: rate / ranks for dtype, rate in self.device.flop_rate.items()},
-            memory_bandwidth=self.device.memory_bandwidth / ranks,
-            memory=self.device.memory / ranks,
+            self,
+            link=self.link.with_bandwidth(bandwidth),
+            unlike=tuple(replace(each, link=each.link.with_bandwidth(bandwidth)) for each in self.unlike),
         )
 
-    def to_toml(self) -> str:
-        """Text that `parse_cluster` reads back to an equal cluster."""
-        device, link = self.device, self.link
-        lines = [f"name = {_toml(self.name)}", f"source = {_toml(self.source)}"]
-        if self.world is not None:
-            lines.append(f"world = {self.world}")
-        lines.append(f"ranks_share_device = {_toml(self.ranks_share_device)}")
-        lines += ["", "[device]", f"name = {_toml(device.name)}"]
-        lines += [f"memory_bandwidth = {_toml(device.memory_bandwidth)}  # bytes/s"]
-        lines += [
-            f"memory = {_toml(device.memory)}  # bytes",
-            f"launch = {_toml(device.launch)}  # seconds",
-        ]
-        lines += [f"flop_rate.{d} = {_toml(rate)}  # FLOP/s" for d, rate in device.flop_rate.items()]
-        lines += [f"efficiency.{op} = {_toml(part)}" for op, part in device.efficiency.items()]
-        lines += ["", "[link]", f"bandwidth = {_toml(link.bandwidth)}  # bytes/s"]
-        lines += [f"latency = {_toml(link.latency)}  # seconds", f"duplex = {_toml(link.duplex)}"]
-        return "\n".join(lines) + "\n"
 
+def _slowest(devices: list[Device]) -> Device:
+    """A device that is as slow as the slowest in everything."""
+    first = devices[0]
+    dtypes = [dtype for dtype in first.flop_rate if all(dtype in each.flop_rate for each in devices)]
+    ops = dict.fromkeys(op for each in devices for op in each.efficiency)
 
-def parse_cluster(text: str, where: str) -> Cluster:
-    """The cluster that a TOML text describes; `where` names the text in errors.
-
-    Raises CostError with every missing number, unknown key and senseless value.
-    """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CostError(f"{where} is no TOML file: {error}") from error
-    problems: list[str] = []
-    top = _Table(data, "", problems)
-    device, link = top.table("device"), top.table("link")
-    rates, efficiency = device.table("flop_rate"), device.table("efficiency")
-    cluster = Cluster(
-        name=top.text("name"),
-        device=Device(
-            name=device.text("name"),
-            flop_rate={dtype: rates.number(dtype) for dtype in DTYPES if dtype in rates.data},
-            memory_bandwidth=device.number("memory_bandwidth"),
-            memory=device.number("memory"),
-            efficiency={op: efficiency.number(op, most=1.0) for op in OP_CLASSES},
-            launch=device.number("launch", zero=True),
-        ),
-        link=Link(
-            bandwidth=link.number("bandwidth"),
-            latency=link.number("latency", zero=True),
-            duplex=link.flag("duplex", True),
-        ),
-        world=top.devices("world"),
-        ranks_share_device=top.flag("ranks_share_device", False),
-        source=top.text("source", ""),
+    return Device(
+        name=" and ".join(dict.fromkeys(each.name for each in devices)),
+        flop_rate={dtype: min(each.flop_rate[dtype] for each in devices) for dtype in dtypes},
+        memory_bandwidth=min(each.memory_bandwidth for each in devices),
+        memory=min(each.memory for each in devices),
+        efficiency={op: min(each.reached(*_op_class(op)) for each in devices) for op in ops},
+        launch=max(each.launch for each in devices),
     )
-    if not rates.data:
-        problems.append(
-            "device.flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with `splitc calibrate`"
+
+
+def _op_class(name: str) -> tuple[str, bool]:
+    """`conv_backward` -> ("conv", True)."""
+    return name.removesuffix("_backward"), name.endswith("_backward")
+
+
+def _narrowest(links: list[Link]) -> Link:
+    """A link that is as slow as the slowest in everything."""
+    rates = {
+        name: Rate(
+            min(each.collectives[name].bandwidth for each in links),
+            max(each.collectives[name].latency for each in links),
         )
-    top.refuse_others("name", "source", "world", "ranks_share_device", "device", "link")
-    device.refuse_others("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch")
-    link.refuse_others("bandwidth", "latency", "duplex")
-    rates.refuse_others(*DTYPES)
-    efficiency.refuse_others(*OP_CLASSES)
-    if problems:
-        raise CostError(bullets(f"{where} does not describe a cluster:", problems))
-    return cluster
-
-
-class _Table:
-    """One table of the file; what is wrong with it goes to the list that all tables share."""
-
-    def __init__(self, data: Mapping[str, Any], path: str, problems: list[str]) -> None:
-        self.data, self.path, self.problems = data, path, problems
-
-    def table(self, key: str) -> _Table:
-        value = self.data.get(key, {})
-        if not isinstance(value, dict):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a table of numbers")
-            value = {}
-        return _Table(value, f"{self.path}{key}.", self.problems)
-
-    def number(self, key: str, zero: bool = False, most: float = math.inf) -> float:
-        if key not in self.data:
-            self.problems.append(f"{self.path}{key} is missing; measure it with `splitc calibrate`")
-            return math.nan
-        value = self.data[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a finite number")
-            return math.nan
-        if value < 0 or (value == 0 and not zero) or value > most:
-            least = "at least 0" if zero else "more than 0"
-            limit = least if most == math.inf else f"{least} and at most {most:g}"
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be {limit}")
-        return float(value)
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.data.get(key, default)
-        if not isinstance(value, str) or (default is None and not value):
-            what = "is missing" if value is None else f"is {value!r}"
-            self.problems.append(f"{self.path}{key} {what}; it must be a text")
-            return ""
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.data.get(key, default)
-        if not isinstance(value, bool):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be true or false")
-            return default
-        return value
-
-    def devices(self, key: str) -> int | None:
-        value = self.data.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a whole number of at least 1")
-            return None
-        return value
-
-    def refuse_others(self, *known: str) -> None:
-        for key in self.data:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                self.problems.append(f"{self.path}{key} is an unknown key; {hint}")
-
-
-def _toml(value: str | float | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(float(value))
+        for name in COLLECTIVES
+        if all(name in each.collectives for each in links)
+    }
+    return Link(
+        bandwidth=min(each.bandwidth for each in links),
+        latency=max(each.latency for each in links),
+        duplex=all(each.duplex for each in links),
+        shared=any(each.shared for each in links),
+        processor=max(each.processor for each in links),
+        collectives=rates,
+    )
