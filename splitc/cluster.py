@@ -9,9 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-OP_CLASSES = ("matmul", "conv", "attention", "memory")
+OP_CLASSES = ("matmul", "conv", "attention", "memory", "math", "batch_norm", "pool", "max_pool", "random")
+MOVED = ("matmul_moved", "conv_moved", "attention_moved")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-_LIKE = {"conv": "matmul", "attention": "matmul"}  # what an op class without an efficiency of its own has
+_LIKE = {  # what an op class without an efficiency of its own has
+    **dict.fromkeys(("conv", "attention"), "matmul"),
+    **dict.fromkeys(("math", "batch_norm", "pool", "random", *MOVED), "memory"),
+    "max_pool": "pool",
+}
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,10 @@ class Device:
 
     flop_rate: dtype name -> peak FLOP/s.  memory_bandwidth: bytes/s.  memory: bytes.
     efficiency: op class -> part of the peak that is reached, 0 to 1: "matmul" and "memory", and where they differ
-    "conv", "attention" and the backward of each, as "conv_backward".
+    "conv" and "attention"; "math" (exponentials and their like), "batch_norm", "pool" and "random", of the memory
+    bandwidth; "matmul_moved" and its like, of the bytes that products move; the backward of each, as "conv_backward".
     launch: seconds that starting one op takes.
+    overlap: part of an op's memory traffic that hides behind its arithmetic, or the other way round; 1: all of it.
     """
 
     name: str
@@ -30,9 +37,10 @@ class Device:
     memory: float
     efficiency: Mapping[str, float]
     launch: float
+    overlap: float = 1.0
 
     def reached(self, op: str, backward: bool = False) -> float:
-        """The part of its peak that ops of a class reach: its own, else forward's, else that of matrix products."""
+        """The part of its peak that ops of a class reach: its own, else forward's, else that of what it is like."""
         if backward and f"{op}_backward" in self.efficiency:
             return self.efficiency[f"{op}_backward"]
         if op in self.efficiency or op not in _LIKE:
@@ -189,6 +197,7 @@ def _slowest(devices: list[Device]) -> Device:
         memory=min(each.memory for each in devices),
         efficiency={op: min(each.reached(*_op_class(op)) for each in devices) for op in ops},
         launch=max(each.launch for each in devices),
+        overlap=min(each.overlap for each in devices),
     )
 
 

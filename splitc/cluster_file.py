@@ -14,6 +14,8 @@ flop_rate.float32 = 15.7e12   # peak FLOP/s; one line for each dtype
 efficiency.matmul = 0.5       # part of the peak that is reached
 efficiency.conv_backward = 0.4
 efficiency.memory = 0.75
+efficiency.conv_moved = 0.2   # part of the memory bandwidth that a convolution's own bytes reach
+overlap = 1.0                 # part of an op's memory traffic that hides behind its arithmetic
 
 [link]                        # of a rank to all others; with a local_link to those of other hosts
 bandwidth = 1.25e9            # bytes/s of one direction
@@ -43,10 +45,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from splitc.cluster import COLLECTIVES, DTYPES, OP_CLASSES, Cluster, Device, Link, Rate, Unlike
+from splitc.cluster import COLLECTIVES, DTYPES, MOVED, OP_CLASSES, Cluster, Device, Link, Rate, Unlike
 from splitc.errors import CostError, bullets
 
-_EFFICIENCIES = (*OP_CLASSES, *(f"{op}_backward" for op in OP_CLASSES))
+_EFFICIENCIES = tuple(f"{op}{end}" for end in ("", "_backward") for op in (*OP_CLASSES, *MOVED))
 _REQUIRED = ("matmul", "memory")
 _TOP = ("name", "source", "world", "ranks_share_device", "cores", "ranks_per_host")
 _TABLES = ("device", "link", "local_link", "unlike")
@@ -72,6 +74,8 @@ def to_toml(cluster: Cluster) -> str:
 def _device_lines(device: Device) -> list[str]:
     lines = [f"name = {_toml(device.name)}", f"memory_bandwidth = {_toml(device.memory_bandwidth)}  # bytes/s"]
     lines += [f"memory = {_toml(device.memory)}  # bytes", f"launch = {_toml(device.launch)}  # seconds"]
+    if device.overlap != 1:
+        lines.append(f"overlap = {_toml(device.overlap)}  # of memory traffic with arithmetic")
     lines += [f"flop_rate.{d} = {_toml(rate)}  # FLOP/s" for d, rate in device.flop_rate.items()]
     return lines + [f"efficiency.{op} = {_toml(part)}" for op, part in device.efficiency.items()]
 
@@ -131,7 +135,7 @@ def _device(table: _Table) -> Device:
             f"{table.path}flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with "
             f"`splitc calibrate`"
         )
-    table.refuse_others("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch")
+    table.refuse_others("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch", "overlap")
     rates.refuse_others(*DTYPES)
     efficiency.refuse_others(*_EFFICIENCIES)
     return Device(
@@ -143,6 +147,7 @@ def _device(table: _Table) -> Device:
             op: efficiency.number(op, most=1.0) for op in _EFFICIENCIES if op in _REQUIRED or op in efficiency.data
         },
         launch=table.number("launch", zero=True),
+        overlap=table.number("overlap", zero=True, most=1.0) if "overlap" in table.data else 1.0,
     )
 
 
