@@ -74,11 +74,13 @@ class Prices:
 
     def transfer(self, rank: int, op: WireOp, nth: int) -> Transfer:
         """What an operation of `rank` is an end of; `nth`: of this label on that rank."""
-        if op.kind == "collective":
-            ends: tuple[int, ...] = op.ranks
+        ends: tuple[int, ...]
+        key: tuple[object, ...]
+        if op.kind == "collective":  # groups of one label have different first ranks
+            ends, key = op.ranks, (op.label, op.ranks[0], nth)
         else:
             ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
-        key = op.kind == "collective", op.label, ends, nth
+            key = op.label, ends, nth
         if key not in self._transfers:
             self._transfers[key] = self._paths.transfer(op, ends)
         return self._transfers[key]
@@ -92,7 +94,7 @@ class _Step:
         self.plan = self.program.required_plan
         self.device = prices.device(rank)
         self._done: list[Operation] = []
-        self._counts: dict[tuple[str, str, tuple[int, ...]], int] = defaultdict(int)
+        self._counts: dict[tuple[str, str, int], int] = defaultdict(int)
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._sums: list[Transfer] = []  # of the backward under way
         self._late: list[tuple[str, list[Transfer], float]] = []  # layer, what it gathers, seconds to multiply it
@@ -263,7 +265,7 @@ class _Step:
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []
         for op in ops:
-            key = op.kind, op.label, op.ranks
+            key = op.kind, op.label, op.ranks[0]
             begun.append(self.prices.transfer(self.rank, op, self._counts[key]))
             self._counts[key] += 1
             self._done.append(Begin(begun[-1], op.sent))
