@@ -46,7 +46,6 @@ class Prices:
         self.program, self.cluster = program, cluster
         self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
         plan = program.required_plan
-        self._computing = len({rank for ranks in plan.parts.values() for rank in ranks})
         self._paths = Paths(cluster, plan.world)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._devices: dict[int, Device] = {}
@@ -58,11 +57,9 @@ class Prices:
         self._transfers = {}
 
     def device(self, rank: int) -> Device:
-        """What `rank` computes on while all ranks compute; one object for ranks that are alike."""
-        alike = id(self.cluster.device_of(rank))
-        if alike not in self._devices:
-            self._devices[alike] = self.cluster.device_of(rank, self._computing)
-        return self._devices[alike]
+        """What `rank` computes on, a core of its own where ranks share some; one object for ranks that are alike."""
+        found = self.cluster.device_of(rank)
+        return self._devices.setdefault(id(found), found)
 
     def layer(self, layer: str, batch: int, device: Device) -> tuple[float, float]:
         """Seconds of forward and backward of a whole layer."""
