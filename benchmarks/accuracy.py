@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.campaign import Campaign, Settings, rates_of
+from benchmarks.campaign import Campaign, Settings, layer_times, rates_of
 from benchmarks.errors import BedError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, report
 from benchmarks.layout import for_each
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.figures is not None:
             figures = Figures.from_json(_text(args.figures), str(args.figures))
-            figures = predicted_again(figures) if args.predict else figures
+            times = layer_times(args.figures.parent) if args.measured else None
+            figures = predicted_again(figures, times) if args.predict else figures
         else:
             figures = _measured(args, arguments)
     except (BedError, SplitcError) as error:
@@ -76,8 +77,11 @@ def cells(models: Sequence[str], strategies: Sequence[str], worlds: Sequence[int
     ]
 
 
-def predicted_again(figures: Figures) -> Figures:
-    """The same measurements, with what is predicted now for the same plans on the same clusters."""
+def predicted_again(figures: Figures, layers: Path | None = None) -> Figures:
+    """The same measurements, with what is predicted now for the same plans on the same clusters.
+
+    layers: as in `predictions`.
+    """
     subjects = {name: Subject(name) for name in dict.fromkeys(r.cell.model for r in figures.results if r.plan)}
     results = []
     for result in figures.results:
@@ -85,13 +89,14 @@ def predicted_again(figures: Figures) -> Figures:
             cell, key = result.cell, f"{result.cell.world} {result.cell.rate}"
             cluster = parse_cluster(figures.clusters[key], f"the cluster of {key}")
             compiled = subjects[cell.model].compile(cell, cluster, Plan.from_json(result.plan))
-            result = replace(result, predicted=predictions(compiled.program, cluster))
+            found = predictions(subjects[cell.model], compiled.program, cluster, layers)
+            result = replace(result, predicted=found)
         results.append(result)
     return replace(figures, results=tuple(results))
 
 
 def _measured(args: argparse.Namespace, arguments: Sequence[str]) -> Figures:
-    settings = Settings(args.repeats, args.cpus, args.mtu, args.budget, args.foreign, args.clusters)
+    settings = Settings(args.repeats, args.cpus, args.mtu, args.budget, args.foreign, args.clusters, args.measured)
     args.output.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(
         cells(args.models, args.strategies, args.world, args.rates),
@@ -208,6 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--from", dest="figures", type=Path, metavar="FILE", help="the table of a figures.json, without measuring"
+    )
+    parser.add_argument(
+        "--measured", action="store_true", help="predict with layer times measured on this machine as well"
     )
     parser.add_argument("--predict", action="store_true", help="with --from: predict anew for the same plans")
     return parser

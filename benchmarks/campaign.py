@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bed import Bed
 from benchmarks.errors import BedError
@@ -42,7 +43,8 @@ class Settings:
 
     repeats: runs of every cell.  cpus: processors that the ranks share, by a quota.  mtu: of the bed.  budget: seconds
     of each calibration, about.  foreign: fraction of the processors above which other processes disturb a run.
-    clusters: a folder with the clusters of an earlier campaign, in place of calibrating.
+    clusters: a folder with the clusters of an earlier campaign, in place of calibrating.  measured: layers are timed on
+    this machine too, before anything else, and priced by that beside the roofline.
     """
 
     repeats: int = 5
@@ -51,6 +53,7 @@ class Settings:
     budget: float = 30.0
     foreign: float = 0.05
     clusters: Path | None = None
+    measured: bool = False
 
 
 def steps_for(seconds: float) -> int:
@@ -61,6 +64,11 @@ def steps_for(seconds: float) -> int:
 def cluster_file(folder: Path, world: int, rate: str) -> Path:
     """Where the calibrated cluster of a world at a rate stands."""
     return folder / f"cluster-{world}-{rate}.toml"
+
+
+def layer_times(folder: Path) -> Path:
+    """Where a campaign keeps the times of layers."""
+    return folder / "layers"
 
 
 class Campaign:
@@ -75,7 +83,7 @@ class Campaign:
         self._results = {cell: Result(cell) for cell in cells}
         self._subjects: dict[str, Subject] = {}
         self._clusters: dict[str, str] = {}
-        self._residuals: dict[str, list[dict[str, object]]] = {}
+        self._residuals: dict[str, list[dict[str, Any]]] = {}
         self._steps: dict[Cell, int] = {}
         self._about: Mapping[str, str] = {}
         self._progress = Progress(settings.repeats * len(self._results))
@@ -87,11 +95,15 @@ class Campaign:
         """
         self._about = about
         self._subjects = {name: Subject(name) for name in dict.fromkeys(cell.model for cell in self._results)}
+        for name, subject in self._subjects.items() if self.settings.measured else ():
+            self._say(f"timing the layers of {name}")
+            subject.measured(layer_times(self.folder))
         try:
             for world in dict.fromkeys(cell.world for cell in self._results):
                 self._world(world, [cell for cell in self._results if cell.world == world])
         finally:
-            self._write()
+            if self.figures.measured:  # or those of an earlier campaign stay
+                self._write()
 
     @property
     def figures(self) -> Figures:
@@ -152,7 +164,8 @@ class Campaign:
             subject = self._subjects[cell.model]
             try:
                 compiled = subject.compile(cell, clusters[cell.rate])
-                predicted = predictions(compiled.program, clusters[cell.rate])
+                times = layer_times(self.folder) if self.settings.measured else None
+                predicted = predictions(subject, compiled.program, clusters[cell.rate], times)
             except SplitcError as error:
                 self._results[cell] = replace(self._results[cell], why=str(error))
                 continue

@@ -1,7 +1,7 @@
 """The figures of an accuracy campaign: what was measured and predicted for each cell, their table and their JSON.
 
     measured   the median of the runs' step seconds
-    noise      half of the distance between the quartiles of the runs, over the median
+    noise      half of the distance between the quartiles of the runs, over the median; of one run nothing is known
     error      predicted / measured - 1
 
 The error of a set of cells is told by the median and the worst of their absolute values.
@@ -66,7 +66,6 @@ class Result:
 
     @property
     def noise(self) -> float:
-        """Of one run nothing is known: 0."""
         seconds = [run.step_seconds for run in self.runs]
         if len(seconds) < 2:
             return 0.0
@@ -93,7 +92,7 @@ class Figures:
     about: Mapping[str, str]
     foreign: float
     clusters: Mapping[str, str]
-    residuals: Mapping[str, Sequence[Mapping[str, object]]]
+    residuals: Mapping[str, Sequence[Mapping[str, Any]]]
     results: tuple[Result, ...]
 
     @property
@@ -147,17 +146,22 @@ def report(figures: Figures) -> str:
     for key in shown:
         lines.append(_summary(PREDICTIONS[key], figures.errors(key)))
     if measured:
-        noise = [result.noise for result in measured]
+        noise = [result.noise for result in measured if len(result.runs) > 1] or [0.0]
         fewest, most = (pick(len(result.runs) for result in measured) for pick in (min, max))
         lines.append(
             f"- noise: median {statistics.median(noise):.1%}, worst {max(noise):.1%}, "
-            f"of {fewest if fewest == most else f'{fewest} to {most}'} runs a cell"
+            f"runs of a cell: {fewest if fewest == most else f'{fewest} to {most}'}"
         )
         disturbed = sum(result.disturbed(figures.foreign) for result in measured)
         runs = sum(len(result.runs) for result in measured)
         lines.append(
             f"- other processes had more than {figures.foreign:.0%} of the processors in {disturbed} of {runs} runs"
         )
+    lines += [
+        f"- calibration of {_words(key)}: {_missed(residuals)}"
+        for key, residuals in figures.residuals.items()
+        if residuals
+    ]
     missing = [result for result in figures.results if not result.runs]
     lines += [f"- not measured: {result.cell}: {result.why or 'stopped before'}" for result in missing]
     return "\n".join(lines)
@@ -173,12 +177,25 @@ def _table(figures: Figures, shown: Iterable[str]) -> str:
     for result in sorted(figures.measured, key=lambda each: each.cell):
         cell, marked = result.cell, "*" * bool(result.disturbed(figures.foreign))
         row = [cell.model, cell.strategy, cell.world, cell.network]
-        row += [f"{result.measured * 1e3:.0f} ms{marked}", f"{result.noise:.1%}"]
+        row += [f"{result.measured * 1e3:.0f} ms{marked}", f"{result.noise:.1%}" if len(result.runs) > 1 else "-"]
         for key in shown:
             there = key in result.predicted
             row += [f"{result.predicted[key] * 1e3:.0f} ms", f"{result.error(key):+.1%}"] if there else ["", ""]
         rows.append(row)
     return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+
+
+def _words(key: str) -> str:
+    """`2 none` -> `2 ranks, unshaped`."""
+    world, _, rate = key.partition(" ")
+    return f"{world} ranks, {'unshaped' if rate == 'none' else rate}"
+
+
+def _missed(residuals: Sequence[Mapping[str, Any]]) -> str:
+    """How far the fitted numbers are from what was timed."""
+    missed = {each["what"]: each["fitted"] / each["measured"] - 1 for each in residuals}
+    worst = max(missed, key=lambda what: abs(missed[what]))
+    return f"fits miss by {statistics.median(map(abs, missed.values())):.1%}, at worst {missed[worst]:+.1%} ({worst})"
 
 
 def _summary(words: str, errors: Mapping[Cell, float]) -> str:

@@ -142,7 +142,14 @@ class Session:
         self, budget: float, progress: Callable[[str], None] = lambda text: None
     ) -> tuple[str, list[dict[str, Any]]]:
         """Measure the ranks as a cluster, in about `budget` seconds: its TOML, and the residuals of the fits."""
-        said = self._do("calibrate", lambda rank, text: progress(text), TIMEOUT + 2 * budget, budget=budget)
+        told: set[str] = set()
+
+        def once(rank: int, text: str) -> None:  # all ranks tell the same
+            if text not in told:
+                told.add(text)
+                progress(text)
+
+        said = self._do("calibrate", once, TIMEOUT + 2 * budget, budget=budget)
         return said[0]["cluster"], said[0]["residuals"]
 
     def _do(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.figures import Cell
+from cost_models.timeline import simulate
 from splitc.api import CompiledProgram, Settings, analyse, specialise
 from splitc.cluster import Cluster
 from splitc.model_file import load_model
 from splitc.plan import Plan
-from splitc.program import Program
+from splitc.program import CostLine, Program
 from splitc.strategies import parse_strategy
 
 _HERE = Path(__file__).resolve().parent / "models"
@@ -37,11 +40,19 @@ class Subject:
         path, sizes = MODELS.get(name, (name, None))
         torch.manual_seed(0)
         self.file = load_model(str(path), sizes)
+        self._measured: Mapping[str, CostLine] = {}
 
     @cached_property
     def program(self) -> Program:
         file = self.file
         return analyse(file.model, file.example, file.target, file.loss, name=file.name)
+
+    def measured(self, cache: Path) -> Mapping[str, CostLine]:
+        """Layer -> its cost with the seconds that it takes on this machine, from the folder `cache` or measured now."""
+        if not self._measured:
+            measure: Any = importlib.import_module("cost_models.measured")
+            self._measured = measure.measure_layers(self.program, self.program.costs, cache)
+        return self._measured
 
     def compile(self, cell: Cell, cluster: Cluster, plan: Plan | None = None) -> CompiledProgram:
         """The cell's plan on a cluster, or the one that was made for it before.  Raises SplitcError."""
@@ -51,16 +62,12 @@ class Subject:
         return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
 
 
-def predictions(program: Program, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step, by the keys of `figures.PREDICTIONS`."""
-    found = {"roofline": simulated(program, cluster)}
-    found["closed"] = program.required_plan.step_seconds
+def predictions(subject: Subject, program: Program, cluster: Cluster, layers: Path | None = None) -> dict[str, float]:
+    """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`.
+
+    layers: the folder in which layer times of this machine are kept; None: they are not measured.
+    """
+    found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.required_plan.step_seconds}
+    if layers is not None:
+        found["layers"] = simulate(replace(program, costs=subject.measured(layers)), cluster).step_seconds
     return found
-
-
-def simulated(program: Program, cluster: Cluster) -> float:
-    """Seconds of a step by the event simulation; by the planner's sum in a splitc without one."""
-    if importlib.util.find_spec("cost_models.timeline") is None:
-        return program.required_plan.step_seconds
-    timeline = importlib.import_module("cost_models.timeline").simulate(program, cluster)
-    return float(timeline.step_seconds)

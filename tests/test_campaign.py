@@ -46,9 +46,13 @@ def result(*seconds: float, cell: Cell = CELL, predicted: float | None = None, f
     return Result(cell, "", {} if predicted is None else {"roofline": predicted, "closed": predicted * 2}, runs)
 
 
+def timed(what: str, measured: float, fitted: float) -> dict[str, Any]:
+    return {"what": what, "measured": measured, "fitted": fitted}
+
+
 def figures(*results: Result) -> Figures:
     clusters = {"2 230Mbit": "name = 1"}
-    residuals = {"2 230Mbit": [{"what": "send", "measured": 1.0, "fitted": 2.0}]}
+    residuals = {"2 230Mbit": [timed("send", 1.0, 1.1), timed("receive", 2.0, 1.0)], "2 none": []}
     return Figures({"machine": "this one"}, 0.05, clusters, residuals, results)
 
 
@@ -119,7 +123,7 @@ def test_the_table_shows_each_cell_marks_disturbed_ones_and_names_what_is_missin
     text = report(
         figures(
             result(0.1, 0.1, predicted=0.11, foreign=(0.2,)),
-            result(0.4, 0.4, cell=Cell("vgg", "late_multiply", 4, "none"), predicted=0.3),
+            result(0.4, cell=Cell("vgg", "late_multiply", 4, "none"), predicted=0.3),
             replace(result(), cell=Cell("mlp", "modulo_shard", 3, "none"), why="3 ranks make no groups"),
         )
     )
@@ -130,15 +134,17 @@ def test_the_table_shows_each_cell_marks_disturbed_ones_and_names_what_is_missin
     ]
     assert rows[2:] == [
         ["mlp", "data_parallel", "2", "230Mbit", "100 ms*", "0.0%", "110 ms", "+10.0%", "220 ms", "+120.0%"],
-        ["vgg", "late_multiply", "4", "unshaped", "400 ms", "0.0%", "300 ms", "-25.0%", "600 ms", "+50.0%"],
+        ["vgg", "late_multiply", "4", "unshaped", "400 ms", "-", "300 ms", "-25.0%", "600 ms", "+50.0%"],
     ]
     assert "- roofline: error median 17.5%, worst -25.0% (vgg late_multiply, 4 ranks, unshaped)" in text
-    assert "more than 5% of the processors in 1 of 4 runs" in text
+    assert "more than 5% of the processors in 1 of 3 runs" in text
+    assert "- calibration of 2 ranks, 230Mbit: fits miss by 30.0%, at worst -50.0% (receive)" in text
     assert "- not measured: mlp modulo_shard, 3 ranks, unshaped: 3 ranks make no groups" in text
 
 
 def test_figures_without_a_run_make_no_table() -> None:
-    assert report(figures(Result(CELL))) == "- not measured: mlp data_parallel, 2 ranks, 230Mbit: stopped before"
+    text = report(replace(figures(Result(CELL)), residuals={}))
+    assert text == "- not measured: mlp data_parallel, 2 ranks, 230Mbit: stopped before"
 
 
 def test_figures_read_back_from_their_json_are_equal() -> None:
@@ -168,11 +174,12 @@ def test_plans_of_an_earlier_campaign_are_predicted_again_on_its_clusters(tmp_pa
     model = tmp_path / "tiny_perceptron.py"
     model.write_text(MODEL)
     cell, cluster = Cell(str(model), "data_parallel", 2, "none"), load_cluster("v100-10gbe")
-    compiled = Subject(cell.model).compile(cell, cluster)
+    subject = Subject(cell.model)
+    compiled = subject.compile(cell, cluster)
     measured = Result(cell, compiled.plan.to_json(), {"roofline": 9.0}, (run(1.0),))
     before = replace(figures(measured), clusters={"2 none": to_toml(cluster)})
     after = predicted_again(before).results[0]
-    assert after.predicted == predictions(compiled.program, cluster)
+    assert after.predicted == predictions(subject, compiled.program, cluster)
     assert replace(after, predicted=measured.predicted) == measured, "nothing else changes"
 
 
