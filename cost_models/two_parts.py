@@ -79,7 +79,7 @@ def two_parts(program: Program, fc: Collection[str] | None = None) -> TwoParts:
     )
     if not parts.conv or not parts.fc:
         raise CostError(
-            f"{program.name}: {len(parts.fc)} of {len(layers)} layers are fully connected, {len(parts.conv)} are not; the "
-            f"papers' models need both, so say which layers are the upper part"
+            f"{program.name}: {len(parts.fc)} of {len(layers)} layers are fully connected, {len(parts.conv)} are not; "
+            f"the papers' models need both, so say which layers are the upper part"
         )
     return parts
