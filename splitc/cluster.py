@@ -164,20 +164,22 @@ class Cluster:
         """What a collective of the first `ranks` ranks runs on."""
         return self.link_over(range(ranks))
 
-    def link_over(self, ranks: Iterable[int], beside: Iterable[Iterable[int]] = ()) -> Link:
-        """What a collective of `ranks` runs on, while collectives of the groups `beside` run too.
+    def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
+        """What the collectives of groups of ranks run on, all at once: the slowest of them.
 
-        Within one host that is its own link.  Over several it is as fast as the slowest of them: the ranks of a host
-        carry what leaves it together, each on its own link, or all on the one they share, as rings in the order of
-        ranks do; a shared link is divided among the collectives that leave the host.
+        Within one host that is its own link.  Over several it is as fast as the slowest of them: rings in the order of
+        ranks leave a host once each, so the ranks of a group on a host carry what leaves it together, each on its own
+        link; a shared link is divided among the groups.  Without `rings` every rank sends to other hosts for itself.
         """
         if self.local_link is None:
-            return self._slowest_link(ranks)
-        mine, *others = (self._by_host(group) for group in (ranks, *beside))
-        if len(mine) == 1:
-            return self.local_link
-        leaving = Counter(host for hosts in (mine, *others) if len(hosts) > 1 for host in hosts)
-        return _narrowest([self._way_out(members, leaving[host]) for host, members in mine.items()])
+            return self._slowest_link(rank for group in groups for rank in group)
+        hosts = [self._by_host(group) for group in groups]
+        crossing = [found for found in hosts if len(found) > 1]
+        users: Counter[int] = Counter()
+        for found in crossing:
+            users.update({host: 1 if rings else len(members) for host, members in found.items()})
+        ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
+        return _narrowest([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
 
     def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
         """What messages between ranks of `here` and of `there` run on, all at once, for the busiest of them.
@@ -209,12 +211,12 @@ class Cluster:
             hosts[self.host_of(rank)].append(rank)
         return hosts
 
-    def _way_out(self, members: list[int], collectives: int) -> Link:
-        """What `members`, on one host, have for one of `collectives` that leave it."""
+    def _way_out(self, members: list[int], users: int, rings: bool) -> Link:
+        """What `members`, a group's ranks on one host, have to others, where its link has so many users at once."""
         link = self._slowest_link(members)
         if link.shared:
-            link = link.divided(collectives)
-        if len(members) == 1 or self.local_link is None:
+            link = link.divided(users)
+        if self.local_link is None or not rings or len(members) == 1:
             return link
         together = link.bandwidth if link.shared else link.bandwidth * len(members)
         return replace(link, bandwidth=min(together, self.local_link.bandwidth))
