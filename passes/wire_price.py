@@ -102,7 +102,7 @@ def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]
     for (host, value), ops in leaving.items():
         link = next(cluster.link_of(rank) for rank in range(plan.world) if cluster.host_of(rank) == host)
         sent = concurrent((op.sent for op in ops if op.kind == "send"), link)
-        received = concurrent((_nbytes(op) for op in ops if op.kind == "recv"), link)
+        received = concurrent((op.nbytes for op in ops if op.kind == "recv"), link)
         yield value, max(sent, received) if link.duplex else sent + received
 
 
@@ -116,17 +116,18 @@ def _looked_at(cluster: Cluster, program: Program) -> list[int]:
 
 
 def _link(cluster: Cluster, plan: Plan, rank: int, op: WireOp) -> Link:
-    """What an operation of `rank` runs on; groups of a role, and the replicas of their ranks, communicate all at once."""
+    """What an operation of `rank` runs on; all groups of a role communicate at once, and so do all sets of replicas."""
     if op.kind != "collective":
         return cluster.link_between(rank, op.ranks[0])
+    rings = op.algorithm != "recursive_doubling"
     if cluster.local_link is not None:
         for role, grouping in plan.groups.items():
             ranks, size = plan.roles[role], grouping.size
             groups = [ranks[k : k + size] for k in range(0, len(ranks), size)]
             for alike in (groups, [ranks[k::size] for k in range(size)]):
                 if op.ranks in alike:
-                    return cluster.link_over(*alike)
-    return cluster.link_over(op.ranks)
+                    return cluster.link_over(*alike, rings=rings)
+    return cluster.link_over(op.ranks, rings=rings)
 
 
 def _value(op: WireOp) -> str:
@@ -135,15 +136,19 @@ def _value(op: WireOp) -> str:
 
 
 def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
-    """Seconds of a rank's operations, each on its link."""
+    """Seconds of a rank's operations, each on its link, or at its measured rate."""
     latency = 0.0
     sent: dict[tuple[float, bool], float] = defaultdict(float)
     received: dict[tuple[float, bool], float] = defaultdict(float)
     for op, link in ops:
+        if rate := link.collectives.get(op.algorithm):
+            latency += rate.latency * (len(op.ranks) - 1) * (2 if op.algorithm == "all_reduce" else 1)
+            sent[rate.bandwidth, True] += op.sent
+            continue
         kind = link.bandwidth, link.duplex
         latency += link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
         if op.kind == "recv":
-            received[kind] += _nbytes(op)
+            received[kind] += op.nbytes
         else:
             sent[kind] += op.sent
             received[kind] += op.sent if op.kind == "collective" else 0.0
@@ -152,10 +157,3 @@ def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
         there, back = sent[bandwidth, duplex], received[bandwidth, duplex]
         seconds += (max(there, back) if duplex else there + back) / bandwidth
     return seconds
-
-
-def _nbytes(op: WireOp) -> float:
-    numel = 1
-    for n in op.shape:
-        numel *= n
-    return float(numel * op.dtype.itemsize)
