@@ -5,7 +5,7 @@
     seconds    = max(arithmetic, memory) + (1 - overlap) min(arithmetic, memory) + launches * launch
 
 summed over the ops; e is the efficiency of the op's class, forward or backward, and of what products move that of
-"<class>_moved".  An op is bound by its arithmetic or by its memory, whichever takes longer (Williams, Waterman and
+"<class>_moved".  Convolutions launch in launch + conv_launch.  An op is bound by its arithmetic or by its memory, whichever takes longer (Williams, Waterman and
 Patterson 2009): where `overlap` is 1.  A processor that waits for its memory before it computes takes the sum of both.
 """
 
@@ -49,7 +49,8 @@ def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
         arithmetic, moving = (op.flops + op.filling) / rate, f"{op.op_class}_moved"
     memory = op.moved / (device.memory_bandwidth * device.reached(moving, op.backward))
     longer, shorter = max(arithmetic, memory), min(arithmetic, memory)
-    return longer + (1 - device.overlap) * shorter + op.launches * device.launch
+    launch = device.launch + (device.conv_launch if op.op_class == "conv" else 0.0)
+    return longer + (1 - device.overlap) * shorter + op.launches * launch
 
 
 def _ops(cost: LayerCost) -> tuple[OpCost, ...]:

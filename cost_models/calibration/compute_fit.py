@@ -6,6 +6,8 @@ products, for each byte of a class, and for each launch, `cost_models.roofline` 
     fitted = sum over ops of  a + m - overlap * min(a, m) + launches * s[launch]               (1)
              a = (flops + filling) s[class],  m = moved s[class, or class_moved of a product]
 
+and of convolutions launches * s[conv_launch] besides.
+
     minimise the sum over samples of (fitted / measured - 1)^2,  s >= 0                        (2)
 
 For a given overlap and given smaller parts (1) is linear, and (2) a problem of non-negative least squares (Lawson and
@@ -33,7 +35,7 @@ _FAR = 0.3
 _ROUNDS = 12  # of choosing smaller parts and weights anew
 _TINY = 1e-12
 _FASTEST = 1e15  # FLOP/s or bytes/s
-_LAUNCH = "launch"
+_LAUNCH, _CONV_LAUNCH = "launch", "conv_launch"
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class Sample:
 class Rates:
     """What was fitted.
 
-    flops: class -> FLOP/s; moved: class -> bytes/s; of a backward under "<class>_backward".  launch: seconds.
+    flops: class -> FLOP/s; moved: class -> bytes/s; of a backward under "<class>_backward".  launch, conv_launch: seconds.
     """
 
     flops: Mapping[str, float]
     moved: Mapping[str, float]
     launch: float
+    conv_launch: float
     overlap: float
 
     def device(self, name: str, memory: float, others: Mapping[str, float]) -> Device:
@@ -70,6 +73,7 @@ class Rates:
             memory=memory,
             efficiency=efficiency,
             launch=self.launch,
+            conv_launch=self.conv_launch,
             overlap=self.overlap,
         )
 
@@ -92,7 +96,7 @@ class _Problem:
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
         rates = dict.fromkeys(key for sample in samples for op in sample.ops for key in _keys(op) if key)
-        self.unknowns = [*rates, _LAUNCH]
+        self.unknowns = [*rates, _LAUNCH, _CONV_LAUNCH]
         self._index = {key: k for k, key in enumerate(self.unknowns)}
         self._seconds = np.array([sample.seconds for sample in samples])
 
@@ -112,11 +116,11 @@ class _Problem:
 
     def rates(self, overlap: float, found: Vector) -> Rates:
         seconds = dict(zip(self.unknowns, found, strict=True))
-        launch = float(seconds.pop(_LAUNCH))
+        launch, conv_launch = float(seconds.pop(_LAUNCH)), float(seconds.pop(_CONV_LAUNCH))
         per = {key: 1 / each if each > 0 else np.inf for key, each in seconds.items()}
         flops = {key.removesuffix(" flops"): rate for key, rate in per.items() if key.endswith(" flops")}
         moved = {key: rate for key, rate in per.items() if not key.endswith(" flops")}
-        return Rates(_finite(flops), _finite(moved), launch, overlap)
+        return Rates(_finite(flops), _finite(moved), launch, conv_launch, overlap)
 
     def _rows(self, overlap: float, found: Vector) -> Vector:
         """What (1) multiplies each unknown by, where the smaller parts are those of `found`."""
@@ -126,6 +130,7 @@ class _Problem:
                 computing, moving = _keys(op)
                 part = 1.0
                 row[self._index[_LAUNCH]] += op.launches
+                row[self._index[_CONV_LAUNCH]] += op.launches * (op.op_class == "conv")
                 if computing:
                     a, m = (op.flops + op.filling) * found[self._index[computing]], op.moved * found[self._index[moving]]
                     row[self._index[computing]] += (op.flops + op.filling) * (1 - overlap * (a < m))
