@@ -32,7 +32,7 @@ class OpCounter(TorchDispatchMode):
     """Hands every op that is not free to `record`; `backward` is what the ops are marked with."""
 
     def __init__(self, record: Callable[[Recorded], None], backward: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.backward = backward
         self._record = record
 

@@ -95,16 +95,15 @@ def _one_each(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     return given[1].numel()
 
 
-_NOT_FILLED = frozenset(
-    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize")
-)
-_UNREAD = frozenset(  # they look at the shape of what they are given, or write over it
-    "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full zero fill bernoulli "
-    "normal uniform random exponential geometric log_normal cauchy".split()
-)
+_NOT_FILLED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize"}
+_UNREAD = {  # they look at the shape of what they are given, or write over it
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones"),
+    *("new_full", "zero", "fill", "bernoulli", "normal", "uniform", "random", "exponential", "geometric"),
+    *("log_normal", "cauchy"),
+}
 _LOOKUPS: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {  # numbers that are read of a table
     **dict.fromkeys(("embedding", "index_select", "gather", "index", "_unsafe_index", "take"), _as_made),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _whole_rows),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _one_each),
 }
-_SECOND_FOR_ITS_SHAPE = frozenset(("nll_loss_backward", "nll_loss2d_backward"))
+_SECOND_FOR_ITS_SHAPE = {"nll_loss_backward", "nll_loss2d_backward"}

@@ -15,105 +15,79 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+Formula = Callable[[Sequence[Any], Any, Any], float]
+"""FLOPs of an op with these arguments, keyword arguments and output."""
 
-def formula_of(func: torch._ops.OpOverload) -> Callable[..., float] | None:
-    """`formula(args, kwargs, out)` of an op; None for one that has none."""
-    name = str(func._schema.name)
-    if name in _OWN:
-        return _OWN[name]
+_BLOCK = 16  # channels
+
+
+def formula_of(func: torch._ops.OpOverload) -> Formula | None:
+    """The formula of an op; None where there is none."""
+    own = _OWN.get(str(func._schema.name))
+    if own is not None:
+        return lambda args, kwargs, out: float(own(args, out))
     known = flop_registry.get(func.overloadpacket)
-    if known is None:
-        return None
-    return lambda args, kwargs, out: float(known(*args, **kwargs, out_val=out))
+    if known is not None:
+        return lambda args, kwargs, out: float(known(*args, **kwargs, out_val=out))
+    return None
 
 
 def filling(func: torch._ops.OpOverload, args: Sequence[Any], flops: float) -> float:
-    """FLOPs that fill up the last block of channels that a convolution makes, where it makes less than a block."""
+    """FLOPs that fill up the last block of the channels that a convolution makes."""
     name = str(func._schema.name)
     if name == "aten::convolution":
         weight, transposed, groups = args[1], args[6], args[8]
         made = [_channels(weight, groups, transposed)]
     elif name == "aten::convolution_backward":
-        weight, transposed, groups, mask = args[2], args[7], args[9], args[10]
-        made = [_channels(weight, groups, bool(transposed) != (k == 0)) for k in range(2) if mask[k]]
+        weight, transposed, groups, (inputs, weights, _) = args[2], args[7], args[9], args[10]
+        made = [_channels(weight, groups, not transposed)] * inputs + [_channels(weight, groups, transposed)] * weights
     else:
         return 0.0
-    if groups > 1 and weight.shape[1] == 1:  # depthwise: a vector goes along the image
+    if groups > 1 and weight.shape[1] == 1:  # depthwise: its vectors go along the image
         return 0.0
-    return sum(flops / len(made) * (-(-n // _BLOCK) * _BLOCK / n - 1) for n in made)
+    return sum(flops / len(made) * (_BLOCK * math.ceil(n / _BLOCK) / n - 1) for n in made)
 
 
-_BLOCK = 16
+def _channels(weight: Tensor, groups: int, second: bool) -> int:
+    """Channels that a group makes: as many as its weight's second dim has, or its share of the first."""
+    return weight.shape[1] if second else weight.shape[0] // groups
 
 
-def _channels(weight: torch.Tensor, groups: int, inwards: bool) -> int:
-    """Channels of a group that a product with the weight makes: inwards, those of its second dim."""
-    return int(weight.shape[1] if inwards else weight.shape[0] // groups)
+def _products(positions: Tensor, weight: Tensor) -> int:
+    """Every number of `positions` meets the weights of its group: weight is (out, in / groups, *kernel)."""
+    return 2 * positions.numel() * weight.shape[1:].numel()
 
 
-def _convolution(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    x, weight, transposed = args[0], args[1], args[6]
-    return _products(x if transposed else out, weight)
-
-
-def _convolution_backward(args: Sequence[Any], kwargs: Any, out: Any) -> float:
+def _convolution_backward(args: Sequence[Any], out: Any) -> int:
     """The gradients of input and weight each take as much as forward, where they are asked for."""
     grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
-    return (mask[0] + mask[1]) * _products(x if transposed else grad, weight)
+    return (int(mask[0]) + int(mask[1])) * _products(x if transposed else grad, weight)
 
 
-def _products(positions: torch.Tensor, weight: torch.Tensor) -> float:
-    """Every number of `positions` meets the weights of its group: weight is (out, in / groups, *kernel)."""
-    return 2.0 * positions.numel() * math.prod(weight.shape[1:])
+def _recurrent(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Every step of every sequence meets the matrices of the gates."""
+    return 2 * x.shape[:-1].numel() * sum(each.numel() for each in weights if each.dim() == 2)
 
 
-def _attention(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return float(sdpa_flop_count(*(each.shape for each in args[:3])))
-
-
-def _attention_backward(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return float(sdpa_backward_flop_count(*(each.shape for each in args[:4])))
-
-
-def _onednn_recurrent(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    """One layer in one direction: every step of every sequence meets both matrices of the gates."""
-    return 2.0 * math.prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel())
-
-
-def _cudnn_recurrent(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return 2.0 * math.prod(args[0].shape[:-1]) * sum(each.numel() for each in args[1] if each.dim() == 2)
-
-
-def _matrix_vector(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return 2.0 * next(each for each in args if each.dim() == 2).numel()
-
-
-def _dot(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return 2.0 * float(args[0].numel())
-
-
-def _summed_products(args: Sequence[Any], kwargs: Any, out: Any) -> float:
-    return 2.0 * args[1].numel() * args[2].shape[-1]
-
-
-def _twice(formula: Callable[..., float]) -> Callable[..., float]:
-    return lambda args, kwargs, out: 2 * formula(args, kwargs, out)
-
-
-_OWN: dict[str, Callable[..., float]] = {
-    "aten::convolution": _convolution,
+_OWN: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "aten::convolution": lambda args, out: _products(args[0] if args[6] else out, args[1]),
     "aten::convolution_backward": _convolution_backward,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten::mkldnn_rnn_layer": _onednn_recurrent,
-    "aten::mkldnn_rnn_layer_backward": _twice(_onednn_recurrent),
-    "aten::_cudnn_rnn": _cudnn_recurrent,
-    "aten::_cudnn_rnn_backward": _twice(_cudnn_recurrent),
-    "aten::mv": _matrix_vector,
-    "aten::addmv": _matrix_vector,
-    "aten::dot": _dot,
-    "aten::vdot": _dot,
-    "aten::addbmm": _summed_products,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args, out: sdpa_flop_count(
+        *(each.shape for each in args[:3])
+    ),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, out: sdpa_backward_flop_count(
+        *(each.shape for each in args[:4])
+    ),
+    "aten::mkldnn_rnn_layer": lambda args, out: _recurrent(args[0], args[1:3]),
+    "aten::mkldnn_rnn_layer_backward": lambda args, out: 2 * _recurrent(args[0], args[1:3]),
+    "aten::_cudnn_rnn": lambda args, out: _recurrent(args[0], args[1]),
+    "aten::_cudnn_rnn_backward": lambda args, out: 2 * _recurrent(args[0], args[1]),
+    "aten::mv": lambda args, out: 2 * args[0].numel(),
+    "aten::addmv": lambda args, out: 2 * args[1].numel(),
+    "aten::dot": lambda args, out: 2 * args[0].numel(),
+    "aten::vdot": lambda args, out: 2 * args[0].numel(),
+    "aten::addbmm": lambda args, out: 2 * args[1].numel() * args[2].shape[-1],
 }

@@ -5,8 +5,9 @@
     seconds    = max(arithmetic, memory) + (1 - overlap) min(arithmetic, memory) + launches * launch
 
 summed over the ops; e is the efficiency of the op's class, forward or backward, and of what products move that of
-"<class>_moved".  Convolutions launch in launch + conv_launch.  An op is bound by its arithmetic or by its memory, whichever takes longer (Williams, Waterman and
-Patterson 2009): where `overlap` is 1.  A processor that waits for its memory before it computes takes the sum of both.
+"<class>_moved".  Convolutions launch in launch + conv_launch.  An op is bound by its arithmetic or by its memory,
+whichever takes longer (Williams, Waterman and Patterson 2009), where overlap = 1; a processor that waits for its memory
+before it computes takes the sum of both.
 """
 
 from __future__ import annotations
@@ -57,9 +58,12 @@ def _ops(cost: LayerCost) -> tuple[OpCost, ...]:
     """The ops of a layer; of one whose ops are not known a product forward, and one backward."""
     if cost.ops:
         return cost.ops
-    forward = OpCost("forward", "matmul", False, cost.forward_flops, cost.forward_moved, cost.launches / 3)
-    backward = OpCost("backward", "matmul", True, cost.backward_flops, cost.backward_moved, cost.launches * 2 / 3)
-    return forward, backward
+    forward = cost.forward_flops, cost.forward_moved, cost.launches / 3
+    backward = cost.backward_flops, cost.backward_moved, cost.launches * 2 / 3
+    return tuple(
+        OpCost("layer", "matmul" if numbers[0] else "memory", back, *numbers)
+        for back, numbers in ((False, forward), (True, backward))
+    )
 
 
 def priced(cost: LayerCost, device: Device, dtype: str) -> LayerCost:

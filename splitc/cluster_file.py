@@ -78,10 +78,7 @@ def to_toml(cluster: Cluster) -> str:
 def _device_lines(device: Device) -> list[str]:
     lines = [f"name = {_toml(device.name)}", f"memory_bandwidth = {_toml(device.memory_bandwidth)}  # bytes/s"]
     lines += [f"memory = {_toml(device.memory)}  # bytes", f"launch = {_toml(device.launch)}  # seconds"]
-    if device.conv_launch:
-        lines.append(f"conv_launch = {_toml(device.conv_launch)}  # seconds")
-    if device.overlap != 1:
-        lines.append(f"overlap = {_toml(device.overlap)}  # of memory traffic with arithmetic")
+    lines += [f"conv_launch = {_toml(device.conv_launch)}  # seconds", f"overlap = {_toml(device.overlap)}"]
     lines += [f"flop_rate.{d} = {_toml(rate)}  # FLOP/s" for d, rate in device.flop_rate.items()]
     return lines + [f"efficiency.{op} = {_toml(part)}" for op, part in device.efficiency.items()]
 

@@ -154,7 +154,7 @@ class _Timer:
     def __exit__(self, *_: object) -> None:
         if self._where.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
-            end.record()  # type: ignore[no-untyped-call]
+            end.record()
             end.synchronize()
             seconds = self._begin.elapsed_time(end) / 1e3
         else:

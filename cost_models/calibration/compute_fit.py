@@ -51,7 +51,8 @@ class Sample:
 class Rates:
     """What was fitted.
 
-    flops: class -> FLOP/s; moved: class -> bytes/s; of a backward under "<class>_backward".  launch, conv_launch: seconds.
+    flops: class -> FLOP/s; moved: class -> bytes/s; of a backward under "<class>_backward".
+    launch, conv_launch: seconds.
     """
 
     flops: Mapping[str, float]
@@ -127,15 +128,16 @@ class _Problem:
         rows = np.zeros((len(self.samples), len(self.unknowns)))
         for row, sample in zip(rows, self.samples, strict=True):
             for op in sample.ops:
-                computing, moving = _keys(op)
-                part = 1.0
                 row[self._index[_LAUNCH]] += op.launches
                 row[self._index[_CONV_LAUNCH]] += op.launches * (op.op_class == "conv")
+                computing, moving = _keys(op)
+                moved = op.moved
                 if computing:
-                    a, m = (op.flops + op.filling) * found[self._index[computing]], op.moved * found[self._index[moving]]
-                    row[self._index[computing]] += (op.flops + op.filling) * (1 - overlap * (a < m))
-                    part = 1 - overlap * (m <= a)
-                row[self._index[moving]] += op.moved * part
+                    flops, k = op.flops + op.filling, self._index[computing]
+                    hidden = flops * found[k] < moved * found[self._index[moving]]
+                    row[k] += flops * (1 - overlap * hidden)
+                    moved *= 1 - overlap * (not hidden)
+                row[self._index[moving]] += moved
         return rows
 
 
@@ -158,7 +160,8 @@ def non_negative(matrix: Vector, target: Vector) -> Vector:
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     a = matrix / scale
-    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    x: Vector = np.zeros(a.shape[1])
+    free = np.zeros(a.shape[1], dtype=bool)
     for _ in range(3 * a.shape[1]):
         slope = a.T @ (target - a @ x)
         if not (~free & (slope > _TINY)).any():
@@ -171,6 +174,8 @@ def non_negative(matrix: Vector, target: Vector) -> Vector:
             if not below.any():
                 x = trial
                 break
-            x = x + float((x[below] / (x[below] - trial[below])).min()) * (trial - x)
+            way = x[below] - trial[below]
+            x = x + float(np.divide(x[below], way, out=np.zeros_like(way), where=way > 0).min()) * (trial - x)
             free &= x > _TINY
-    return x / scale
+    found: Vector = x / scale
+    return found

@@ -6,7 +6,7 @@ to them is what layers are priced with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,7 +34,14 @@ def exercises(where: torch.device) -> list[Exercise]:
     """All of them on a device, in float32.  A GPU gets larger batches: small ones would only show its launches."""
     batch = _GPU_BATCH if where.type == "cuda" else 1
     with torch.device(where):
-        return [*_products(batch), *_convolutions(batch), *_attention(batch), *_by_memory(batch), *_updates(), *_small()]
+        return [
+            *_products(batch),
+            *_convolutions(batch),
+            *_attention(batch),
+            *_by_memory(batch),
+            *_updates(),
+            *_small(),
+        ]
 
 
 def products(where: torch.device, dtype: torch.dtype) -> list[Exercise]:
@@ -60,7 +67,12 @@ def _products(batch: int) -> Iterator[Exercise]:
     )
     for rows, inputs, outputs in sizes:
         yield _of(f"linear {rows} x {inputs} -> {outputs}", nn.Linear(inputs, outputs), rows * batch, inputs)
-    yield Exercise("lstm 16 x 24 x 128", _first_of(lstm := nn.LSTM(128, 128)), torch.randn(24, 16 * batch, 128), (*lstm.parameters(),))
+    yield Exercise(
+        "lstm 16 x 24 x 128",
+        _first_of(lstm := nn.LSTM(128, 128)),
+        torch.randn(24, 16 * batch, 128),
+        (*lstm.parameters(),),
+    )
 
 
 def _convolutions(batch: int) -> Iterator[Exercise]:
@@ -82,7 +94,9 @@ def _convolutions(batch: int) -> Iterator[Exercise]:
 def _attention(batch: int) -> Iterator[Exercise]:
     for examples, heads, time, width in ((8, 4, 48, 32), (8, 4, 128, 64), (2, 8, 256, 32), (2, 4, 512, 64)):
         shape = (3, examples * batch, heads, time, width)
-        yield Exercise(f"attention {examples} x {heads} x {time} x {width}", _attend, torch.randn(shape).requires_grad_())
+        yield Exercise(
+            f"attention {examples} x {heads} x {time} x {width}", _attend, torch.randn(shape).requires_grad_()
+        )
     shape = (3, 8 * batch, 4, 96, 32)
     yield Exercise("attention by products 8 x 4 x 96 x 32", _attend_by_products, torch.randn(shape).requires_grad_())
 
@@ -102,8 +116,8 @@ def _by_memory(batch: int) -> Iterator[Exercise]:
         yield _of(f"max pool 3 of {size}", nn.MaxPool2d(3, 2), *images)
         yield _of(f"average pool of {size}", nn.AvgPool2d(2), *images)
     yield _of("adaptive pool of 16 x 64 x 9 x 9", nn.AdaptiveAvgPool2d(5), 16 * batch, 64, 9, 9)
-    for shape in ((384, 160), (1024, 384), (4096, 192)):
-        yield _of(f"layer norm of {shape[0]} x {shape[1]}", nn.LayerNorm(shape[1]), shape[0] * batch, shape[1])
+    for rows, width in ((384, 160), (1024, 384), (4096, 192)):
+        yield _of(f"layer norm of {rows} x {width}", nn.LayerNorm(width), rows * batch, width)
     for rows, classes in ((96, 1000), (384, 5000)):
         yield Exercise(
             f"cross entropy of {rows} x {classes}",
@@ -114,7 +128,9 @@ def _by_memory(batch: int) -> Iterator[Exercise]:
         table = nn.Embedding(rows, width)
         given = torch.randint(rows, (looked_up * batch,))
         yield Exercise(f"embedding {looked_up} of {rows} x {width}", table, given, (table.weight,))
-    yield Exercise("heads aside 12 x 96 x 3 x 4 x 40", _heads_aside, torch.randn(12 * batch, 96, 3, 4, 40).requires_grad_())
+    yield Exercise(
+        "heads aside 12 x 96 x 3 x 4 x 40", _heads_aside, torch.randn(12 * batch, 96, 3, 4, 40).requires_grad_()
+    )
 
 
 def _updates() -> Iterator[Exercise]:
@@ -130,7 +146,9 @@ def _small() -> Iterator[Exercise]:
     layers = [layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.ReLU())]
     yield _of("small perceptron", nn.Sequential(*layers), 6, 24)
     images = [layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
-    yield _of("small convolutions", nn.Sequential(*images, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10)), 4, 16, 4, 4)
+    yield _of(
+        "small convolutions", nn.Sequential(*images, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10)), 4, 16, 4, 4
+    )
     yield _of("small norms", nn.Sequential(*(nn.LayerNorm(20) for _ in range(6)), nn.GELU()), 16, 20)
     yield Exercise("small residuals", _residuals, torch.randn(256).requires_grad_())
 
@@ -143,7 +161,8 @@ def _first_of(module: nn.Module) -> Run:
 
 
 def _attend(stacked: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(*stacked.unbind(0))
+    q, k, v = stacked.unbind(0)
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 def _attend_by_products(stacked: Tensor) -> Tensor:

@@ -38,4 +38,4 @@ def kept_memory() -> Iterator[None]:
 def _set(options: tuple[tuple[int, int], ...]) -> bool:
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return False
-    return all([libc.mallopt(name, value) == 1 for name, value in options])
+    return 0 not in [libc.mallopt(name, value) for name, value in options]
