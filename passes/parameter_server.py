@@ -19,9 +19,15 @@ NAME = "parameter_server"
 
 
 def parameter_server(request: Request, options: ParameterServer) -> Offer:
-    """The best number of servers, or the one asked for; one by default on ranks of its own, as in the paper."""
+    """The best number of servers, by trying all (Stanza 7.2), or the one asked for; all ranks where they are beside."""
+    if options.servers or options.beside:
+        return _with(request, options, options.servers or request.world)
+    offers = [_with(request, options, servers) for servers in range(1, max(request.world, 2))]
+    return max(offers, key=lambda offer: (offer.feasible, offer.samples_per_second))
+
+
+def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
     beside = bool(options.beside)
-    servers = options.servers or (request.world if beside else 1)
     workers = request.world if beside else request.world - servers
     why = contradictions(request.pins, NAME)
     if workers < 1 or servers > request.world:
