@@ -60,11 +60,14 @@ class _Kept:
 
 @dataclass
 class _Made:
-    """The ops of one node's forward; ran: its backward has begun."""
+    """The ops of one node's forward; waiting: functions of its backward that have not run."""
 
     layer: str
     ops: list[Recorded]
-    ran: bool = False
+    waiting: int = 0
+
+    def leave(self, *gradients: Any) -> None:
+        self.waiting -= 1
 
 
 class _Count:
@@ -120,18 +123,19 @@ class _Count:
             if grad_fn is None or grad_fn in self._made or not isinstance(grad_fn, GradFn):
                 continue
             self._made[grad_fn] = made
-            self._hooks.append(grad_fn.register_prehook(partial(self._enter, made)))
+            made.waiting += 1
+            self._hooks += [grad_fn.register_prehook(partial(self._enter, made)), grad_fn.register_hook(made.leave)]
             found += [before for before, _ in grad_fn.next_functions]
 
     def _enter(self, made: _Made, gradients: Any) -> None:
-        self._layer, made.ran = made.layer, True
+        self._layer = made.layer
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         """Where torch cannot differentiate on fake tensors, a backward is taken for twice its forward, and told."""
         try:
             loss.backward()
         except Exception:
-            for made in {id(each): each for each in self._made.values() if not each.ran}.values():
+            for made in {id(each): each for each in self._made.values() if each.waiting}.values():
                 self.ops[made.layer] += [_twice(each) for each in made.ops]
 
 

@@ -23,7 +23,7 @@ def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any, out: An
     storages = {_storage(each) for each in given}
     fresh = {_storage(each): each for each in made if _storage(each) not in storages}
     changes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-    if (not fresh and not changes) or name in _NOT_FILLED:
+    if (not fresh and not changes) or name in _FREE:
         return None
     written = sum(map(_nbytes, _written(func, args, kwargs))) + sum(map(_nbytes, fresh.values()))
     return _read(name, args, given, made) + written
@@ -43,8 +43,9 @@ def _read(name: str, args: Sequence[Any], given: Sequence[Tensor], made: Sequenc
         return min(_nbytes(table), float(_LOOKUPS[name](given, made) * table.itemsize)) + _each_once(rest)
     if name == "embedding_dense_backward":  # the rows of a table of zeros are read and written again
         return 3 * _nbytes(given[0]) + _each_once(given[1:])
-    if name in _SECOND_FOR_ITS_SHAPE or ("pool" in name and name.endswith("backward")):
-        return _each_once(each for each in given if each is not args[1])
+    unread = 1 if "_pool" in name and name.endswith("_backward") else _SHAPE_ONLY.get(name)
+    if unread is not None:
+        return _each_once(each for each in given if each is not args[unread])
     return _each_once(given)
 
 
@@ -95,7 +96,10 @@ def _one_each(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     return given[1].numel()
 
 
-_NOT_FILLED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize"}
+_FREE = {  # they set memory aside, or say that a tensor is a constant
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize"),
+    *("lift", "lift_fresh"),
+}
 _UNREAD = {  # they look at the shape of what they are given, or write over it
     *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones"),
     *("new_full", "zero", "fill", "bernoulli", "normal", "uniform", "random", "exponential", "geometric"),
@@ -106,4 +110,5 @@ _LOOKUPS: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {  # 
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _whole_rows),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _one_each),
 }
-_SECOND_FOR_ITS_SHAPE = {"nll_loss_backward", "nll_loss2d_backward"}
+_SHAPE_ONLY = {"nll_loss_backward": 1, "nll_loss2d_backward": 1, "copy": 0}
+"""Which argument of an op is not read."""

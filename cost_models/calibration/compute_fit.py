@@ -11,13 +11,14 @@ and of convolutions launches * s[conv_launch] besides.
     minimise the sum over samples of (fitted / measured - 1)^2,  s >= 0                        (2)
 
 For a given overlap and given smaller parts (1) is linear, and (2) a problem of non-negative least squares (Lawson and
-Hanson 1974, algorithm NNLS).  The smaller parts are those of the solution before, from a = m until nothing changes; of
-a few overlaps the one with the least sum is taken.  A sample that is off by more than `_FAR` counts as in a sum of
-absolute errors (Huber 1964): one op that the model knows nothing of must not bend the rates of all others.
+Hanson 1974, algorithm NNLS).  The smaller parts are those of the solution before, a few times over; of a few overlaps,
+each begun from the one before, the one with the least sum is taken.  A sample that is off by more than `_FAR` counts as
+in a sum of absolute errors (Huber 1964): an op that the model knows nothing of must not bend the rates of all others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,8 +83,12 @@ class Rates:
 def fit_rates(samples: Sequence[Sample], overlaps: Iterable[float] = OVERLAPS) -> Rates:
     """The rates that explain samples best; the same for the same samples."""
     problem = _Problem(samples)
-    fits = [problem.solve(overlap) for overlap in overlaps]
-    return problem.rates(*min(fits, key=lambda fit: fit[2])[:2])
+    found, fits = np.zeros(len(problem.unknowns)), []
+    for overlap in overlaps:
+        found, loss = problem.solve(overlap, found)
+        fits.append((loss, overlap, found))
+    _, overlap, found = min(fits, key=lambda fit: fit[0])
+    return problem.rates(overlap, found)
 
 
 def fitted(sample: Sample, device: Device) -> float:
@@ -101,9 +106,9 @@ class _Problem:
         self._index = {key: k for k, key in enumerate(self.unknowns)}
         self._seconds = np.array([sample.seconds for sample in samples])
 
-    def solve(self, overlap: float) -> tuple[float, Vector, float]:
-        """The overlap, the seconds of each unknown, and the sum of (2)."""
-        weights, found = np.ones(len(self.samples)), np.zeros(len(self.unknowns))
+    def solve(self, overlap: float, found: Vector) -> tuple[Vector, float]:
+        """The seconds of each unknown, and the sum of (2); `found` are those of an overlap nearby."""
+        weights = np.ones(len(self.samples))
         best = found, np.inf
         for _ in range(_ROUNDS):
             rows = self._rows(overlap, found) / self._seconds[:, None]
@@ -113,12 +118,12 @@ class _Problem:
             loss = float(np.where(errors < _FAR, errors**2, _FAR * (2 * errors - _FAR)).sum())
             if loss < best[1]:
                 best = found, loss
-        return overlap, *best
+        return best
 
     def rates(self, overlap: float, found: Vector) -> Rates:
-        seconds = dict(zip(self.unknowns, found, strict=True))
-        launch, conv_launch = float(seconds.pop(_LAUNCH)), float(seconds.pop(_CONV_LAUNCH))
-        per = {key: 1 / each if each > 0 else np.inf for key, each in seconds.items()}
+        seconds = dict(zip(self.unknowns, found.tolist(), strict=True))
+        launch, conv_launch = seconds.pop(_LAUNCH), seconds.pop(_CONV_LAUNCH)
+        per = {key: 1 / each if each > 0 else math.inf for key, each in seconds.items()}
         flops = {key.removesuffix(" flops"): rate for key, rate in per.items() if key.endswith(" flops")}
         moved = {key: rate for key, rate in per.items() if not key.endswith(" flops")}
         return Rates(_finite(flops), _finite(moved), launch, conv_launch, overlap)
@@ -151,7 +156,7 @@ def _keys(op: OpCost) -> tuple[str, str]:
 
 def _finite(rates: Mapping[str, float]) -> dict[str, float]:
     """What took no time is as fast as the fastest that did."""
-    fastest = max((rate for rate in rates.values() if np.isfinite(rate)), default=_FASTEST)
+    fastest = max((rate for rate in rates.values() if math.isfinite(rate)), default=_FASTEST)
     return {key: min(rate, fastest) for key, rate in rates.items()}
 
 

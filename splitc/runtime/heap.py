@@ -24,11 +24,11 @@ def keep_memory() -> bool:
 
 
 @contextlib.contextmanager
-def kept_memory() -> Iterator[None]:
-    """Keep freed memory as a rank does, and give it back in the end."""
+def kept_memory() -> Iterator[bool]:
+    """Keep freed memory as a rank does, and give it back in the end; gives what `keep_memory` returns."""
     kept = keep_memory()
     try:
-        yield
+        yield kept
     finally:
         if kept:
             _set(_DEFAULTS)
