@@ -1,6 +1,7 @@
 """This machine, measured."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 from cost_models import local
 from cost_models.devices import load_cluster
 from cost_models.local import measure_this_machine
+from splitc.cluster import Link
+from splitc.strategies import DataParallel, SingleDevice
+from tests.small_programs import place, separable
 
 SHORT = 0.05
 """Seconds to measure for: enough to get numbers, not to trust them."""
@@ -32,13 +36,29 @@ def test_this_machine_has_numbers_of_the_right_order(tmp_path):
     assert 1e6 < cluster.link.bandwidth < 1e13
     assert 1e-7 < cluster.link.latency < 1e-1
 
+    assert set(cluster.link.collectives) == {"all_reduce", "all_gather", "reduce_scatter"}
 
-def test_the_ranks_of_a_cpu_share_it(tmp_path):
-    if local._cuda_names():
-        pytest.skip("ranks on GPUs have one each")
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have one each")
+def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("cost_models.calibration.calibrate.cores", lambda: 2)
     cluster = measure_this_machine(SHORT, tmp_path)
-    assert cluster.ranks_share_device
+    assert cluster.ranks_share_device and cluster.cores == 2
     assert cluster.world is None
+    one, two, four = (cluster.device_for(ranks) for ranks in (1, 2, 4))
+    assert two.flop_rate == one.flop_rate and two.memory_bandwidth == one.memory_bandwidth
+    assert four.flop_rate["float32"] == pytest.approx(one.flop_rate["float32"] / 2)
+    assert two.memory == one.memory / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have one each")
+def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("cost_models.calibration.calibrate.cores", lambda: 2)
+    here = measure_this_machine(SHORT, tmp_path)
+    cluster = replace(here, device=replace(here.device, launch=0.0), link=Link(1e15, 0.0))
+    one = place(separable(), 1, SingleDevice(), cluster, global_batch=32)
+    two = place(separable(), 2, DataParallel(), cluster, global_batch=32)
+    assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=1e-3)
 
 
 def test_a_second_call_reads_the_cache(tmp_path, count_measurements):

@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
         "compile": compile,
         "run": run_build,
         "verify": verify,
+        "calibrate": calibrate,
         "clusters": clusters,
         "demo": demo,
     }[args.command](args)
@@ -110,6 +111,13 @@ def verify(args: argparse.Namespace) -> int:
         for line in str(result).splitlines():
             print(textwrap.fill(line, 80, subsequent_indent=" " * 19, break_on_hyphens=False))
     return 0 if result.holds else 1
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine, or the ranks that torchrun started, and write a cluster file."""
+    from splitc.cli.calibrating import calibrate
+
+    return calibrate(args)
 
 
 def clusters(args: argparse.Namespace) -> int:

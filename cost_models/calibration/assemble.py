@@ -1,0 +1,126 @@
+"""Devices and links of ranks, put together to a cluster.
+
+On one machine the device is what one rank has when no other needs its cores: the threads that torch gives it.  There
+are `cores` of these, and ranks share them.  Ranks on GPUs of their own, on several hosts, or said to be separate have
+a device each, and those that differ from most are listed as unlike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.calibration.device import DeviceFit, Residual
+from cost_models.calibration.fit import LinkFit
+from cost_models.calibration.samples import LIKE
+from splitc.cluster import Cluster, Device, Unlike
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Where the ranks of a calibration are.
+
+    per_host: ranks of a host.  slots: how many of them can compute at once without sharing.
+    separate: the ranks are machines of their own that only happen to be started on this one.
+    """
+
+    world: int
+    per_host: int
+    slots: int
+    gpus: bool
+    separate: bool = False
+
+    @property
+    def share(self) -> bool:
+        """Whether all ranks compute on the same cores, or on fewer GPUs than there are ranks."""
+        one_host = self.per_host == self.world
+        return not self.separate and one_host and (not self.gpus or self.slots < self.world)
+
+    def measures(self, rank: int) -> bool:
+        """Whether a rank's device is measured: ranks that shared theirs meanwhile would show less of it."""
+        return self.separate or rank % self.per_host < self.slots
+
+    @property
+    def hosts_apart(self) -> int | None:
+        """Ranks of a host, where there are several hosts of several ranks."""
+        return self.per_host if not self.separate and 1 < self.per_host < self.world else None
+
+
+def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: Launched) -> Cluster:
+    """The cluster of these measurements; fits: None for ranks that were not measured."""
+    measured = [fit.device for fit in fits if fit is not None]
+    if ranks.share:
+        device = mean_device(measured)
+        return Cluster(name, device, links.links[0], None, True, source, cores=ranks.slots)
+    devices = [fits[rank] or fits[rank // ranks.per_host * ranks.per_host] for rank in range(ranks.world)]
+    own = [_part(each.device, ranks) for each in devices if each is not None]
+    groups: dict[int, list[int]] = {}
+    for rank in range(ranks.world):
+        like = (first for first in groups if links.links[first] == links.links[rank] and alike(own[first], own[rank]))
+        groups.setdefault(next(like, rank), []).append(rank)
+    usual, *others = sorted(groups.values(), key=lambda members: (-len(members), members))
+    return Cluster(
+        name=name,
+        device=mean_device([own[rank] for rank in usual]),
+        link=links.links[usual[0]],
+        world=ranks.world,
+        source=source,
+        local_link=links.local,
+        ranks_per_host=ranks.hosts_apart,
+        unlike=tuple(
+            Unlike(tuple(members), mean_device([own[rank] for rank in members]), links.links[members[0]])
+            for members in others
+        ),
+    )
+
+
+def _part(device: Device, ranks: Launched) -> Device:
+    """What a rank has while all ranks of its host compute."""
+    if ranks.separate or (ranks.gpus and ranks.slots >= ranks.per_host):
+        return device
+    scaled = device.scaled(min(1.0, ranks.slots / ranks.per_host))
+    return replace(scaled, memory=device.memory / ranks.per_host, launch=device.launch)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def alike(a: Device, b: Device) -> bool:
+    """Whether two devices reach nearly the same FLOP rates and memory bandwidth."""
+    rates = [(_reached(a, dtype), _reached(b, dtype)) for dtype in a.flop_rate if dtype in b.flop_rate]
+    rates.append((a.memory_bandwidth * a.reached("memory"), b.memory_bandwidth * b.reached("memory")))
+    return a.flop_rate.keys() == b.flop_rate.keys() and all(max(pair) < LIKE * min(pair) for pair in rates)
+
+
+def _reached(device: Device, dtype: str) -> float:
+    return device.flop_rate[dtype] * device.reached("matmul")
+
+
+def mean_device(devices: Sequence[Device]) -> Device:
+    """A device whose every number is the geometric mean; memory is the least."""
+    first = devices[0]
+
+    def mean(values: Iterable[float]) -> float:
+        return math.exp(math.fsum(math.log(max(value, 1e-12)) for value in values) / len(devices))
+
+    return Device(
+        name=first.name,
+        flop_rate={dtype: mean(each.flop_rate[dtype] for each in devices) for dtype in first.flop_rate},
+        memory_bandwidth=mean(each.memory_bandwidth for each in devices),
+        memory=min(each.memory for each in devices),
+        efficiency={op: mean(each.efficiency[op] for each in devices) for op in first.efficiency},
+        launch=mean(each.launch for each in devices),
+    )
+
+
+def merged(fits: Iterable[DeviceFit]) -> tuple[Residual, ...]:
+    """The residuals of all devices: of what was timed on several the mean."""
+    found: dict[str, list[Residual]] = {}
+    for fit in fits:
+        for each in fit.residuals:
+            found.setdefault(each.what, []).append(each)
+    return tuple(
+        Residual(what, sum(r.measured for r in rows) / len(rows), sum(r.fitted for r in rows) / len(rows))
+        for what, rows in found.items()
+    )
