@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from cost_models import alpha_beta
+from cost_models.calibration import calibrate as calibration
 from cost_models.calibration import links
-from cost_models.calibration.assemble import Launched, alike, assemble, mean_device
+from cost_models.calibration.assemble import Launched, alike, assemble, mean_device, tidy
 from cost_models.calibration.bench import Bench, middle
 from cost_models.calibration.calibrate import Calibration, calibrate
 from cost_models.calibration.device import DeviceFit, Residual
@@ -31,7 +32,7 @@ from cost_models.calibration.samples import LinkSamples, Overlap, Sample
 from cost_models.devices import load_cluster
 from splitc.cli import calibrating
 from splitc.cli.progress import Step
-from splitc.cluster import COLLECTIVES, Cluster, Device, Link, Rate
+from splitc.cluster import COLLECTIVES, Cluster, Device, Link, Rate, Unlike
 from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import LaunchError
 from splitc.runtime.simulated import run_ranks
@@ -352,6 +353,24 @@ def test_devices_are_alike_within_a_margin_and_their_mean_lies_between() -> None
     mean = mean_device([DEVICE, DEVICE.scaled(4.0)])
     assert mean.flop_rate["float32"] == pytest.approx(2e11) and mean.efficiency["matmul"] == pytest.approx(0.9)
     assert mean.launch == pytest.approx(1.5e-6)
+
+
+def test_a_quota_on_the_processor_slows_a_separate_device_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, share in ((0.4, 0.4), (0.97, 1.0)):
+        monkeypatch.setattr(time, "process_time", lambda part=part: part * time.perf_counter())
+        assert calibration._share(0.05) == pytest.approx(share, rel=1e-3)
+
+
+def test_the_numbers_of_a_file_have_four_digits() -> None:
+    odd = DEVICE.scaled(1 / 3)
+    unlike = (Unlike((1,), odd, FAST.with_bandwidth(1e9 / 3)),)
+    cluster = Cluster("odd", odd, FAST.with_bandwidth(2e9 / 3), local_link=FAST, ranks_per_host=2, unlike=unlike)
+    text = to_toml(tidy(cluster))
+    numbers = re.findall(r" = ([\d.e+-]+)", text)
+    assert numbers and all(float(f"{float(n):.4g}") == float(n) for n in numbers)
+    assert tidy(cluster).link.collectives["all_reduce"].bandwidth == pytest.approx(
+        cluster.link.collectives["all_reduce"].bandwidth, rel=1e-3
+    )
 
 
 def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster() -> None:

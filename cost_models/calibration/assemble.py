@@ -8,13 +8,13 @@ a device each, and those that differ from most are listed as unlike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.calibration.device import DeviceFit, Residual
 from cost_models.calibration.fit import LinkFit
 from cost_models.calibration.samples import LIKE
-from splitc.cluster import Cluster, Device, Unlike
+from splitc.cluster import Cluster, Device, Link, Rate, Unlike
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,55 @@ def mean_device(devices: Sequence[Device]) -> Device:
     def mean(values: Iterable[float]) -> float:
         return math.exp(math.fsum(math.log(max(value, 1e-12)) for value in values) / len(devices))
 
-    return Device(
-        name=first.name,
-        flop_rate={dtype: mean(each.flop_rate[dtype] for each in devices) for dtype in first.flop_rate},
+    def common(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {key: mean(each[key] for each in numbers) for key in numbers[0] if all(key in each for each in numbers)}
+
+    return replace(
+        first,
+        flop_rate=common([each.flop_rate for each in devices]),
         memory_bandwidth=mean(each.memory_bandwidth for each in devices),
         memory=min(each.memory for each in devices),
-        efficiency={op: mean(each.efficiency[op] for each in devices) for op in first.efficiency},
+        efficiency=common([each.efficiency for each in devices]),
         launch=mean(each.launch for each in devices),
     )
+
+
+def tidy(cluster: Cluster) -> Cluster:
+    """The same with four digits of each number, as people read and edit them; the rest is noise."""
+    local = cluster.local_link
+    return replace(
+        cluster,
+        device=_tidy_device(cluster.device),
+        link=_tidy_link(cluster.link),
+        local_link=None if local is None else _tidy_link(local),
+        unlike=tuple(
+            replace(each, device=_tidy_device(each.device), link=_tidy_link(each.link)) for each in cluster.unlike
+        ),
+    )
+
+
+def _tidy_device(device: Device) -> Device:
+    return replace(
+        device,
+        flop_rate={dtype: _digits(rate) for dtype, rate in device.flop_rate.items()},
+        memory_bandwidth=_digits(device.memory_bandwidth),
+        efficiency={op: _digits(part) for op, part in device.efficiency.items()},
+        launch=_digits(device.launch),
+    )
+
+
+def _tidy_link(link: Link) -> Link:
+    return replace(
+        link,
+        bandwidth=_digits(link.bandwidth),
+        latency=_digits(link.latency),
+        processor=_digits(link.processor),
+        collectives={k: Rate(_digits(r.bandwidth), _digits(r.latency)) for k, r in link.collectives.items()},
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def merged(fits: Iterable[DeviceFit]) -> tuple[Residual, ...]:

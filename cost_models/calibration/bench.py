@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from splitc.runtime.transport import Transport
 
@@ -38,6 +39,7 @@ class Bench:
         self.rank, self.world, self.device = transport.rank, transport.world, transport.device
         self.say = progress
         self.spent = 0.0
+        self._buffers: list[Tensor] = []
 
     def everyone(self, value: Value) -> list[Value]:
         """All ranks' values in rank order, on every rank."""
@@ -81,6 +83,12 @@ class Bench:
         outputs = [torch.empty_like(own) for _ in range(self.world)]
         self.transport.all_gather(outputs, own, tuple(range(self.world))).wait()
         return [output.tolist() for output in outputs]
+
+    def buffers(self, numel: int, count: int) -> list[Tensor]:
+        """Tensors to receive in, the same ones each time: memory that is new takes the kernel's time too."""
+        if len(self._buffers) < count or self._buffers[0].numel() != numel:
+            self._buffers = [torch.ones(numel, device=self.device) for _ in range(count)]
+        return self._buffers[:count]
 
     def settle(self) -> None:
         """Wait for what this rank has given its GPU to do."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from cost_models.calibration.assemble import Launched, assemble, merged
+from cost_models.calibration.assemble import Launched, assemble, merged, tidy
 from cost_models.calibration.bench import Bench, Progress, quiet
 from cost_models.calibration.device import Residual, measure_device
 from cost_models.calibration.fit import LinkFit, fit_links
@@ -26,6 +27,7 @@ from splitc.runtime.transport import Transport
 
 BUDGET = 90.0  # seconds
 _DEVICES = 0.35  # of the budget; the rest is for the links
+_WHOLE = 0.95  # of a core, above which it counts as all of it
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,15 @@ def calibrate(
     own = None
     if ranks.measures(transport.rank):
         own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
+        if separate and not ranks.gpus:
+            own = replace(own, device=own.device.scaled(_share(budget / 20)))
     fits = bench.everyone(own)
     samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart)
     links = fit_links(samples, alike=ranks.share)
-    source = _source(f"{ranks.world} ranks on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
+    kind = "separate ranks" if separate else "ranks"
+    source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
     cluster = assemble(name, source, fits, links, ranks)
-    return Calibration(cluster, (*merged(fit for fit in fits if fit is not None), *links.residuals))
+    return Calibration(tidy(cluster), (*merged(fit for fit in fits if fit is not None), *links.residuals))
 
 
 def alone(where: torch.device | None, budget: float, progress: Progress, name: str, source: str = "") -> Calibration:
@@ -87,7 +92,7 @@ def alone(where: torch.device | None, budget: float, progress: Progress, name: s
         cores=1 if on_gpu else cores(),
         source=source or _source("one process", on_gpu, threads=1),
     )
-    return Calibration(cluster, (*fit.residuals, *links.residuals))
+    return Calibration(tidy(cluster), (*fit.residuals, *links.residuals))
 
 
 # -- where the ranks are -----------------------------------------------------------------------------------------------
@@ -108,6 +113,20 @@ def _ranks(bench: Bench, separate: bool) -> Launched:
             f"many on each, or say --separate when every rank is a machine of its own"
         )
     return Launched(bench.world, min(here, bench.world), min(each for _, each in hosts), gpu, separate)
+
+
+def _share(seconds: float) -> float:
+    """The part of its cores that this process has when it wants all: less under a quota.
+
+    Short runs are over before a quota stops them, and the time of a thread does not count while it stands still.
+    """
+    a = torch.ones(192, 192)
+    torch.mm(a, a)
+    begin, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < begin + seconds:
+        torch.mm(a, a)
+    share = (time.process_time() - used) / (time.perf_counter() - begin) / torch.get_num_threads()
+    return share if share < _WHOLE else 1.0
 
 
 def cores() -> int:

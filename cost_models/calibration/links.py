@@ -130,8 +130,8 @@ def _exchanges(bench: Bench, hosts: _Hosts, messages: Sequence[Sample], budget: 
 
         def both_ways(message: Tensor, pair: Ranks = pair) -> None:
             other = pair[0] + pair[1] - bench.rank
-            received = torch.empty_like(message)
-            bench.transport.exchange([(message, other)], [(received, other)], pair).wait()
+            received = bench.buffers(message.numel(), 1)
+            bench.transport.exchange([(message, other)], [(received[0], other)], pair).wait()
 
         samples += growing(bench, "exchange", pair, LARGE, both_ways, budget / len(pairs))
     return samples
@@ -184,7 +184,7 @@ def _many(bench: Bench, hosts: _Hosts, hub: int, budget: float) -> list[Sample]:
                 mine = [(message, hub)]
                 sends, receives = (mine, []) if kind == "many_to_one" else ([], mine)
             elif kind == "many_to_one":
-                sends, receives = [], [(torch.empty_like(message), other) for other in others]
+                sends, receives = [], list(zip(bench.buffers(message.numel(), len(others)), others, strict=True))
             else:
                 sends, receives = [(message, other) for other in others], []
             bench.transport.exchange(sends, receives, everybody).wait()
@@ -213,11 +213,11 @@ def _collective(bench: Bench, kind: str, ranks: Ranks) -> Callable[[Tensor], Non
 
     def all_gather(tensor: Tensor) -> None:
         outputs = list(tensor[: tensor.numel() // n * n].chunk(n))
-        transport.all_gather(outputs, outputs[ranks.index(bench.rank)].clone(), ranks).wait()
+        transport.all_gather(outputs, bench.buffers(outputs[0].numel(), 1)[0], ranks).wait()
 
     def reduce_scatter(tensor: Tensor) -> None:
         pieces = tensor[: tensor.numel() // n * n].chunk(n)
-        transport.reduce_scatter(torch.empty_like(pieces[0]), pieces, ranks).wait()
+        transport.reduce_scatter(bench.buffers(pieces[0].numel(), 1)[0], pieces, ranks).wait()
 
     return {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}[kind]
 

@@ -137,7 +137,10 @@ def _warn_when_busy() -> None:
 
     busy, here = os.getloadavg()[0], cores()
     if busy > _BUSY * here:
-        _say(f"other processes keep {busy:.1f} of {here} cores busy: what is measured now will be too slow")
+        count = f"{here} core{'s' * (here > 1)}"
+        _say(
+            f"this machine was busy in the last minute (load {busy:.1f} on {count}): numbers will be worse than they are"
+        )
 
 
 def _say(text: str) -> None:
