@@ -137,10 +137,7 @@ def _warn_when_busy() -> None:
 
     busy, here = os.getloadavg()[0], cores()
     if busy > _BUSY * here:
-        count = f"{here} core{'s' * (here > 1)}"
-        _say(
-            f"this machine was busy in the last minute (load {busy:.1f} on {count}): numbers will be worse than they are"
-        )
+        _say(f"this machine was busy in the last minute, load {busy:.1f} on {here} cores: the numbers may be too low")
 
 
 def _say(text: str) -> None:
