@@ -77,13 +77,12 @@ def alone(where: torch.device | None, budget: float, progress: Progress, name: s
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
     on_gpu = where.type == "cuda"
+    begin = time.monotonic()
     with one_thread(not on_gpu):
         fit = measure_device(where, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         progress("the link between two ranks here")
-        if on_gpu and gpus > 1:
-            links = LinkFit((gpu_link(budget * (1 - _DEVICES)),), None, ())
-        else:
-            links = loopback_link(budget * (1 - _DEVICES))
+        left = max(budget / 4, budget - (time.monotonic() - begin))
+        links = LinkFit((gpu_link(left),), None, ()) if on_gpu and gpus > 1 else loopback_link(left)
     cluster = Cluster(
         name=name,
         device=fit.device,

@@ -1,7 +1,7 @@
 """Links from timed messages: least squares of relative errors.
 
-    seconds = latency * rounds + bytes / bandwidth                                   (1)
-    minimise the sum of (fitted / measured - 1)^2,  latency >= 0, 1 / bandwidth > 0  (2)
+    seconds = latency * rounds + bytes / bandwidth                             (1)
+    minimise the sum of (fitted / measured - 1)^2,  latency >= 0                        (2)
 
 `cost_models.alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
 of the ring for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
@@ -25,7 +25,6 @@ from splitc.cluster import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
 
-_FASTEST = 1e15  # bytes/s; a line may be flat
 _OTHER_LATENCY = 2.0  # latencies differ that do by this factor
 _SETTLED = 0.02  # seconds that a message takes which a token bucket does not matter for
 _MANY = ("many_to_one", "one_to_many")
@@ -92,8 +91,9 @@ def fit_line(points: Sequence[Point]) -> tuple[float, float]:
     latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency < 0:
         return 0.0, bb / b
-    if per_byte < 1 / _FASTEST:
-        return a / aa, _FASTEST
+    if per_byte <= 0:  # large messages took no longer than small ones: noise, and at least what they reached
+        per_byte = 1 / max(reached for _, reached in rows)
+        latency = max(0.0, (a - per_byte * ab) / aa)
     return latency, 1 / per_byte
 
 
