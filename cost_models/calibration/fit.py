@@ -1,7 +1,7 @@
 """Links from timed messages: least squares of relative errors.
 
-    seconds = latency * rounds + bytes / bandwidth                             (1)
-    minimise the sum of (fitted / measured - 1)^2,  latency >= 0                        (2)
+    seconds = latency * rounds + bytes / bandwidth                       (1)
+    minimise the sum of (fitted / measured - 1)^2,  latency >= 0  (2)
 
 `cost_models.alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
 of the ring for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
