@@ -315,6 +315,7 @@ def test_of_more_ranks_than_cores_only_as_many_are_measured() -> None:
     assert [ranks.measures(rank) for rank in range(4)] == [True, True, False, False]
     cluster = reads_back(assemble("here", "", fits(DEVICE, DEVICE, None, None), linked(*[FAST] * 4), ranks))
     assert cluster.cores == 2 and cluster.device_for(4).flop_rate["float32"] == pytest.approx(5e10)
+    assert cluster.link.processor == pytest.approx(FAST.processor / 2)  # of a whole core
 
 
 def test_separate_ranks_share_nothing_and_a_slow_one_is_unlike() -> None:
@@ -333,10 +334,18 @@ def test_hosts_have_a_link_within_and_one_between_them() -> None:
     ranks = Launched(world=4, per_host=2, slots=1, gpus=False)
     assert [ranks.measures(rank) for rank in range(4)] == [True, False, True, False]
     cluster = reads_back(assemble("two", "", fits(DEVICE, None, DEVICE, None), linked(*[SLOW] * 4, local=FAST), ranks))
-    assert cluster.ranks_per_host == 2 and cluster.link_between(0, 1) == FAST and cluster.link_between(1, 2) == SLOW
-    assert not cluster.ranks_share_device
-    assert cluster.device.flop_rate["float32"] == pytest.approx(5e10)  # two ranks on one core
-    assert cluster.device.memory == pytest.approx(8e9)
+    assert cluster.ranks_per_host == 2 and cluster.link_between(1, 2) == SLOW
+    assert cluster.link_between(0, 1) == replace(FAST, processor=FAST.processor / 2)  # of a whole core
+    assert cluster.ranks_share_device and cluster.world == 4
+    assert cluster.device_for(4).flop_rate["float32"] == pytest.approx(5e10)  # two ranks on the core of each host
+    assert cluster.device_for(4).memory == pytest.approx(8e9)
+
+
+def test_hosts_of_one_rank_share_nothing() -> None:
+    ranks = Launched(world=3, per_host=1, slots=4, gpus=False)
+    cluster = reads_back(assemble("three", "", fits(DEVICE, DEVICE, DEVICE), linked(SLOW, SLOW, SLOW), ranks))
+    assert not cluster.ranks_share_device and cluster.ranks_per_host is None
+    assert cluster.device_for(3) == cluster.device
 
 
 def test_gpus_of_one_host_are_shared_only_where_they_are_fewer_than_ranks() -> None:

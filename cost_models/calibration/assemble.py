@@ -1,8 +1,8 @@
 """Devices and links of ranks, put together to a cluster.
 
-On one machine the device is what one rank has when no other needs its cores: the threads that torch gives it.  There
-are `cores` of these, and ranks share them.  Ranks on GPUs of their own, on several hosts, or said to be separate have
-a device each, and those that differ from most are listed as unlike.
+On a CPU the device is what one rank has when no other needs its cores: the threads that torch gives it.  A host has
+`cores` of these, and its ranks share them.  Ranks on GPUs of their own, or said to be separate, have a device each.
+Those whose device or link differs from most are listed as unlike, but for ranks of one machine's cores.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ class Launched:
     separate: bool = False
 
     @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are on one host and share it."""
+        return self.share and self.per_host == self.world
+
+    @property
     def share(self) -> bool:
-        """Whether all ranks compute on the same cores, or on fewer GPUs than there are ranks."""
-        one_host = self.per_host == self.world
-        return not self.separate and one_host and (not self.gpus or self.slots < self.world)
+        """Whether the ranks of a host compute on the same cores, or on fewer GPUs than there are ranks."""
+        several = self.per_host > 1 and not self.separate
+        return several and (not self.gpus or self.slots < self.per_host)
 
     def measures(self, rank: int) -> bool:
         """Whether a rank's device is measured: ranks that shared theirs meanwhile would show less of it."""
@@ -49,12 +54,12 @@ class Launched:
 
 def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: Launched) -> Cluster:
     """The cluster of these measurements; fits: None for ranks that were not measured."""
-    measured = [fit.device for fit in fits if fit is not None]
-    if ranks.share:
-        device = mean_device(measured)
+    links = _of_whole_cores(links, ranks)
+    if ranks.one_machine:
+        device = mean_device([fit.device for fit in fits if fit is not None])
         return Cluster(name, device, links.links[0], None, True, source, cores=ranks.slots)
-    devices = [fits[rank] or fits[rank // ranks.per_host * ranks.per_host] for rank in range(ranks.world)]
-    own = [_part(each.device, ranks) for each in devices if each is not None]
+    measured = [fits[rank] or fits[rank // ranks.per_host * ranks.per_host] for rank in range(ranks.world)]
+    own = [fit.device for fit in measured if fit is not None]
     groups: dict[int, list[int]] = {}
     for rank in range(ranks.world):
         like = (first for first in groups if links.links[first] == links.links[rank] and alike(own[first], own[rank]))
@@ -65,7 +70,9 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
         device=mean_device([own[rank] for rank in usual]),
         link=links.links[usual[0]],
         world=ranks.world,
+        ranks_share_device=ranks.share,
         source=source,
+        cores=ranks.slots if ranks.share else 1,
         local_link=links.local,
         ranks_per_host=ranks.hosts_apart,
         unlike=tuple(
@@ -75,12 +82,12 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
     )
 
 
-def _part(device: Device, ranks: Launched) -> Device:
-    """What a rank has while all ranks of its host compute."""
-    if ranks.separate or (ranks.gpus and ranks.slots >= ranks.per_host):
-        return device
-    scaled = device.scaled(min(1.0, ranks.slots / ranks.per_host))
-    return replace(scaled, memory=device.memory / ranks.per_host, launch=device.launch)
+def _of_whole_cores(found: LinkFit, ranks: Launched) -> LinkFit:
+    """Links with what a byte takes of a whole core: where ranks shared cores it was seen to take longer."""
+    part = min(1.0, ranks.slots / ranks.per_host) if ranks.share else 1.0
+    links = tuple(replace(link, processor=link.processor * part) for link in found.links)
+    local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
+    return LinkFit(links, local, found.residuals)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

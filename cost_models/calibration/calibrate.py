@@ -65,7 +65,7 @@ def calibrate(
             own = replace(own, device=own.device.scaled(_share(budget / 20)))
     fits = bench.everyone(own)
     samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart)
-    links = fit_links(samples, alike=ranks.share)
+    links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
     cluster = assemble(name, source, fits, links, ranks)
