@@ -93,6 +93,11 @@ def _of_whole_cores(found: LinkFit, ranks: Launched) -> LinkFit:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
+def part_of(device: Device, share: float) -> Device:
+    """What a rank has of a device for `share` of the time, as under a quota."""
+    return replace(device.scaled(share), launch=device.launch / share)
+
+
 def alike(a: Device, b: Device) -> bool:
     """Whether two devices reach nearly the same FLOP rates and memory bandwidth."""
     rates = [(_reached(a, dtype), _reached(b, dtype)) for dtype in a.flop_rate if dtype in b.flop_rate]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cost_models.calibration.assemble import Launched, assemble, merged, tidy
+from cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
 from cost_models.calibration.bench import Bench, Progress, quiet
 from cost_models.calibration.device import Residual, measure_device
 from cost_models.calibration.fit import LinkFit, fit_links
@@ -62,7 +62,7 @@ def calibrate(
     if ranks.measures(transport.rank):
         own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         if separate and not ranks.gpus:
-            own = replace(own, device=own.device.scaled(_share(budget / 20)))
+            own = replace(own, device=part_of(own.device, _share(budget / 20)))
     fits = bench.everyone(own)
     samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart)
     links = fit_links(samples, alike=ranks.one_machine)
