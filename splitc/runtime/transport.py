@@ -9,7 +9,7 @@ Every sum is a plain sum; nothing is divided by the number of ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,12 @@ class Transport(ABC):
         Then a chain of operations in which each needs the one before can be issued at once.
         """
         return False
+
+    def when_complete(self, work: Work, call: Callable[[], None]) -> None:
+        """Call `call`, from any thread, when `work` is complete, where the backend tells so before somebody waits.
+
+        gloo tells it of collectives, and nothing of messages.
+        """
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send `tensor`, contiguous or not, to rank `dst`.
