@@ -37,10 +37,12 @@ link.bandwidth = 3.1e9
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from splitc.cluster import COLLECTIVES, DTYPES, OP_CLASSES, Cluster, Device, Link, Rate, Unlike
@@ -67,6 +69,17 @@ def to_toml(cluster: Cluster) -> str:
         lines += [f"device.{line}" for line in _device_lines(each.device)]
         lines += [f"link.{line}" for line in _link_lines(each.link)]
     return "\n".join(lines) + "\n"
+
+
+def digest(cluster: Cluster) -> str:
+    """Twelve hex digits of the numbers that prices depend on: not of names, sources and the memory that ranks have."""
+
+    def priced(device: Device) -> Device:
+        return replace(device, name="", memory=1.0)
+
+    unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
+    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike)
+    return hashlib.sha256(to_toml(bare).encode()).hexdigest()[:12]
 
 
 def _device_lines(device: Device) -> list[str]:

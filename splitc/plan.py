@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from splitc.cluster import Cluster
+from splitc.cluster_file import digest
 from splitc.errors import LaunchError
+from splitc.phases import Phases
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
@@ -84,6 +87,8 @@ class Plan:
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.
     reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
+    predicted: the phases of each rank's step, by simulation; none where nothing was simulated.  priced_on: digest of
+    the cluster that they hold for.
     """
 
     strategy: str
@@ -106,6 +111,8 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
+    predicted: tuple[Phases, ...] = ()
+    priced_on: str = ""
 
     @property
     def reader(self) -> str:
@@ -192,6 +199,10 @@ class Plan:
         order = [*self.roles, SERVER]
         return dict(sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]]))
 
+    def with_prediction(self, predicted: Iterable[Phases], cluster: Cluster) -> Plan:
+        """The plan with the phases of each rank's step, as they were simulated on `cluster`."""
+        return replace(self, predicted=tuple(predicted), priced_on=digest(cluster))
+
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
         return json.dumps({"schema": 1, "hash": self.hash, **asdict(self)}, indent=1) + "\n"
@@ -215,6 +226,7 @@ class Plan:
                 groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
                 servers=tuple(plan.servers),
                 candidates=tuple(_candidate(c) for c in data["candidates"]),
+                predicted=tuple(Phases(**phases) for phases in plan.predicted),  # type: ignore[arg-type]
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error

@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .recorder import Operation, Step
+if TYPE_CHECKING:  # quick to load without torch
+    from .recorder import Operation, Step
 
 WARM_UP = 3
 """Steps at the beginning that are not measured: they allocate, connect and choose algorithms."""
@@ -144,9 +145,7 @@ def phases(ranks: Sequence[Step], before: Sequence[Step] | None = None) -> list[
         whole = step.end - step.begin
         waiting = min(length(waits(rank, step)), whole)
         between = step.begin - before[rank].end if before is not None else 0.0
-        found.append(
-            Phases(rank, whole, whole - waiting, waiting, length(under_way), float(step.sent_bytes), between)
-        )
+        found.append(Phases(rank, whole, whole - waiting, waiting, length(under_way), float(step.sent_bytes), between))
     return found
 
 

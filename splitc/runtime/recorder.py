@@ -226,9 +226,7 @@ class _Recorded:
             end - zero if told is None else clock.seconds(told) - zero,
         )
         issued = clock.seconds(self._issued) - zero
-        return Operation(
-            self.kind, issued, completed, self.nbytes, self.ranks, self.sends, self.receives, waits
-        )
+        return Operation(self.kind, issued, completed, self.nbytes, self.ranks, self.sends, self.receives, waits)
 
 
 class _Clock(Protocol):

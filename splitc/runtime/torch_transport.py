@@ -54,9 +54,8 @@ class TorchTransport(Transport):
     def waits_hold_the_stream(self) -> bool:
         return self.device.type == "cuda" and not self.staged
 
-    def when_complete(self, work: Work, call: Callable[[], None]) -> None:
-        if isinstance(work, _Flight) and not self.waits_hold_the_stream:
-            work.when_complete(call)
+    def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
+        return isinstance(work, _Flight) and not self.waits_hold_the_stream and work.when_complete(call)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
@@ -291,11 +290,14 @@ class _Flight:
                     self.issue(operation, _as_bytes(buffer), peer, tag=tag)
         return self
 
-    def when_complete(self, call: Callable[[], None]) -> None:
-        """Call `call` when the backend has carried it out; nothing where it consists of messages."""
-        if len(self._works) == 1:
-            with suppress(RuntimeError):  # gloo's messages have no future
-                self._works[0].get_future().add_done_callback(lambda _: call())
+    def when_complete(self, call: Callable[[], None]) -> bool:
+        """Call `call` when the backend has carried it out; False where it is made of messages, which do not tell."""
+        if len(self._works) != 1:
+            return False
+        with suppress(RuntimeError):  # gloo's messages have no future
+            self._works[0].get_future().add_done_callback(lambda _: call())
+            return True
+        return False
 
     def wait(self) -> None:
         while self._works:

@@ -92,11 +92,12 @@ class Transport(ABC):
         """
         return False
 
-    def when_complete(self, work: Work, call: Callable[[], None]) -> None:
-        """Call `call`, from any thread, when `work` is complete, where the backend tells so before somebody waits.
+    def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
+        """Call `call`, from any thread, when `work` is complete, if the backend says so before somebody waits.
 
-        gloo tells it of collectives, and nothing of messages.
+        Returns whether it will: gloo does of collectives, not of messages.
         """
+        return False
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Start to send `tensor`, contiguous or not, to rank `dst`.
