@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-import torch
-
 from cost_models.alpha_beta import recursive_doubling, ring_all_reduce
+from cost_models.dtypes import layer_dtypes
 from cost_models.memory import gradient_nbytes, rank_memory
 from cost_models.roofline import layer_seconds
 from passes.pins import Pin, contradictions
@@ -22,7 +21,7 @@ from splitc import units
 from splitc.cluster import Cluster, Device
 from splitc.linears import Linear, linear_layers
 from splitc.plan import Grouping, Placement, share_out
-from splitc.program import Holding, Program, TensorSpec
+from splitc.program import Holding, Program
 
 
 @dataclass(frozen=True)
@@ -100,23 +99,8 @@ class Request:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Layer -> the dtype it computes in: autocast's where values of the layer have it, else its parameters'.
-
-        A layer without parameters has its values'.  A device without a rate for autocast's dtype gains nothing by it:
-        its layers are priced in their parameters'.
-        """
-        autocast, rates = self.program.autocast, self.cluster.device.flop_rate
-        nodes = {node.name: node for node in self.program.graph.nodes}
-        found = {}
-        for layer in self.program.layers:
-            specs = [nodes[name].meta.get("spec") for name in layer.nodes]
-            values = [spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
-            dtypes = [self.program.holdings[name].dtype for name in layer.holdings] + values
-            floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-            if autocast in values and str(autocast).removeprefix("torch.") in rates:
-                floating.insert(0, autocast)
-            found[layer.name] = str(floating[0] if floating else torch.float32).removeprefix("torch.")
-        return found
+        """Layer -> the dtype it computes in."""
+        return layer_dtypes(self.program, self.cluster.device)
 
 
 @dataclass(frozen=True)
