@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
 import re
 import sys
-import tempfile
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from splitc.cli.measuring import measure, measuring_options
 from splitc.cli.options import Parser, positive
-from splitc.cli.progress import Step
 from splitc.errors import LaunchError
 from splitc.names import near_name
 from splitc.plan import Plan
@@ -28,66 +25,10 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it takes what its author likes
         args = _check_arguments(arguments)
         if args.measure:
-            return _measure(folder, plan, args, _measuring_options().parse_known_args(arguments)[1])
+            return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
     from splitc.runtime.torchrun import torchrun
 
     return torchrun([str(script), *arguments], plan.world).returncode and 1
-
-
-def _measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the build, and print its phases beside the predicted ones."""
-    from splitc.cli.correcting import check_writable, factors_of, in_words, offer, to_correct, write_correction
-    from splitc.cli.measuring import as_data, as_text, chrome_trace, read_measurement
-    from splitc.runtime.torchrun import torchrun
-
-    _can_measure(folder, args.steps)
-    if args.trace is not None:
-        check_writable("--trace", args.trace)
-    cluster = None if args.correct is None else to_correct(args.correct, plan)
-    with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
-        found = Path(temporary) / "measured.json"
-        command = [str(folder / "launch.py"), *arguments, "--measure", str(found)]
-        with Step(f"measuring {args.steps or 10} steps on {plan.world} ranks", quiet=not args.json):
-            done = torchrun(command, plan.world, quiet=args.json)
-        if done.returncode:
-            print(done.stderr or "", end="", file=sys.stderr)
-            return 1
-        measured = read_measurement(found)
-    if args.trace is not None:
-        args.trace.write_text(json.dumps(chrome_trace(measured.spans, "measured")) + "\n", encoding="utf-8")
-    usable = plan.predicted and measured.examples == plan.global_batch
-    factors = factors_of(plan.predicted, measured.ranks) if usable else None
-    if args.json:
-        print(json.dumps(as_data(plan, measured, factors), indent=1))
-    else:
-        print(f"\n{as_text(folder.name, plan, measured)}")
-    words = [] if factors is None else [textwrap.fill(in_words(factors, plan.cluster), 80)]
-    if args.trace is not None:
-        words.append(f"wrote {args.trace}: the timeline of the last steps; it opens in ui.perfetto.dev")
-    if cluster is None:
-        words += [offer(folder, plan)] if factors is not None and not factors.empty else []
-    elif factors is None or factors.empty:
-        words.append(f"{args.correct} was not written: nothing could be compared")
-    else:
-        kept = write_correction(args.correct, cluster, factors, folder.name, plan)
-        words.append(f"wrote {args.correct}{'' if kept is None else f'; as it was it is kept in {kept}'}")
-        words.append(f"compile the model for it with: splitc compile MODEL --cluster {args.correct}")
-    print("\n".join(words), file=sys.stderr if args.json else sys.stdout)
-    return int(args.correct is not None and (factors is None or factors.empty))
-
-
-def _can_measure(folder: Path, steps: int | None) -> None:
-    from splitc.runtime.measured import WARM_UP
-
-    if steps is not None and steps <= WARM_UP:
-        raise LaunchError(
-            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps; give {WARM_UP + 1} or more"
-        )
-    runtime = folder / "splitc" / "runtime"
-    if runtime.is_dir() and not (runtime / "measured.py").is_file():
-        raise LaunchError(
-            f"{folder} brings the runtime of another splitc, which cannot measure; compile the model again"
-        )
 
 
 def _checked(folder: Path) -> Plan:
@@ -123,31 +64,9 @@ def _same_plan(folder: Path, plan: Plan) -> None:
         )
 
 
-def _measuring_options() -> Parser:
-    """What `splitc run` takes itself, and does not pass on."""
-    parser = Parser(allow_abbrev=False, add_help=False)
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
-        "3 steps are left out",
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace"
-    )
-    parser.add_argument(
-        "--correct",
-        type=Path,
-        metavar="CLUSTER.TOML",
-        help="with --measure: correct this cluster file by what was measured, or write a new one",
-    )
-    parser.add_argument("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
-    return parser
-
-
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """What each rank would refuse, said once; returns all options."""
-    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False, parents=[_measuring_options()])
+    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False, parents=[measuring_options()])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default 10)")
     parser.add_argument("--data", metavar="MODULE:FUNCTION", help="batches of a rank; synthetic ones without it")
