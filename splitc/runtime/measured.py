@@ -4,10 +4,10 @@ For a step of a rank, with W the union of its waits and T that of its transfers,
 
     waiting = |W|        compute = step - waiting        communication = |T|
 
-A message is under way from when both its ranks have issued it until its receiver sees it complete; a collective from
-when all its ranks have issued it until this rank sees it complete.  So what waits for a late peer waits, and nothing
-travels.  The k-th message from one rank to another with one tag meets the k-th receive; the k-th collective of some
-ranks is the same on all of them.
+A message is under way from when both its ranks have issued it until its receiver sees it complete, or this rank is done
+with it before; a collective from when all its ranks have issued it until this rank sees it complete.  So who waits for
+a late peer waits, and nothing travels.  The k-th message from one rank to another with one tag meets the k-th receive;
+the k-th collective of some ranks is the same on all of them.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def transfers(ranks: Sequence[Step]) -> list[list[Span]]:
     for rank, step in enumerate(ranks):
         spans = []
         for key, operation in _events(rank, step):
-            start, end = issues[key], arrivals.get(key, operation.completed)
+            end = min(operation.completed, arrivals.get(key, operation.completed))
             name, nbytes = _name(rank, key, operation)
-            spans.append(Span(rank, "comm", name, start, max(start, end), nbytes))
+            spans.append(Span(rank, "comm", name, min(issues[key], end), end, nbytes))
         found.append(spans)
     return found
 
