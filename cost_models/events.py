@@ -7,7 +7,7 @@ lines are free.  n messages to one rank thus take n times as long as one, as the
 transfers on different lines do not meet.
 
 A transfer may take computing from its parties (`Transfer.processor`): they compute that much longer, unless they stand
-waiting meanwhile.
+waiting meanwhile.  Ranks may share cores (`cores`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cost_models.cores import Cores
 from splitc.phases import Phases, Span
 
 
@@ -83,18 +84,30 @@ class _Rank:
     marks: list[Phases] = field(default_factory=list)  # the totals at each mark; `step` is the clock
 
 
+@dataclass(frozen=True)
+class _Tick:
+    """The next end of a rank's computing on shared cores, unless more has begun or ended since: then it is stale."""
+
+    number: int
+
+
 class Simulation:
-    """A run of `programs`, one for each rank.  record: keep the spans of everything, for a trace.
+    """A run of `programs`, one for each rank.
+
+    record: keep the spans of everything, for a trace.  cores: all ranks compute on so many; None: each on its own.
 
     Raises ValueError when ranks wait for what never comes.
     """
 
-    def __init__(self, programs: Sequence[Sequence[Operation]], record: bool = False) -> None:
+    def __init__(
+        self, programs: Sequence[Sequence[Operation]], record: bool = False, cores: float | None = None
+    ) -> None:
         self.ranks = [_Rank(program) for program in programs]
         self.spans: list[Span] = []
         self._record = record
-        self._events: list[tuple[float, int, int, Transfer | int]] = []  # (time, order, number, what)
-        self._number = 0
+        self._cores = None if cores is None else Cores(cores)
+        self._events: list[tuple[float, int, int, Transfer | int | _Tick]] = []  # (time, order, number, what)
+        self._number = self._ticks = 0
         self._begun: dict[Transfer, int] = {}
         self._ended: set[Transfer] = set()
         self._waiters: dict[Transfer, list[int]] = {}
@@ -130,18 +143,20 @@ class Simulation:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _at(self, time: float, what: Transfer | int) -> None:
+    def _at(self, time: float, what: Transfer | int | _Tick) -> None:
         """Go on with a rank, or end a transfer, at `time`; of what happens at once, transfers end first."""
         self._number += 1
-        heapq.heappush(self._events, (time, isinstance(what, int), self._number, what))
+        heapq.heappush(self._events, (time, not isinstance(what, Transfer), self._number, what))
 
     def _run(self) -> None:
         while self._events:
             time, _, _, what = heapq.heappop(self._events)
             if isinstance(what, int):
                 self._go_on(what, time)
-            else:
+            elif isinstance(what, Transfer):
                 self._end(what, time)
+            elif what.number == self._ticks:
+                self._computed(time)
 
     def _go_on(self, rank: int, now: float) -> None:
         state = self.ranks[rank]
@@ -169,9 +184,30 @@ class Simulation:
     def _compute(self, rank: int, operation: Compute, now: float) -> None:
         state = self.ranks[rank]
         seconds, state.owed = operation.seconds + state.owed, 0.0
+        if self._cores is not None:
+            self._cores.add(rank, operation.name, seconds, now)
+            self._tick()
+            return
         state.compute += seconds
         self._span(rank, "compute", operation.name, now, now + seconds)
         self._at(now + seconds, rank)
+
+    def _computed(self, now: float) -> None:
+        """Go on with the ranks whose computing on shared cores ends now."""
+        assert self._cores is not None
+        done = self._cores.finish(now)
+        for task in done:
+            self.ranks[task.rank].compute += now - task.start
+            self._span(task.rank, "compute", task.name, task.start, now)
+        for task in done:
+            self._go_on(task.rank, now)
+        self._tick()
+
+    def _tick(self) -> None:
+        assert self._cores is not None
+        if (end := self._cores.next_end()) is not None:
+            self._ticks += 1
+            self._at(end, _Tick(self._ticks))
 
     def _blocks(self, rank: int, operation: Wait, now: float) -> bool:
         """Whether the rank has to wait; then it goes on when the last of the transfers has ended."""

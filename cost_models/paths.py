@@ -31,7 +31,7 @@ class Paths:
 
     def transfer(self, op: WireOp, ends: tuple[int, ...]) -> Transfer:
         """An operation as a transfer; `ends`: from and to, or all members."""
-        link = self._link_over(ends)
+        link = self._link_over(ends, rings=op.algorithm != "recursive_doubling")
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}

@@ -46,7 +46,6 @@ class Prices:
         self.program, self.cluster = program, cluster
         self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
         plan = program.required_plan
-        self._computing = len({rank for ranks in plan.parts.values() for rank in ranks})
         self._paths = Paths(cluster, plan.world)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._devices: dict[int, Device] = {}
@@ -58,11 +57,9 @@ class Prices:
         self._transfers = {}
 
     def device(self, rank: int) -> Device:
-        """What `rank` computes on while all ranks compute; one object for ranks that are alike."""
-        alike = id(self.cluster.device_of(rank))
-        if alike not in self._devices:
-            self._devices[alike] = self.cluster.device_of(rank, self._computing)
-        return self._devices[alike]
+        """What `rank` computes on, a core of its own where ranks share some; one object for ranks that are alike."""
+        found = self.cluster.device_of(rank)
+        return self._devices.setdefault(id(found), found)
 
     def layer(self, layer: str, batch: int, device: Device) -> tuple[float, float]:
         """Seconds of forward and backward of a whole layer."""
@@ -74,11 +71,13 @@ class Prices:
 
     def transfer(self, rank: int, op: WireOp, nth: int) -> Transfer:
         """What an operation of `rank` is an end of; `nth`: of this label on that rank."""
-        if op.kind == "collective":
-            ends: tuple[int, ...] = op.ranks
+        ends: tuple[int, ...]
+        key: tuple[object, ...]
+        if op.kind == "collective":  # groups of one label have different first ranks
+            ends, key = op.ranks, (op.label, op.ranks[0], nth)
         else:
             ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
-        key = op.kind == "collective", op.label, ends, nth
+            key = op.label, ends, nth
         if key not in self._transfers:
             self._transfers[key] = self._paths.transfer(op, ends)
         return self._transfers[key]
@@ -92,7 +91,7 @@ class _Step:
         self.plan = self.program.required_plan
         self.device = prices.device(rank)
         self._done: list[Operation] = []
-        self._counts: dict[tuple[str, str, tuple[int, ...]], int] = defaultdict(int)
+        self._counts: dict[tuple[str, str, int], int] = defaultdict(int)
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._sums: list[Transfer] = []  # of the backward under way
         self._late: list[tuple[str, list[Transfer], float]] = []  # layer, what it gathers, seconds to multiply it
@@ -263,7 +262,7 @@ class _Step:
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []
         for op in ops:
-            key = op.kind, op.label, op.ranks
+            key = op.kind, op.label, op.ranks[0]
             begun.append(self.prices.transfer(self.rank, op, self._counts[key]))
             self._counts[key] += 1
             self._done.append(Begin(begun[-1], op.sent))

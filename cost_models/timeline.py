@@ -37,7 +37,7 @@ def simulate(
         prices.begin_step()
         for rank in ranks:
             programs[rank] += step_operations(prices, rank)
-    run = Simulation(programs, record)
+    run = Simulation(programs, record, cluster.cores if cluster.ranks_share_device else None)
     ends = run.ends()
     settled = ends[0] if steps == 1 else (ends[-1] - ends[0]) / (steps - 1)
     return Timeline(settled, tuple(run.steps(rank)[-1] for rank in ranks), tuple(run.spans))

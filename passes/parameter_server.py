@@ -19,9 +19,15 @@ NAME = "parameter_server"
 
 
 def parameter_server(request: Request, options: ParameterServer) -> Offer:
-    """The best number of servers, or the one asked for; one by default on ranks of its own, as in the paper."""
+    """The best number of servers, by trying all (Stanza 7.2), or the one asked for; all ranks where they are beside."""
+    if options.servers or options.beside:
+        return _with(request, options, options.servers or request.world)
+    offers = [_with(request, options, servers) for servers in range(1, max(request.world, 2))]
+    return max(offers, key=lambda offer: (offer.feasible, offer.samples_per_second))
+
+
+def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
     beside = bool(options.beside)
-    servers = options.servers or (request.world if beside else 1)
     workers = request.world if beside else request.world - servers
     why = contradictions(request.pins, NAME)
     if workers < 1 or servers > request.world:
@@ -30,12 +36,15 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
     layers = [layer.name for layer in request.program.layers]
     examples, device = request.bounds(workers), request.cluster.device_for(workers)
     batch = largest(examples)
+    roles = {"worker": tuple(range(workers))}
+    serving = tuple(range(request.world - servers, request.world))
+    link = request.cluster.link_across(roles["worker"], serving)
     symbols = Symbols(
         K=batch,
         P=sum(request.gradient(layer) for layer in layers),
         A=0.0,
         P_c=0.0,
-        B=request.cluster.link.bandwidth,
+        B=link.bandwidth,
         T_c=0.0,
         T_f=0.0,
         T_ps=sum(request.seconds(layer, batch, device) for layer in layers),
@@ -46,9 +55,8 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
     if not smallest(examples):
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
     needed = {layer: request.layer_memory(layer, batch, True) for layer in layers}
-    roles = {"worker": tuple(range(workers))}
     why += shortage("worker", roles["worker"], sum(needed.values()), request.memory_of(request.world), needed)
-    seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * request.cluster.link.latency
+    seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * link.latency
     return Offer(
         NAME,
         feasible=not why,
@@ -62,6 +70,6 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
             layer: Placement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
             for layer in layers
         },
-        servers=tuple(range(request.world - servers, request.world)),
+        servers=serving,
         overlap=options.overlap is not False,
     )

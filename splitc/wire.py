@@ -290,11 +290,12 @@ def _of_server(program: Program, stage: Stage, message: Sequence[Piece], verb: s
 
 def messages(program: Program, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
     """The pieces of a bucket in their order, those that travel together in one tuple, as the runtime packs them."""
-    return _packed(tuple(pieces(program, bucket, program.required_plan.servers)))
+    return _packed(tuple(pieces(program, bucket, program.required_plan.servers)), servers.ALONE)
 
 
 @lru_cache(maxsize=1024)
-def _packed(spread: tuple[Piece, ...]) -> list[tuple[Piece, ...]]:
+def _packed(spread: tuple[Piece, ...], alone: int) -> list[tuple[Piece, ...]]:
+    """alone: the size from which a piece travels alone, which the runtime decides."""
     by_name = {(piece.name, piece.server): piece for piece in spread}
     packed = servers.messages(servers.Piece(p.name, p.server, p.first, p.last, p.nbytes) for p in spread)
     return [tuple(by_name[piece.name, piece.server] for piece in message) for message in packed]

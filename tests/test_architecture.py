@@ -28,6 +28,7 @@ UPPER = {
     "stage_source",
     "verify",
     "demo",
+    "sweep",
 }
 
 

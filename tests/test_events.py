@@ -130,3 +130,29 @@ def test_slower_transfers_never_make_a_chain_of_sums_faster(seed):
     times = [whole(factor) for factor in (0.0, 0.5, 1.0, 2.0, 4.0)]
     assert times == sorted(times)
     assert times[0] == pytest.approx(sum(compute for compute, _ in layers))
+
+
+def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute():
+    """Three ranks on two cores: 2/3 of a core each, until the shortest is done, then a core each."""
+    programs: list[list[Operation]] = [[Compute("layer", seconds), Mark()] for seconds in (2.0, 4.0, 4.0)]
+    simulation = Simulation(programs, cores=2)
+    assert [simulation.steps(rank)[0].step for rank in range(3)] == pytest.approx([3.0, 5.0, 5.0])
+    assert simulation.steps(1)[0].compute == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shared_cores_do_as_much_work_as_they_can_and_no_more(seed):
+    drawn = random.Random(seed)
+    cores, work = drawn.choice([1, 2, 3.5]), [drawn.uniform(0.1, 3.0) for _ in range(6)]
+    programs = [[Compute("layer", seconds / 3)] * 3 + [Mark()] for seconds in work]
+    (whole,) = Simulation(programs, cores=cores).ends()
+    assert max(sum(work) / cores, *work) <= whole * (1 + 1e-9)
+    assert whole <= sum(work) / cores + max(work)
+
+
+def test_a_rank_that_computes_while_others_wait_has_a_core_to_itself():
+    """Two ranks that take turns lose nothing on one core."""
+    there, back = message(0, 1, 0.5), message(1, 0, 0.5)
+    first: list[Operation] = [Compute("conv", 1.0), Begin(there), Begin(back), Wait((back,)), Mark()]
+    second: list[Operation] = [Begin(there), Wait((there,)), Compute("fc", 2.0), Begin(back), Wait((back,)), Mark()]
+    assert Simulation([first, second], cores=1).ends() == pytest.approx([4.0])

@@ -95,8 +95,15 @@ def test_ranks_of_one_host_talk_over_its_own_link():
     assert simulate(program, one_host).step_seconds == pytest.approx(
         simulate(program, toy(1e9, 1e-6)).step_seconds, rel=1e-9
     )
-    two_hosts = simulate(program, toy(local_link=inside, ranks_per_host=2)).step_seconds
-    assert two_hosts == pytest.approx(simulate(program, toy()).step_seconds, rel=1e-9)
+
+
+def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_share():
+    program = planned(4, "data_parallel").program
+    hosts = toy(local_link=Link(1e9, 1e-6), ranks_per_host=2)
+    shared = simulate(program, replace(hosts, link=replace(hosts.link, shared=True))).step_seconds
+    assert shared == pytest.approx(simulate(program, toy()).step_seconds, rel=1e-9)
+    own = simulate(program, hosts).step_seconds
+    assert own == pytest.approx(simulate(program, toy(2 * hosts.link.bandwidth)).step_seconds, rel=1e-9)
 
 
 def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other():

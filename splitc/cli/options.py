@@ -92,6 +92,17 @@ measured:
   splitc verify examples/alexnet.py --world 4 --strategy layer_separation \\
       --input 4x3x224x224
 """,
+    "simulate": """examples:
+  splitc simulate examples/alexnet.py --world 5:80 --bandwidth 25g,40g,100g \\
+      --against parameter_server
+  splitc simulate examples/vgg16.py --world 8,16 --strategies auto \\
+      --cluster my.toml
+  splitc simulate examples/alexnet.py --world 4 --strategies data_parallel \\
+      --trace timeline.json
+
+Each plan is the planner's best of its strategy, and its price that of an event
+simulation.  --bandwidth is of the links between hosts, in bits per second.
+""",
     "clusters": """examples:
   splitc clusters
   splitc inspect examples/alexnet.py --world 4 --cluster v100-25gbe
@@ -175,6 +186,9 @@ def _parser() -> Parser:
     )
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
+    simulation = _command(commands, "simulate", "predict throughput over worlds, bandwidths and strategies")
+    _simulation_options(simulation)
+
     _command(commands, "clusters", "list the known clusters, and this machine if it was measured")
 
     demo = _command(commands, "demo", "train on real digits: one process, DDP and splitc side by side")
@@ -183,7 +197,7 @@ def _parser() -> Parser:
 
 
 def _command(commands: Any, name: str, text: str) -> Parser:
-    conventions = f"\n{_CONVENTIONS}\n" if name in ("inspect", "compile", "verify") else ""
+    conventions = f"\n{_CONVENTIONS}\n" if name in ("inspect", "compile", "verify", "simulate") else ""
     parser: Parser = commands.add_parser(
         name,
         help=text,
@@ -195,6 +209,41 @@ def _command(commands: Any, name: str, text: str) -> Parser:
     )
     parser.set_defaults(parser=parser)
     return parser
+
+
+def _simulation_options(parser: Parser) -> None:
+    parser.add_argument("models", nargs="+", metavar="model", help=_MODEL)
+    parser.add_argument(
+        "--world", required=True, metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5"
+    )
+    parser.add_argument(
+        "--bandwidth", metavar="RATES", help="bits per second between hosts, 25g,40g,100g (default: the cluster's)"
+    )
+    parser.add_argument(
+        "--strategies",
+        default="data_parallel,layer_separation",
+        metavar="NAMES",
+        help="separated by commas (default: data_parallel,layer_separation)",
+    )
+    parser.add_argument("--against", metavar="STRATEGY", help="show what the others gain over this one")
+    parser.add_argument(
+        "--cluster",
+        default="v100-10gbe",
+        metavar="NAME",
+        help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
+    )
+    parser.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="examples of a step over all ranks (default: the example's for each reader)",
+    )
+    parser.add_argument("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
 def _model_options(parser: Parser, world_required: bool = True) -> None:
