@@ -3,8 +3,9 @@
     t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
 
 P is the bytes of all gradients, B the bandwidth of a server's link, T_ps the compute of a whole step on one worker, n_w
-and n_s the numbers of workers and servers; a server's 2 n_w messages have their latency besides.  Servers have ranks of
-their own, the last ones, or are workers too.
+and n_s the numbers of workers and servers; a server's 2 n_w messages have their latency besides.  The paper has fewer
+servers than workers; with more, a worker's link is the busy one, and carries 2 P in 2 n_s messages.  Servers have ranks
+of their own, the last ones, or are workers too.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
     needed = {layer: request.layer_memory(layer, batch, True) for layer in layers}
     why += shortage("worker", roles["worker"], sum(needed.values()), request.memory_of(request.world), needed)
-    seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * link.latency
+    seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
     return Offer(
         NAME,
         feasible=not why,

@@ -100,7 +100,8 @@ def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]
                     op for op in ops if op.kind != "collective" and cluster.host_of(op.ranks[0]) != host
                 ]
     for (host, value), ops in leaving.items():
-        link = next(cluster.link_of(rank) for rank in range(plan.world) if cluster.host_of(rank) == host)
+        ranks = [rank for rank in range(plan.world) if cluster.host_of(rank) == host]
+        link = min(map(cluster.link_of, ranks), key=lambda link: link.bandwidth)
         sent = concurrent((op.sent for op in ops if op.kind == "send"), link)
         received = concurrent((op.nbytes for op in ops if op.kind == "recv"), link)
         yield value, max(sent, received) if link.duplex else sent + received

@@ -116,6 +116,13 @@ def test_servers_of_a_host_share_its_link():
     assert seconds(hosts(1e5, shared=True), strategy) - none == pytest.approx(2 * served)
 
 
+def test_more_servers_than_workers_do_not_make_a_workers_link_faster():
+    """All parameters come and all gradients go over it, however many servers there are."""
+    plain = replace(small_cluster(), link=Link(1e5, 0.0))
+    none = seconds(replace(plain, link=ENDLESS), ParameterServer(servers=3))
+    assert seconds(plain, ParameterServer(servers=3)) - none == pytest.approx(2 * 60_300 * 4 / 1e5)
+
+
 def test_recursive_doubling_sends_from_every_rank_at_once():
     """Rings leave a host once; the ranks that double each send all bytes to another host."""
     program = separable()

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from cost_models.devices import known_clusters, load_cluster
+from splitc.cluster_file import parse_cluster
 from splitc.errors import CostError
 from splitc.strategies import DataParallel, LayerSeparation
 from tests.small_programs import candidate, place, separable
 
-FOLDER = Path(__file__).parent.parent / "cost_models" / "clusters"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "cost_models" / "clusters"
 PAPERS = {
     "v100-10gbe", "v100-25gbe", "v100-40gbe", "v100-100gbe", "k80-2.6gbe", "k40-10gbe", "k40-56ib", "m40-10gbe",
     "m40-56ib", "ivybridge-56ib", "m5-10gbe",
@@ -121,3 +123,21 @@ def test_unequal_ranks_are_priced_by_the_slowest_of_them():
             place(program, 4, DataParallel(), fast).step_seconds
         )
     assert candidate(slow, "parameter_server").step_seconds > candidate(usual, "parameter_server").step_seconds
+
+
+def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts():
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    listed = {}
+    for names, _, ranks in re.findall(r"^\| (`.*`) \| (.*) \| (\d+).* \|$", page, re.MULTILINE):
+        listed |= dict.fromkeys(re.findall(r"`(.*?)`", names), int(ranks))
+    assert listed == {name: load_cluster(name).ranks_per_host or 1 for name in known_clusters()}
+
+
+@pytest.mark.parametrize("page", ["clusters.md", "commands.md"])
+def test_the_cluster_files_in_the_docs_are_read(page):
+    texts = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    (cluster,) = (parse_cluster(text, page) for text in texts)
+    if page == "clusters.md":
+        assert cluster.device_of(12).memory == 32e9
+        assert cluster.link_between(0, 4).bandwidth == 0.625e9
+        assert cluster.link_for(4) == cluster.local_link
