@@ -64,9 +64,26 @@ then:
     "run": """examples:
   splitc run build
   splitc run build --steps 100 --data mydata:batches --save trained.pt
+  splitc run build --measure --trace steps.json
+  splitc run build --measure --correct my.toml
 
-What follows the folder goes to its launch.py; splitc run build --help lists
-it. On several machines start torchrun yourself:
+options, after the folder
+  --steps N               training steps (default 10)
+  --data MODULE:FUNCTION  batches of a rank; synthetic ones without it
+  --seed N                of dropout and of synthetic data (default 0)
+  --backend NAME          gloo or nccl
+  --save FILE             write the trained model's state_dict there
+  --measure               print what each rank computes, waits for and sends
+                          beside what was predicted; 3 steps are left out
+  --trace FILE            with --measure: the last steps as a Chrome trace,
+                          which opens in ui.perfetto.dev
+  --correct CLUSTER.TOML  with --measure: correct this cluster file by what
+                          was measured, or write a new one
+  --json                  with --measure: print the comparison as JSON
+
+A launch.py that you wrote yourself gets all of them as they stand. On several
+machines start torchrun yourself; launch.py --measure FILE then writes what was
+measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,
     "verify": """examples:
