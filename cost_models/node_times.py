@@ -34,7 +34,7 @@ from splitc.proxy import leaves
 FIRST, LEAST, MOST = 2, 3, 25
 """Passes that find memory and choose algorithms; then the fewest and the most that are timed."""
 
-_PRODUCTS = 4  # before and after the passes
+_SHORT, _ROUND = 0.1, 5  # seconds of a pass, so many of which follow one product of matrices
 _KEPT = (32 << 20) - 8192  # bytes; glibc gives larger blocks back at once
 
 Seconds = Mapping[str, float]
@@ -45,7 +45,7 @@ Seconds = Mapping[str, float]
 class NodeTimes:
     """What the nodes take at one batch.
 
-    flop_rate: FLOP/s of large float32 matrix products before and after.
+    flop_rate: FLOP/s of large float32 matrix products meanwhile.
     """
 
     forward: Seconds
@@ -100,14 +100,19 @@ class Bench:
             with torch.enable_grad():
                 lag = _mark_seconds(self._clock) if self._where.type == "cpu" else 0.0
                 product = _product(self._clock, self._where)
-                rates = [product() for _ in range(_PRODUCTS)]
                 _raise_threshold(self._where)
                 for _ in range(FIRST):
                     self._pass(inputs, lag)
-                passes = [self._pass(inputs, lag)]
+                passes: list[tuple[dict[fx.Node, float], ...]] = []
+                rates: list[float] = []
                 while len(passes) < LEAST or (len(passes) < MOST and time.perf_counter() - begin < budget):
-                    passes.append(self._pass(inputs, lag))
-                rates += [product() for _ in range(_PRODUCTS)]
+                    rates.append(product())
+                    began = time.perf_counter()
+                    again = self._pass(inputs, lag)
+                    if time.perf_counter() - began < _SHORT:  # it found the caches full of the matrices
+                        passes += [self._pass(inputs, lag) for _ in range(_ROUND)]
+                    else:
+                        passes.append(again)
         except Exception as error:
             said = str(error).partition("\n")[0]
             raise CostError(

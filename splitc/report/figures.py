@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from cost_models.measured import is_measured
 from cost_models.memory import rank_memory, received_nbytes, returned_nbytes
 from splitc.plan import SERVER, Candidate, Plan
 from splitc.program import Holding, Layer, Program
@@ -20,6 +21,7 @@ def as_json(program: Program) -> dict[str, Any]:
         "model": program.name,
         "world": plan.world,
         "cluster": plan.cluster,
+        "costs": "measured" if is_measured(program) else "counted",
         "strategy": plan.strategy,
         "proof": plan.proof,
         "gap": plan.gap,

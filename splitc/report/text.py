@@ -8,6 +8,7 @@ from typing import Any
 
 import tabulate as tables
 
+from cost_models.measured import is_measured
 from splitc import units
 from splitc.plan import Candidate, Plan
 from splitc.program import Program
@@ -34,6 +35,8 @@ def report(program: Program, everything: bool = False) -> str:
         _candidates(program.required_plan),
         _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
     ]
+    if is_measured(program):
+        parts.append(_wrap("Compute times of layers were measured on this machine."))
     if program.frozen_layers:
         parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
     if (norms := _norm_groups(program)) is not None:
