@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cost_models import measured
+from cost_models.local import device_name
 from cost_models.node_cache import Entry, NodeCache, node_keys
 from cost_models.roofline import layer_seconds
 from tests.measuring import captured, lines_of, pretend
@@ -84,18 +85,24 @@ def test_two_processes_keep_what_both_measured(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
-def test_entries_of_a_slower_hour_count_at_the_speed_of_that_hour(
+def test_times_of_a_slower_hour_count_at_the_speed_of_that_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = captured("mlp")
+    two = Case(lambda: nn.Sequential(*CASES["mlp"].model(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy)
     pretend(monkeypatch, 1e-3, 0.0, 1e9)
-    swift = lines_of(program, tmp_path / "swift")
+    swift = lines_of(captured(two), tmp_path / "swift")
+    lines_of(captured("mlp"), tmp_path / "mixed")
     pretend(monkeypatch, 2e-3, 0.0, 0.5e9)
-    slow = lines_of(program, tmp_path / "slow")
-    device = small_cluster().device
+    mixed = lines_of(captured(two), tmp_path / "mixed")
+    assert {
+        each.flop_rate for each in NodeCache(tmp_path / "mixed", f"{device_name()}, 1 thread").entries.values()
+    } == {
+        1e9,
+        0.5e9,
+    }
     for layer in swift:
-        same = [layer_seconds(lines[layer].at(7), device, "float32") for lines in (swift, slow)]
-        assert same[0] == pytest.approx(same[1])
+        price, same = (layer_seconds(lines[layer].at(7), small_cluster().device, "float32") for lines in (swift, mixed))
+        assert price == pytest.approx(same)
 
 
 def keys_of(run: Callable[..., Tensor], batch: int = 4) -> dict[str, str]:
