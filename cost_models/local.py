@@ -49,10 +49,18 @@ def measured_before(cache_dir: Path | None = None) -> Cluster | None:
     return None
 
 
+def device_name() -> str:
+    """What a rank of this machine computes on, as its cluster calls it."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_model()
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: `$XDG_CACHE_HOME/splitc` or `~/.cache/splitc`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
+
+
 def _cache(cache_dir: Path | None, key: str) -> Path:
-    if cache_dir is None:
-        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
-    return cache_dir / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+    return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
 
 
 def _key() -> str:

@@ -45,6 +45,7 @@ splitc COMMAND --help shows more.
   splitc inspect examples/vgg16.py --world 4           (measures this machine)
   splitc inspect examples/vgg16.py:vgg19 --world 8 --cluster my.toml
   splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
+  splitc inspect examples/mlp.py --world 4 --costs measured   (on this machine)
   splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
       --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
   splitc inspect examples/alexnet.py --world 4 \\
@@ -305,6 +306,13 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
     )
     parser.add_argument(
         "--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast"
+    )
+    parser.add_argument(
+        "--costs",
+        choices=("counted", "measured"),
+        default="counted",
+        help="price layers by FLOPs and bytes, or by what they take on this machine, measured in about 30 s and cached "
+        "(default: counted)",
     )
     parser.add_argument(
         "--input",
