@@ -60,8 +60,8 @@ def _headline(program: Program) -> str:
             ),
             _wrap(
                 f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
-                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted{_simulated(plan)}); "
-                f"{units.count(parameters)} parameters in {layers}"
+                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
+                f"(predicted{_simulated(plan)}); {units.count(parameters)} parameters in {layers}"
             ),
         ]
     )
