@@ -270,7 +270,8 @@ def test_on_the_corrected_cluster_what_was_measured_is_what_is_predicted(
     asked = planned(2, strategy).program
     described = toy(bandwidth=1e5, latency=0.0)
     rate = described.link.bandwidth / communication
-    truth = replace(described, device=described.device.scaled(1 / compute)).with_bandwidth(rate)
+    device = replace(described.device.scaled(1 / compute), launch=described.device.launch * compute)
+    truth = replace(described, device=device).with_bandwidth(rate)
     measured = simulate(asked, truth).phases
     found = factors_of(simulate(asked, described).phases, measured)
     assert found.compute == pytest.approx(compute)
