@@ -197,5 +197,5 @@ def offer(folder: Path, plan: Plan) -> str:
     if plan.cluster in (*known_clusters(), THIS_MACHINE):
         file, where = f"{plan.cluster}-measured.toml", "a new cluster file"
     else:
-        file, where = "CLUSTER.toml", f"the file of cluster {plan.cluster}, here CLUSTER.toml"
+        file, where = "CLUSTER.toml", f"the file of cluster {plan.cluster}, with its name for CLUSTER.toml"
     return f"to write this into {where}:\n  splitc run {folder} --measure --correct {file}"
