@@ -130,6 +130,11 @@ class Plan:
         return self.global_batch / self.step_seconds if self.step_seconds else 0.0
 
     @property
+    def simulated_seconds(self) -> float:
+        """A step by the simulation, that of its slowest rank; 0 where nothing was simulated."""
+        return max((phases.step for phases in self.predicted), default=0.0)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Examples that each reader gives to a step."""
         bounds = self.examples[self.reader]
