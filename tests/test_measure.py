@@ -60,6 +60,11 @@ def predicting(build: Path, cluster: Cluster = KNOWN, predicted: Sequence[Phases
     return plan
 
 
+def unpredicted(plan: Plan) -> Plan:
+    """The plan as nobody had simulated it."""
+    return replace(plan, predicted=(), priced_on="", step_seconds=0.0)
+
+
 def file_of(steps: Sequence[Sequence[Phases]], examples: int = BATCH, between: float = 0.0) -> str:
     """What launch.py would have written."""
     measured = [{"examples": examples, "phases": [{**asdict(e), "between": between} for e in step]} for step in steps]
@@ -102,10 +107,11 @@ def test_a_plan_keeps_its_prediction_and_its_hash_does_not_depend_on_it() -> Non
 
 
 def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> None:
-    data = json.loads(program().plan.to_json())
+    plan = unpredicted(program().plan)
+    data = json.loads(plan.to_json())
     del data["predicted"], data["priced_on"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
-    assert read_plan_file(tmp_path / "plan.json") == program().plan
+    assert read_plan_file(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize(
@@ -175,8 +181,7 @@ def test_without_a_prediction_the_table_has_what_was_measured_and_says_why(
     build: Path, ranks: Callable[..., Ran], capsys: Capture
 ) -> None:
     ranks(file_of([MEASURED]))
-    plan = replace(read_plan_file(build / "plan.json"), step_seconds=0.0)
-    (build / "plan.json").write_text(plan.to_json())
+    (build / "plan.json").write_text(unpredicted(program().plan).to_json())
     done = splitc(capsys, "run build --measure")
     assert done.code == 0
     assert re.search(r"communication +50 ms$", done.out, re.MULTILINE) and "%" not in done.out
@@ -270,7 +275,8 @@ def test_on_the_corrected_cluster_what_was_measured_is_what_is_predicted(
     asked = planned(2, strategy).program
     described = toy(bandwidth=1e5, latency=0.0)
     rate = described.link.bandwidth / communication
-    truth = replace(described, device=described.device.scaled(1 / compute)).with_bandwidth(rate)
+    device = replace(described.device.scaled(1 / compute), launch=described.device.launch * compute)
+    truth = replace(described, device=device).with_bandwidth(rate)
     measured = simulate(asked, truth).phases
     found = factors_of(simulate(asked, described).phases, measured)
     assert found.compute == pytest.approx(compute)
@@ -376,6 +382,7 @@ def test_a_correction_needs_a_prediction_and_a_cluster_that_can_be_found(
     build: Path, ranks: Callable[..., Ran], capsys: Capture
 ) -> None:
     called = ranks()
+    (build / "plan.json").write_text(unpredicted(program().plan).to_json())
     done = splitc(capsys, "run build --measure --correct mine.toml")
     assert done.code == 2 and "no predicted phases to compare with" in done.err
     predicting(build, replace(toy(), name="ours"))

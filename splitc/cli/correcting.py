@@ -1,6 +1,6 @@
 """Correct a cluster by what a run measured, and write it into its file.
 
-    compute        c = sum of measured compute / sum of predicted, over ranks       device.scaled(1 / c)
+    compute        c = sum of measured compute / sum of predicted, over ranks       rates / c, launch * c
     communication  t = likewise, over ranks of which more than 1 ms was predicted   bandwidth / t
 
 One factor each: what is wrong with single op classes or latencies, `splitc calibrate` measures.
@@ -136,7 +136,9 @@ def corrected(cluster: Cluster, factors: Factors, world: int) -> Cluster:
     """The cluster on which these factors would be 1: all devices, and the links that `world` ranks have used."""
 
     def device(given: Device) -> Device:
-        return given if factors.compute is None else given.scaled(1 / factors.compute)
+        if factors.compute is None:
+            return given
+        return replace(given.scaled(1 / factors.compute), launch=given.launch * factors.compute)
 
     def link(given: Link) -> Link:
         return given if factors.communication is None else given.with_bandwidth(given.bandwidth / factors.communication)
@@ -195,5 +197,5 @@ def offer(folder: Path, plan: Plan) -> str:
     if plan.cluster in (*known_clusters(), THIS_MACHINE):
         file, where = f"{plan.cluster}-measured.toml", "a new cluster file"
     else:
-        file, where = "CLUSTER.toml", f"the file of cluster {plan.cluster}, here CLUSTER.toml"
+        file, where = "CLUSTER.toml", f"the file of cluster {plan.cluster}, with its name for CLUSTER.toml"
     return f"to write this into {where}:\n  splitc run {folder} --measure --correct {file}"
