@@ -75,7 +75,7 @@ def _predicted(data: dict[str, Any]) -> Iterator[str]:
         elif any(type(value) not in (int, float) or not 0 <= value < math.inf for value in phases.values()):
             yield f"predicted: number {k} must have numbers of at least 0"
     ranks = [phases.get("rank") for phases in predicted if isinstance(phases, dict)]
-    if predicted and ranks != list(range(data.get("world", 0) if type(data.get("world")) is int else 0)):
+    if ranks != list(range(len(predicted))):
         yield f"predicted: it is for ranks {', '.join(map(str, ranks))}; it must be for each rank, in their order"
     if not isinstance(data.get("priced_on", ""), str):
         yield "priced_on must be a text"
@@ -101,6 +101,8 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
     totals = {role: bounds[-1] for role, bounds in examples.items() if isinstance(bounds, list) and bounds}
     if len(set(map(str, totals.values()))) > 1:
         yield f"examples: the roles differ in the global batch, {totals}"
+    if data.get("predicted") and len(data["predicted"]) != world:
+        yield f"predicted: it is for {len(data['predicted'])} ranks, not for {world}"
     yield from _groups(data)
     yield from _servers(data)
     yield from _placements(data)
