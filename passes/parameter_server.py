@@ -10,9 +10,12 @@ their own, the last ones, or are workers too.
 from __future__ import annotations
 
 from cost_models.stanza import Symbols, ps_step_seconds
+from passes.bucket_gradients import BucketGradients
 from passes.families import Offer, Request, largest, shortage, smallest
 from passes.pins import contradictions
+from splitc import units
 from splitc.plan import Placement
+from splitc.runtime.servers import ALONE
 from splitc.strategies import ParameterServer
 
 NAME = "parameter_server"
@@ -45,9 +48,12 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
         why.append("no parameter trains, so there is nothing to serve")
     if not smallest(examples):
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
-    needed = {layer: request.layer_memory(layer, batch, True) for layer in layers}
     roles = {"worker": tuple(range(workers))}
-    why += shortage("worker", roles["worker"], sum(needed.values()), request.memory_of(request.world), needed)
+    needed = {layer: request.served_memory(layer, batch) for layer in layers}
+    serving, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
+    why += shortage("worker", roles["worker"], sum(needed.values()) + serving * beside, have, needed)
+    if not beside and serving > have:
+        why.append(f"each server needs {units.nbytes(serving)} of memory and has {units.nbytes(have)}")
     seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * request.cluster.link.latency
     return Offer(
         NAME,
@@ -65,3 +71,17 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
         servers=tuple(range(request.world - servers, request.world)),
         overlap=options.overlap is not False,
     )
+
+
+def server_memory(request: Request, workers: int, servers: int, beside: bool) -> float:
+    """Bytes that a server needs for its rows, besides those of a worker that it is too.
+
+    While one bucket is summed the gradients of the next one arrive from all workers; beside a worker, those of all
+    buckets.  What arrives first becomes the sum.  Small rows are given to the workers in copies, which share messages.
+    """
+    sizes = [h.nbytes for held in request.held.values() for h in held if h.trainable]
+    whole, bucket = sum(sizes), BucketGradients.nbytes + max(sizes, default=0)
+    arriving = whole if beside else min(whole, 2 * bucket)
+    summed, kept = whole - arriving, request.optimizer_copies + (not beside)
+    packed = sum(size for size in sizes if size < ALONE)
+    return (kept * whole + summed + workers * arriving + packed) / servers
