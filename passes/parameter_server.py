@@ -77,11 +77,12 @@ def server_memory(request: Request, workers: int, servers: int, beside: bool) ->
     """Bytes that a server needs for its rows, besides those of a worker that it is too.
 
     While one bucket is summed the gradients of the next one arrive from all workers; beside a worker, those of all
-    buckets.  What arrives first becomes the sum.  Small rows are given to the workers in copies, which share messages.
+    buckets.  What arrives first becomes the sum.  Small parameters are given to the workers, and their gradients
+    pushed, in copies that share messages.
     """
     sizes = [h.nbytes for held in request.held.values() for h in held if h.trainable]
     whole, bucket = sum(sizes), BucketGradients.nbytes + max(sizes, default=0)
     arriving = whole if beside else min(whole, 2 * bucket)
     summed, kept = whole - arriving, request.optimizer_copies + (not beside)
     packed = sum(size for size in sizes if size < ALONE)
-    return (kept * whole + summed + workers * arriving + packed) / servers
+    return (kept * whole + summed + workers * arriving + packed) / servers + packed * beside

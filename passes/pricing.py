@@ -66,7 +66,9 @@ class Pricing:
             seconds = step_seconds(request, program)
         except PlacementError as error:
             return replace(empty, why=str(error))
-        why = _memory_shortage(request, program)
+        need, layers = memory_needed(request, program)
+        everyone = tuple(range(request.world))
+        why = shortage("conv", everyone, need, request.memory_of(request.world), layers)
         return Offer(
             strategy,
             feasible=not why,
@@ -83,8 +85,8 @@ class Pricing:
         )
 
 
-def _memory_shortage(request: Request, program: Program) -> list[str]:
-    """A line when rank 0, which has every role, needs more than there is."""
+def memory_needed(request: Request, program: Program) -> tuple[float, dict[str, float]]:
+    """Bytes that rank 0 needs, which has every role, and those that each layer needs there."""
     plan = program.required_plan
     needed = {}
     for name, place in plan.placements.items():
@@ -92,9 +94,7 @@ def _memory_shortage(request: Request, program: Program) -> list[str]:
         worked = plan.worked(place.role, plan.roles[place.role][0])
         part = place.group if place.holding == "sharded" and place.group else 1
         needed[name] = request.layer_memory(name, worked, place.sync == "all_reduce") / part
-    everyone = tuple(range(request.world))
-    need = sum(needed.values()) + exchanged_nbytes(program, 0) + _added_nbytes(request, plan)
-    return shortage("conv", everyone, need, request.memory_of(request.world), needed)
+    return sum(needed.values()) + exchanged_nbytes(program, 0) + _added_nbytes(request, plan), needed
 
 
 def _added_nbytes(request: Request, plan: Plan) -> float:

@@ -14,15 +14,12 @@ from torch import nn
 
 from cost_models.memory import RankMemory, cut_nbytes, gradient_nbytes, rank_memory
 from examples import alexnet, mlp, resnet, transformer, vgg16
-from passes.place import Place
-from passes.separate_layers import hybrid_single, layer_separation
 from splitc.api import CompiledProgram, analyse
 from splitc.errors import PlacementError
 from splitc.fits import memory_of_all
 from splitc.program import Holding, Program, TensorSpec
 from splitc.rank_memory import memory_of
-from splitc.strategies import LayerSeparation
-from tests.compiled import CLUSTER, class_batch, compiled
+from tests.compiled import class_batch, compiled
 from tests.every_strategy import Asked, everywhere, planned
 from tests.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.models import CASES
