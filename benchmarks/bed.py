@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
@@ -172,6 +173,17 @@ class Bed:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def set_rate(self, rate: float | Iterable[float | None] | None) -> None:
+        """Give the links another rate, as for a new bed; the processes go on.
+
+        What waits at a link that loses its shape is dropped, so it is best done while the ranks stand still.
+        """
+        rates = for_each(rate, self.world, "rate")
+        _check_machine(shaped=any(each is not None for each in rates))
+        for command in self.layout.reshape(rates):
+            _run(command)
+        self.layout = replace(self.layout, rates=rates)
 
     def unplug(self, rank: int) -> None:
         """Take a rank off the network; its processes go on."""

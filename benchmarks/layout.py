@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.errors import BedError
 
@@ -66,10 +66,15 @@ class Layout:
         yield ("ip", "-n", self.switch, "link", "set", "switch", "mtu", str(self.mtu), "up")
         for rank in range(self.world):
             yield from self._link(rank)
-        for rank, rate in enumerate(self.rates):
-            if rate is not None:
-                yield self._shape(self.namespace(rank), INTERFACE, rate)
-                yield self._shape(self.switch, f"rank{rank}", rate)
+        yield from replace(self, rates=(None,) * self.world).reshape(self.rates)
+
+    def reshape(self, rates: tuple[float | None, ...]) -> Iterator[Command]:
+        """From the rates that the links have to `rates`, while whatever runs on them goes on."""
+        for rank, (before, after) in enumerate(zip(self.rates, rates, strict=True)):
+            if before == after:
+                continue
+            for namespace, device in ((self.namespace(rank), INTERFACE), (self.switch, f"rank{rank}")):
+                yield self._unshape(namespace, device) if after is None else self._shape(namespace, device, after)
 
     def plug(self, rank: int, up: bool) -> Command:
         """Pull the cable of a rank out of the switch, or put it back."""
@@ -94,7 +99,10 @@ class Layout:
     def _shape(self, namespace: str, device: str, rate: float) -> Command:
         burst = max(10 * (self.mtu + _ETHERNET), round(rate * BURST_SECONDS))
         shape = ("rate", f"{round(rate * 8)}bit", "burst", str(burst), "latency", f"{round(QUEUE_SECONDS * 1e3)}ms")
-        return ("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+        return ("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
+
+    def _unshape(self, namespace: str, device: str) -> Command:
+        return ("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
 
 
 def _inside(namespace: str, script: str) -> Command:

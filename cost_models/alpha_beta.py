@@ -9,6 +9,7 @@ one, that is the alpha and the beta of its rounds: a backend adds up, copies and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from splitc.cluster import Link
 
@@ -28,18 +29,48 @@ def one_to_many(nbytes: float, n: int, link: Link) -> float:
     return many_to_one(nbytes, n, link)
 
 
+def concurrent(nbytes: Iterable[float], link: Link) -> float:
+    """Messages that begin together and share a link in one direction, until the last of them is there.
+
+    The link is never idle before that, however they share it.
+    """
+    sizes = list(nbytes)
+    return link.latency + sum(sizes) / link.bandwidth if sizes else 0.0
+
+
+def exposed(transfers: Iterable[tuple[float, float]], computing: float) -> float:
+    """Seconds of `transfers` that `computing` does not hide.
+
+    A transfer is (when it is ready, seconds it takes), both from the beginning of the computing, as backward fills one
+    bucket of gradients after the other; they take the link in this order, each when it is ready and the one before has
+    ended:
+
+        end = max(end, ready) + seconds        exposed = max(0, end - computing)
+    """
+    end = 0.0
+    for ready, seconds in transfers:
+        end = max(end, ready) + seconds
+    return max(0.0, end - computing)
+
+
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
     return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
 
 
 def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
-    """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n."""
+    """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n.
+
+    By rounds of a ring, or as on gloo by a message straight to every other rank, which sums them: as many bytes.
+    """
     return (n - 1) * _round("reduce_scatter", nbytes / n, link)
 
 
 def all_gather(nbytes: float, n: int, link: Link) -> float:
-    """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n."""
+    """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n.
+
+    By rounds of a ring, or, where parts are unequal on gloo, by a message straight to every other rank.
+    """
     return (n - 1) * _round("all_gather", nbytes / n, link)
 
 
@@ -68,9 +99,8 @@ def halving_doubling(nbytes: float, n: int, link: Link) -> float:
     before, and get the result in one after.
     """
     doubling = int(math.log2(n))
-    power = 1 << doubling
     surplus = recursive_doubling_rounds(n) - doubling
-    halves = sum(2 * _exchange(nbytes / (1 << k), link) for k in range(1, doubling + 1)) if power > 1 else 0.0
+    halves = sum(2 * _exchange(nbytes / (1 << k), link) for k in range(1, doubling + 1))
     return halves + surplus * point_to_point(nbytes, link)
 
 

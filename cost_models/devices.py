@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from cost_models.local import THIS_MACHINE, measure_this_machine
 from splitc.cluster import Cluster
 from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import CostError
+from splitc.names import near_name
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 
@@ -35,10 +35,8 @@ def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
         cluster = _CLUSTERS / f"{cluster}.toml"
     elif not isinstance(cluster, Path) and not cluster.endswith(".toml"):
         names = (*known_clusters(), THIS_MACHINE)
-        near = difflib.get_close_matches(cluster, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
         raise CostError(
-            f"unknown cluster {cluster!r}; {hint}there are {', '.join(names)}; "
+            f"unknown cluster {cluster!r}; {near_name(cluster, names)}there are {', '.join(names)}; "
             f"or give the path of a .toml file, which `splitc calibrate -o cluster.toml` writes"
         )
     path = Path(cluster)

@@ -5,6 +5,10 @@
 
 with one maximum for forward and one for backward; `launches` are those of both.
 
+A layer that was measured (`cost_models.measured`) takes what it took, at the device's speed:
+
+    seconds = measured seconds * flop rate there and then / (flop_rate * e_matmul)       both of float32
+
 An op is bound by its arithmetic or by its memory, whichever takes longer (Williams, Waterman and
 Patterson 2009).
 """
@@ -28,11 +32,15 @@ def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
 
 def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's forward; raises as `layer_seconds`."""
+    if cost.measured is not None:
+        return cost.measured.forward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return _seconds(cost.forward_flops, cost.forward_moved, cost.launches / 3, device, dtype)
 
 
 def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's backward; raises as `layer_seconds`."""
+    if cost.measured is not None:
+        return cost.measured.backward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return _seconds(cost.backward_flops, cost.backward_moved, cost.launches * 2 / 3, device, dtype)
 
 

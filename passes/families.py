@@ -6,23 +6,22 @@ step, forward, backward and the sum of the gradients, which is not overlapped wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-import torch
-
-from cost_models.alpha_beta import recursive_doubling, ring_all_reduce
+from cost_models.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
+from cost_models.dtypes import layer_dtypes
 from cost_models.memory import gradient_nbytes, rank_memory
 from cost_models.roofline import layer_seconds
 from passes.pins import Pin, contradictions
 from passes.separation import Separation
 from splitc import units
-from splitc.cluster import Cluster, Device
+from splitc.cluster import Cluster, Device, Link
 from splitc.linears import Linear, linear_layers
 from splitc.plan import Grouping, Placement, share_out
-from splitc.program import Holding, Program, TensorSpec
+from splitc.program import Holding, Program
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,43 @@ class Request:
     time_limit: float = 60.0
     all_reduce: str = "backend"
 
-    def all_reduce_seconds(self, nbytes: float, ranks: int) -> float:
-        """Summing `nbytes` over `ranks`: by a ring, or by recursive doubling where that was asked for."""
-        if self.all_reduce == "recursive_doubling":
-            return recursive_doubling(nbytes, ranks, self.cluster.link)
-        return ring_all_reduce(nbytes, ranks, self.cluster.link)
+    def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
+        """Summing `nbytes` over the ranks of a group, while other groups of as many ranks do the same.
+
+        By a ring, or by recursive doubling where that was asked for.
+        """
+        seconds = recursive_doubling if self._doubling else ring_all_reduce
+        return seconds(nbytes, len(groups[0]), self.all_reduce_link(*groups))
+
+    def all_reduce_link(self, *groups: Sequence[int]) -> Link:
+        """What an all-reduce of each of `groups` runs on, all at once."""
+        return self._link_over(not self._doubling, groups)
+
+    def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
+        """Giving `nbytes` to the ranks of a group, which have a part each, while other groups do the same."""
+        return all_gather(nbytes, len(groups[0]), self._link_over(True, groups))
+
+    @property
+    def _doubling(self) -> bool:
+        return self.all_reduce == "recursive_doubling"
+
+    def _link_over(self, rings: bool, groups: tuple[Sequence[int], ...]) -> Link:
+        """The cluster's, looked up once."""
+        if (rings, groups) not in self._links:
+            self._links[rings, groups] = self.cluster.link_over(*groups, rings=rings)
+        return self._links[rings, groups]
+
+    @cached_property
+    def _links(self) -> dict[tuple[bool, tuple[Sequence[int], ...]], Link]:
+        return {}
+
+    def groups(self, size: int) -> tuple[range, ...]:
+        """The world in groups of `size` ranks."""
+        return tuple(range(first, first + size) for first in range(0, self.world, size))
+
+    def replicas(self, size: int) -> tuple[range, ...]:
+        """The ranks that hold the same in a world in groups of `size`: one rank of each group."""
+        return tuple(range(first, self.world, size) for first in range(size))
 
     def bounds(self, readers: int) -> tuple[int, ...]:
         """How `readers` ranks share the global batch; some shares are empty when it is too small."""
@@ -106,23 +137,8 @@ class Request:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Layer -> the dtype it computes in: autocast's where values of the layer have it, else its parameters'.
-
-        A layer without parameters has its values'.  A device without a rate for autocast's dtype gains nothing by it:
-        its layers are priced in their parameters'.
-        """
-        autocast, rates = self.program.autocast, self.cluster.device.flop_rate
-        nodes = {node.name: node for node in self.program.graph.nodes}
-        found = {}
-        for layer in self.program.layers:
-            specs = [nodes[name].meta.get("spec") for name in layer.nodes]
-            values = [spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
-            dtypes = [self.program.holdings[name].dtype for name in layer.holdings] + values
-            floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-            if autocast in values and str(autocast).removeprefix("torch.") in rates:
-                floating.insert(0, autocast)
-            found[layer.name] = str(floating[0] if floating else torch.float32).removeprefix("torch.")
-        return found
+        """Layer -> the dtype it computes in."""
+        return layer_dtypes(self.program, self.cluster.device)
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,7 @@ def _alike(strategy: str, request: Request, ranks: int) -> Offer:
     device = request.cluster.device_for(ranks)
     seconds = sum(request.seconds(layer, batch, device) for layer in layers)
     if gradient:
-        seconds += request.all_reduce_seconds(gradient, ranks)
+        seconds += request.all_reduce_seconds(gradient, range(ranks))
     needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}
     why = contradictions(request.pins, strategy)
     if ranks > 1:

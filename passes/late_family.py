@@ -8,7 +8,6 @@ of n ranks, r rows of each and features i -> o,
 
 from __future__ import annotations
 
-from cost_models.alpha_beta import all_gather
 from passes.arrange import Wish, with_pins
 from passes.families import Offer, Request, largest
 from passes.fitting import asked_by, too_small, unfit
@@ -44,9 +43,9 @@ def late_multiply(pricing: Pricing, options: LateMultiply) -> Offer:
 
 def _saves(request: Request, layer: str, uses: tuple[Linear, ...]) -> float:
     """Seconds: the right side of (1) less the left one."""
-    n, link = request.world, request.cluster.link
+    n, everyone = request.world, range(request.world)
     batch = largest(request.bounds(n))
     gathered = sum(spec.nbytes(batch) for use in uses for spec in (use.value.meta["spec"], use.node.meta["spec"]))
     compute = request.seconds(layer, batch, request.cluster.device_for(n))
-    late = all_gather(n * gathered, n, link) + (n - 1) / 3 * compute
-    return request.all_reduce_seconds(request.gradient_of(layer), n) - late
+    late = request.all_gather_seconds(n * gathered, everyone) + (n - 1) / 3 * compute
+    return request.all_reduce_seconds(request.gradient_of(layer), everyone) - late

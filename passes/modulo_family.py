@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from cost_models.alpha_beta import all_gather
 from passes.arrange import Wish, with_pins
 from passes.cuts import cut_rules
 from passes.families import Offer, Request, largest
@@ -108,16 +107,15 @@ def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) 
 
 def _seconds_saved(request: Request, layer: str, uses: tuple[Linear, ...], size: int) -> float:
     """What dividing a layer of a group saves, less what gathering its output takes: equation (1)."""
-    n, link = request.world, request.cluster.link
+    n, groups = request.world, request.groups(size)
     batch = size * largest(request.bounds(n))
     device = request.cluster.device_for(n)
     saved = request.seconds(layer, batch, device) * (1 - 1 / size)
     gradient = request.gradient_of(layer)
-    replicas = n // size
-    if replicas > 1:
-        saved += request.all_reduce_seconds(gradient, replicas)
-        saved -= request.all_reduce_seconds(gradient / size, replicas)
-    gathered = sum(all_gather(use.node.meta["spec"].nbytes(batch), size, link) for use in uses)
+    if len(groups) > 1:
+        saved += request.all_reduce_seconds(gradient, *request.replicas(size))
+        saved -= request.all_reduce_seconds(gradient / size, *request.replicas(size))
+    gathered = sum(request.all_gather_seconds(use.node.meta["spec"].nbytes(batch), *groups) for use in uses)
     return saved - gathered
 
 
@@ -130,18 +128,18 @@ def _bytes_saved(request: Request, layer: str, uses: tuple[Linear, ...]) -> floa
 
 def _estimate(request: Request, wishes: Wishes) -> float:
     """Seconds of a step, roughly: which of many first layers are worth a full price."""
-    n, link = request.world, request.cluster.link
+    n = request.world
     batch, device = largest(request.bounds(n)), request.cluster.device_for(n)
     seconds = 0.0
     for layer, wish in wishes.items():
-        gradient, replicas = request.gradient_of(layer), n // wish.group
+        gradient, groups = request.gradient_of(layer), request.groups(wish.group)
         part = wish.group if wish.holding == "sharded" else 1
         seconds += request.seconds(layer, batch * wish.group, device) / part
-        if gradient and replicas > 1:
-            seconds += request.all_reduce_seconds(gradient / part, replicas)
+        if gradient and len(groups) > 1:
+            seconds += request.all_reduce_seconds(gradient / part, *request.replicas(wish.group))
         if wish.holding == "sharded":
             seconds += sum(
-                2 * all_gather(use.node.meta["spec"].nbytes(batch * wish.group), wish.group, link)
+                2 * request.all_gather_seconds(use.node.meta["spec"].nbytes(batch * wish.group), *groups)
                 for use in request.linears[layer]
             )
     return seconds

@@ -3,8 +3,9 @@
     t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
 
 P is the bytes of all gradients, B the bandwidth of a server's link, T_ps the compute of a whole step on one worker, n_w
-and n_s the numbers of workers and servers; a server's 2 n_w messages have their latency besides.  Servers have ranks of
-their own, the last ones, or are workers too.
+and n_s the numbers of workers and servers; a server's 2 n_w messages have their latency besides.  The paper has fewer
+servers than workers; with more, a worker's link is the busy one, and carries 2 P in 2 n_s messages.  Servers have ranks
+of their own, the last ones, or are workers too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,15 @@ NAME = "parameter_server"
 
 
 def parameter_server(request: Request, options: ParameterServer) -> Offer:
-    """The best number of servers, or the one asked for; one by default on ranks of its own, as in the paper."""
+    """The best number of servers, by trying all (Stanza 7.2), or the one asked for; all ranks where they are beside."""
+    if options.servers or options.beside:
+        return _with(request, options, options.servers or request.world)
+    offers = [_with(request, options, servers) for servers in range(1, max(request.world, 2))]
+    return max(offers, key=lambda offer: (offer.feasible, offer.samples_per_second))
+
+
+def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
     beside = bool(options.beside)
-    servers = options.servers or (request.world if beside else 1)
     workers = request.world if beside else request.world - servers
     why = contradictions(request.pins, NAME)
     if workers < 1 or servers > request.world:
@@ -33,12 +40,15 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
     layers = [layer.name for layer in request.program.layers]
     examples, device = request.bounds(workers), request.cluster.device_for(workers)
     batch = largest(examples)
+    roles = {"worker": tuple(range(workers))}
+    serving = tuple(range(request.world - servers, request.world))
+    link = request.cluster.link_across(roles["worker"], serving)
     symbols = Symbols(
         K=batch,
         P=sum(request.gradient(layer) for layer in layers),
         A=0.0,
         P_c=0.0,
-        B=request.cluster.link.bandwidth,
+        B=link.bandwidth,
         T_c=0.0,
         T_f=0.0,
         T_ps=sum(request.seconds(layer, batch, device) for layer in layers),
@@ -48,13 +58,12 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
         why.append("no parameter trains, so there is nothing to serve")
     if not smallest(examples):
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
-    roles = {"worker": tuple(range(workers))}
     needed = {layer: request.served_memory(layer, batch) for layer in layers}
-    serving, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
-    why += shortage("worker", roles["worker"], sum(needed.values()) + serving * beside, have, needed)
-    if not beside and serving > have:
-        why.append(f"each server needs {units.nbytes(serving)} of memory and has {units.nbytes(have)}")
-    seconds = ps_step_seconds(symbols, workers, servers) + 2 * workers * request.cluster.link.latency
+    each, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
+    why += shortage("worker", roles["worker"], sum(needed.values()) + each * beside, have, needed)
+    if not beside and each > have:
+        why.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
+    seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
     return Offer(
         NAME,
         feasible=not why,
@@ -68,7 +77,7 @@ def parameter_server(request: Request, options: ParameterServer) -> Offer:
             layer: Placement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
             for layer in layers
         },
-        servers=tuple(range(request.world - servers, request.world)),
+        servers=serving,
         overlap=options.overlap is not False,
     )
 

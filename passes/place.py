@@ -19,12 +19,13 @@ without `global_batch` more readers make a larger one, as in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 from cost_models.devices import load_cluster
+from cost_models.measured import is_measured, require_this_machine
 from passes.families import Offer, Request, data_parallel, single_device, unsummed
 from passes.late_family import late_multiply
 from passes.mixed_family import mixed
@@ -44,10 +45,13 @@ from splitc.plan import SERVER, Candidate, Placement, Plan
 from splitc.program import Program
 from splitc.strategies import (
     Auto,
+    DataParallel,
+    HybridSingle,
     LateMultiply,
     LayerSeparation,
     ModuloShard,
     ParameterServer,
+    SingleDevice,
     Strategy,
     parse_strategy,
 )
@@ -62,9 +66,11 @@ class Place(Pass):
     pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
-    that the search may take.  model: the fingerprint that goes into the plan.
+    that the search may take.  model: the fingerprint that goes into the plan.  compare: price the other strategies
+    too; without it the plan has no candidates but its own.
 
-    Raises PlacementError when no plan meets what was asked for.
+    Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
+    cluster of other devices.
     """
 
     name: ClassVar[str] = "place"
@@ -80,6 +86,7 @@ class Place(Pass):
     optimizer_copies: int = 1
     time_limit: float = 60.0
     model: str = ""
+    compare: bool = True
 
     @classmethod
     def for_settings(
@@ -103,16 +110,22 @@ class Place(Pass):
         pricing = Pricing(request, rewrites)
         servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
         groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
-        offers = (
-            single_device(request),
-            data_parallel(request),
-            _all_summed(request, parameter_server(request, servers)),
-            layer_separation(request, asked if isinstance(asked, LayerSeparation) else LayerSeparation()),
-            hybrid_single(request),
-            modulo_shard(pricing, groups, by_name=groups is asked),
-            late_multiply(pricing, asked if isinstance(asked, LateMultiply) else LateMultiply()),
-            mixed(pricing),
-        )
+        makers: dict[str, Callable[[], Offer]] = {
+            SingleDevice.name: lambda: single_device(request),
+            DataParallel.name: lambda: data_parallel(request),
+            ParameterServer.name: lambda: _all_summed(request, parameter_server(request, servers)),
+            LayerSeparation.name: lambda: layer_separation(
+                request, asked if isinstance(asked, LayerSeparation) else LayerSeparation()
+            ),
+            HybridSingle.name: lambda: hybrid_single(request),
+            ModuloShard.name: lambda: modulo_shard(pricing, groups, by_name=groups is asked),
+            LateMultiply.name: lambda: late_multiply(
+                pricing, asked if isinstance(asked, LateMultiply) else LateMultiply()
+            ),
+            MIXED: lambda: mixed(pricing),
+        }
+        everything = self.compare or isinstance(asked, Auto)
+        offers = tuple(make() for name, make in makers.items() if everything or name == asked.name)
         chosen, most = self._choose(offers)
         gap = max(0.0, 1 - chosen.samples_per_second / most) if most else 0.0
         proof = "heuristic" if not chosen.searched else "optimal" if gap <= _EXACT else "gap"
@@ -162,6 +175,8 @@ class Place(Pass):
         problems = self.problems()
         if problems:
             raise PlacementError(bullets("this cannot be planned:", problems))
+        if is_measured(program):
+            require_this_machine(self.cluster)
         pins = resolve_pins(self.pins, [layer.name for layer in program.layers])
         return Request(
             program,

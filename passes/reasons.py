@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from passes.families import Offer, Request, largest
 from passes.separation import Separation
 from splitc import units
@@ -25,13 +27,13 @@ def _reason(request: Request, offer: Offer, layer: str) -> str:
         return f"{what}: all on rank 0, nothing is sent"
     if not request.gradient(layer):
         return f"{what}: it has no gradient to sum"
-    return f"{what}: {_ring(request, layer, 'costs', len(offer.roles['all']))}"
+    return f"{what}: {_ring(request, layer, 'costs', offer.roles['all'])}"
 
 
 def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
     """Of layers that are divided, late-multiplied, served, or on another number of ranks than the rest."""
     place = offer.placements[layer]
-    ranks = len(offer.roles[place.role or ""])
+    ranks = offer.roles[place.role or ""]
     if not request.gradient_of(layer):
         return f"{what}: it has no gradient to sum"
     if place.sync == "parameter_server":
@@ -43,10 +45,11 @@ def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
         return f"{what}: divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
     if place.role is not None and place.role in offer.groups:
         size = offer.groups[place.role].size
-        sums = "and its gradient with it" if size == ranks else f"so {_ring(request, layer, 'costs', ranks // size)}"
+        replicas = [ranks[k::size] for k in range(size)]
+        sums = "and its gradient with it" if size == len(ranks) else f"so {_ring(request, layer, 'costs', *replicas)}"
         return f"{what}: computed alike by the {size} ranks of a group, {sums}"
-    if ranks == 1:
-        return f"{what}: on one rank; {_ring(request, layer, 'would cost', request.world)}"
+    if len(ranks) == 1:
+        return f"{what}: on one rank; {_ring(request, layer, 'would cost', range(request.world))}"
     return f"{what}: {_ring(request, layer, 'costs', ranks)}"
 
 
@@ -75,7 +78,7 @@ def _separated(request: Request, offer: Offer, problem: Separation, layer: str, 
     fc = {name for name, role in offer.role_of.items() if role == "fc"}
     if layer in fc:
         incoming = sum(v.seconds for v in problem.values if layer in v.readers and problem.crosses(v, fc))
-        gradient = _ring(request, layer, "would cost", request.world)
+        gradient = _ring(request, layer, "would cost", range(request.world))
         moved = f"its input costs {units.seconds(incoming)}" if incoming else ("its input is on its rank already")
         return f"{what}: {gradient}, {moved}" if request.gradient(layer) else f"{what}: {moved}"
     numbers = next(n for n in problem.layers if n.name == layer)
@@ -88,11 +91,11 @@ def _separated(request: Request, offer: Offer, problem: Separation, layer: str, 
         return f"{what}: {computing}"
     if n_c == 1:
         return f"{what}: {computing}; its gradient stays on its rank"
-    return f"{what}: {computing}; {_ring(request, layer, 'costs', n_c)}"
+    return f"{what}: {computing}; {_ring(request, layer, 'costs', offer.roles['conv'])}"
 
 
-def _ring(request: Request, layer: str, verb: str, ranks: int) -> str:
+def _ring(request: Request, layer: str, verb: str, *groups: Sequence[int]) -> str:
     """`its gradient would cost 240 ms on 10.0 Gbit/s`."""
-    link = request.cluster.link
-    seconds = request.all_reduce_seconds(request.gradient(layer), ranks)
-    return f"its gradient {verb} {units.seconds(seconds)} on {units.bandwidth(link.bandwidth)}"
+    bandwidth = request.all_reduce_link(*groups).bandwidth
+    seconds = request.all_reduce_seconds(request.gradient(layer), *groups)
+    return f"its gradient {verb} {units.seconds(seconds)} on {units.bandwidth(bandwidth)}"

@@ -105,7 +105,7 @@ def _with_copies(request: Request, search: Callable[[CutRules], Offer]) -> Offer
     if not parted.feasible:
         return offer
     seconds = parted.step_seconds + sum(
-        request.all_reduce_seconds(request.program.holdings[name].nbytes, request.world)
+        request.all_reduce_seconds(request.program.holdings[name].nbytes, range(request.world))
         for name in _in_both(request, parted.role_of)
     )
     return replace(parted, step_seconds=seconds, most=parted.global_batch / seconds, searched=False)
@@ -159,7 +159,7 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int, shared: boo
     conv = request.bounds(n_c)
     fc = serve(conv, n_f)
     roles = {"conv": tuple(range(n_c)), "fc": (0,) if shared else tuple(range(n_c, n_c + n_f))}
-    batches, link = {"conv": largest(conv), "fc": largest(fc)}, request.cluster.link
+    batches, link = {"conv": largest(conv), "fc": largest(fc)}, request.cluster.link_across(*roles.values())
     messages, crowded = _messages(conv, fc), max(batches.values())
     device = request.cluster.device_for(request.world)
 
@@ -200,8 +200,8 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int, shared: boo
             values=tuple(crossing(value) for value in rules.crossings),
             order=rules.order,
             together=tuple(rules.together),
-            conv_sync=_sync_line(request, n_c),
-            fc_sync=_sync_line(request, n_f),
+            conv_sync=_sync_line(request, roles["conv"]),
+            fc_sync=_sync_line(request, roles["fc"]),
             memory=request.memory_of(request.world),
             shared=shared,
         ),
@@ -231,7 +231,7 @@ def _messages(conv: tuple[int, ...], fc: tuple[int, ...]) -> int:
     return max(met(conv, fc), met(fc, conv))
 
 
-def _sync_line(request: Request, ranks: int) -> SyncLine:
+def _sync_line(request: Request, ranks: tuple[int, ...]) -> SyncLine:
     """The all-reduce, which is a line in the bytes."""
     latency = request.all_reduce_seconds(0.0, ranks)
     return SyncLine(latency, (request.all_reduce_seconds(1e9, ranks) - latency) / 1e9)

@@ -144,7 +144,7 @@ def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str
     for name, role in role_of.items():
         gradients[role] += request.gradient(name)
     sync = max(
-        request.all_reduce_seconds(nbytes, len(ranks)) if nbytes else 0.0
+        request.all_reduce_seconds(nbytes, ranks) if nbytes else 0.0
         for nbytes, ranks in zip(gradients, roles.ranks, strict=True)
     )
     users: dict[str, set[int]] = {}
@@ -152,7 +152,7 @@ def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str
         for name in layer.holdings:
             users.setdefault(name, set()).add(role_of[layer.name])
     copied = [request.program.holdings[name] for name, found in users.items() if len(found) > 1]
-    tied = sum(request.all_reduce_seconds(h.nbytes, request.world) for h in copied if h.trainable)
+    tied = sum(request.all_reduce_seconds(h.nbytes, range(request.world)) for h in copied if h.trainable)
     return compute + sum(_exchange(request, roles, role_of, value) for value in rules.crossings) + sync + tied
 
 
@@ -164,9 +164,10 @@ def _exchange(request: Request, roles: _Roles, role_of: dict[str, int], value: C
         here, there = roles.bounds[maker], roles.bounds[reader]
         messages = max(1, math.ceil(max(len(here), len(there)) / min(len(here), len(there))))
         nbytes = value.spec.nbytes(max(largest(here), largest(there))) / messages
-        seconds += many_to_one(nbytes, messages, request.cluster.link)
+        link = request.cluster.link_across(roles.ranks[maker], roles.ranks[reader])
+        seconds += many_to_one(nbytes, messages, link)
         if value.gradient:
-            seconds += one_to_many(nbytes, messages, request.cluster.link)
+            seconds += one_to_many(nbytes, messages, link)
     return seconds
 
 

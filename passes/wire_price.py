@@ -5,17 +5,19 @@
       + sync             of roles that share ranks one after the other, else together     (3)
 
 A rank is busy with a value for latency + bytes / bandwidth of each message, of the direction that takes it longer; with
-a collective for what `cost_models.alpha_beta` says of it.  No transfer is taken to hide behind compute.
+a collective for what `cost_models.alpha_beta` says of it; each on the link that joins its ranks.  A link that the ranks
+of a host share is busy with what all of them send over it.  No transfer is taken to hide behind compute.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from cost_models.alpha_beta import concurrent
 from passes.families import Request
-from splitc.cluster import Link
+from splitc.cluster import Cluster, Link
 from splitc.pipeline import Pass
 from splitc.plan import Plan
 from splitc.program import Program
@@ -68,16 +70,12 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
 
 def _exchange_seconds(request: Request, program: Program) -> float:
     """Equations (2) and (3)."""
-    plan, link = program.required_plan, request.cluster.link
+    plan = program.required_plan
     values: dict[str, float] = defaultdict(float)
     syncs: dict[str, float] = defaultdict(float)
-    for rank in dict.fromkeys(rank for part in program.parts for rank in (part.ranks[0], part.ranks[-1])):
-        here: dict[str, list[WireOp]] = defaultdict(list)
-        for op in wire(program, rank):
-            here[_value(op)].append(op)
-        for value, ops in here.items():
-            into = syncs if ".bucket" in value else values
-            into[value] = max(into[value], _busy(ops, link))
+    for value, seconds in _each_busy(request.cluster, program):
+        into = syncs if ".bucket" in value else values
+        into[value] = max(into[value], seconds)
     by_role: dict[str, float] = defaultdict(float)
     for value, seconds in syncs.items():
         by_role[value.partition(".")[0]] += seconds
@@ -86,26 +84,77 @@ def _exchange_seconds(request: Request, program: Program) -> float:
     return sum(values.values()) + sync
 
 
+def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]]:
+    """(value, seconds) for every value that a rank, or the link of a host, is busy with."""
+    plan = program.required_plan
+    leaving: dict[tuple[int, str], list[WireOp]] = defaultdict(list)
+    for rank in _looked_at(cluster, program):
+        here: dict[str, list[WireOp]] = defaultdict(list)
+        for op in wire(program, rank):
+            here[_value(op)].append(op)
+        for value, ops in here.items():
+            yield value, _busy([(op, _link(cluster, plan, rank, op)) for op in ops])
+            if cluster.link_of(rank).shared:
+                host = cluster.host_of(rank)
+                leaving[host, value] += [
+                    op for op in ops if op.kind != "collective" and cluster.host_of(op.ranks[0]) != host
+                ]
+    for (host, value), ops in leaving.items():
+        ranks = [rank for rank in range(plan.world) if cluster.host_of(rank) == host]
+        link = min(map(cluster.link_of, ranks), key=lambda link: link.bandwidth)
+        sent = concurrent((op.sent for op in ops if op.kind == "send"), link)
+        received = concurrent((op.nbytes for op in ops if op.kind == "recv"), link)
+        yield value, max(sent, received) if link.duplex else sent + received
+
+
+def _looked_at(cluster: Cluster, program: Program) -> list[int]:
+    """Ranks of which one is the busiest: the ends of each part with all of their hosts, and ranks unlike the others."""
+    ends = {rank for part in program.parts for rank in (part.ranks[0], part.ranks[-1])}
+    hosts = {cluster.host_of(rank) for rank in ends}
+    odd = {min({*part.ranks} & {*each.ranks}, default=-1) for part in program.parts for each in cluster.unlike}
+    ranks = dict.fromkeys(rank for part in program.parts for rank in part.ranks)
+    return [rank for rank in ranks if rank in odd or cluster.host_of(rank) in hosts]
+
+
+def _link(cluster: Cluster, plan: Plan, rank: int, op: WireOp) -> Link:
+    """What an operation of `rank` runs on; all groups of a role communicate at once, and so do all sets of replicas."""
+    if op.kind != "collective":
+        return cluster.link_between(rank, op.ranks[0])
+    rings = op.algorithm != "recursive_doubling"
+    if cluster.local_link is not None:
+        for role, grouping in plan.groups.items():
+            ranks, size = plan.roles[role], grouping.size
+            groups = [ranks[k : k + size] for k in range(0, len(ranks), size)]
+            for alike in (groups, [ranks[k::size] for k in range(size)]):
+                if op.ranks in alike:
+                    return cluster.link_over(*alike, rings=rings)
+    return cluster.link_over(op.ranks, rings=rings)
+
+
 def _value(op: WireOp) -> str:
     """What an operation belongs to: the cut, the node or the bucket, without examples and turn."""
     return op.label.partition("[")[0] if op.kind != "collective" else op.label
 
 
-def _busy(ops: Iterable[WireOp], link: Link) -> float:
-    sent = received = latency = 0.0
-    for op in ops:
+def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
+    """Seconds of a rank's operations, each on its link, or at its measured rate."""
+    latency = 0.0
+    sent: dict[tuple[float, bool], float] = defaultdict(float)
+    received: dict[tuple[float, bool], float] = defaultdict(float)
+    for op, link in ops:
+        if rate := link.collectives.get(op.algorithm):
+            latency += rate.latency * (len(op.ranks) - 1) * (2 if op.algorithm == "all_reduce" else 1)
+            sent[rate.bandwidth, True] += op.sent
+            continue
+        kind = link.bandwidth, link.duplex
         latency += link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
         if op.kind == "recv":
-            received += _nbytes(op)
+            received[kind] += op.nbytes
         else:
-            sent += op.sent
-            received += op.sent if op.kind == "collective" else 0.0
-    busiest = max(sent, received) if link.duplex else sent + received
-    return latency + busiest / link.bandwidth
-
-
-def _nbytes(op: WireOp) -> float:
-    numel = 1
-    for n in op.shape:
-        numel *= n
-    return float(numel * op.dtype.itemsize)
+            sent[kind] += op.sent
+            received[kind] += op.sent if op.kind == "collective" else 0.0
+    seconds = latency
+    for bandwidth, duplex in sent | received:
+        there, back = sent[bandwidth, duplex], received[bandwidth, duplex]
+        seconds += (max(there, back) if duplex else there + back) / bandwidth
+    return seconds

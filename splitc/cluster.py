@@ -5,12 +5,15 @@ Numbers are SI base units: FLOP/s, bytes/s, bytes, seconds.  Ranks are numbered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 OP_CLASSES = ("matmul", "conv", "attention", "memory")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+EFFICIENCIES = (*OP_CLASSES, *(f"{op}_backward" for op in OP_CLASSES))
 _LIKE = {"conv": "matmul", "attention": "matmul"}  # what an op class without an efficiency of its own has
 
 
@@ -40,12 +43,11 @@ class Device:
         return self.reached(_LIKE[op], backward)
 
     def scaled(self, factor: float) -> Device:
-        """A device whose rates are `factor` times these."""
+        """A device that computes and moves `factor` times as much in a second."""
         return replace(
             self,
             flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
             memory_bandwidth=self.memory_bandwidth * factor,
-            launch=self.launch / factor,
         )
 
 
@@ -84,6 +86,10 @@ class Link:
         rates = {k: replace(rate, bandwidth=rate.bandwidth * factor) for k, rate in self.collectives.items()}
         return replace(self, bandwidth=bandwidth, collectives=rates)
 
+    def divided(self, among: float) -> Link:
+        """What each of `among` equal users has while all of them use it."""
+        return self if among == 1 else self.with_bandwidth(self.bandwidth / among)
+
 
 @dataclass(frozen=True)
 class Unlike:
@@ -102,8 +108,8 @@ class Cluster:
     those of other hosts.  local_link: between the ranks of a host, of which there are `ranks_per_host`; without that
     number every rank is a host of its own.
     world: how many devices there are; None when there is no limit.  source: where the numbers are from.
-    ranks_share_device: ranks compute on the same `cores`, of which the device is one: of n ranks that compute, each has
-    cores / n of it, and 1/n of all memory.
+    ranks_share_device: ranks (of a host, where `ranks_per_host` says how many it has) compute on the same `cores`, of
+    which the device is one: of n that compute, each has cores / n of it, at most one, and 1/n of all memory.
     """
 
     name: str
@@ -120,23 +126,25 @@ class Cluster:
     # -- devices -------------------------------------------------------------------------------------------------------
 
     def device_of(self, rank: int, computing: int = 1) -> Device:
-        """What `rank` has while `computing` ranks compute."""
-        device = next((each.device for each in self.unlike if rank in each.ranks), self.device)
-        if not self.ranks_share_device or computing == 1:
+        """What `rank` has while `computing` ranks compute, the first ones, host after host."""
+        device = self._unlike_of[rank].device if rank in self._unlike_of else self.device
+        sharing = min(computing, self.ranks_per_host or computing)
+        if not self.ranks_share_device or sharing == 1:
             return device
-        shared = device.scaled(min(1.0, self.cores / computing))
-        return replace(shared, memory=device.memory / computing, launch=device.launch)
+        part = min(1.0, self.cores / sharing)
+        # Starting ops is the work of one thread.  Where the one "core" is a whole processor, others run beside it.
+        launch = device.launch / part if self.cores > 1 else device.launch
+        return replace(device.scaled(part), memory=device.memory / sharing, launch=launch)
 
     def device_for(self, ranks: int) -> Device:
         """What the slowest of the first `ranks` ranks has while all of them compute: what a closed form prices."""
-        found = [self.device_of(self._usual(ranks), ranks)]
-        found += [self.device_of(each.ranks[0], ranks) for each in self.unlike if min(each.ranks) < ranks]
-        return found[0] if len(found) == 1 else _slowest(found)
+        usual = next((rank for rank in range(ranks) if rank not in self._unlike_of), None)
+        kinds = [min(each.ranks) for each in self.unlike if min(each.ranks) < ranks]
+        return _slowest([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
 
-    def _usual(self, ranks: int) -> int:
-        """A rank below `ranks` that is not unlike the others, if there is one."""
-        odd = {rank for each in self.unlike for rank in each.ranks}
-        return next((rank for rank in range(ranks) if rank not in odd), 0)
+    @cached_property
+    def _unlike_of(self) -> dict[int, Unlike]:
+        return {rank: each for each in self.unlike for rank in each.ranks}
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
@@ -146,26 +154,47 @@ class Cluster:
 
     def link_of(self, rank: int) -> Link:
         """What joins `rank` to ranks of other hosts."""
-        return next((each.link for each in self.unlike if rank in each.ranks), self.link)
+        return self._unlike_of[rank].link if rank in self._unlike_of else self.link
 
     def link_between(self, a: int, b: int) -> Link:
         """The path from rank `a` to rank `b`: as fast as the slower end of it."""
         return self.link_over((a, b))
 
-    def link_over(self, ranks: Iterable[int]) -> Link:
-        """What a collective of `ranks` runs on: the hosts' own link within one host, else the slowest of theirs."""
-        members = tuple(ranks)
-        if self.local_link is not None and len({self.host_of(rank) for rank in members}) == 1:
-            return self.local_link
-        if not self.unlike:
-            return self.link
-        return _narrowest([self.link_of(rank) for rank in members])
-
     def link_for(self, ranks: int) -> Link:
-        """What the first `ranks` ranks talk over: `link_over` of them."""
-        if self.local_link is not None and self.ranks_per_host and ranks <= self.ranks_per_host:
+        """What a collective of the first `ranks` ranks runs on."""
+        return self.link_over(range(ranks))
+
+    def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
+        """What the collectives of groups of ranks run on, all at once: the slowest of them.
+
+        Within one host that is its own link.  Over several it is as fast as the slowest of them: rings in the order of
+        ranks leave a host once each, so the ranks of a group on a host carry what leaves it together, each on its own
+        link; a shared link is divided among the groups.  Without `rings` every rank sends to other hosts for itself.
+        """
+        if self.local_link is None:
+            return self._slowest_link(rank for group in groups for rank in group)
+        hosts = [self._by_host(group) for group in groups]
+        crossing = [found for found in hosts if len(found) > 1]
+        users: Counter[int] = Counter()
+        for found in crossing:
+            users.update({host: 1 if rings else len(members) for host, members in found.items()})
+        ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
+        return _narrowest([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
+
+    def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
+        """What messages between ranks of `here` and of `there` run on, all at once, for the busiest of them.
+
+        Every rank of a side has an equal part of the bytes.  Within one host that is its own link; else the slowest of
+        the ranks', divided, where it is shared, among those of a host.
+        """
+        if self.local_link is not None and len(self._by_host({*here, *there})) == 1:
             return self.local_link
-        return self.link if not self.unlike else self.link_over(range(ranks))
+        link = self._slowest_link({*here, *there})
+        if not link.shared or not self.ranks_per_host:
+            return link
+        fewer = min(len(here), len(there))
+        crowds = ((n, len(side)) for side in (here, there) for n in Counter(map(self.host_of, side)).values())
+        return link.divided(max(n * fewer / size for n, size in crowds))
 
     def with_bandwidth(self, bandwidth: float) -> Cluster:
         """The same cluster with another bandwidth (bytes/s) between hosts, on all links alike."""
@@ -175,30 +204,62 @@ class Cluster:
             unlike=tuple(replace(each, link=each.link.with_bandwidth(bandwidth)) for each in self.unlike),
         )
 
+    def _by_host(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        """Host -> those of `ranks` that are on it."""
+        hosts = defaultdict(list)
+        for rank in ranks:
+            hosts[self.host_of(rank)].append(rank)
+        return hosts
+
+    def _way_out(self, members: list[int], users: int, rings: bool) -> Link:
+        """What `members`, a group's ranks on one host, have to others, where its link has so many users at once."""
+        link = self._slowest_link(members)
+        if link.shared:
+            link = link.divided(users)
+        if self.local_link is None or not rings or len(members) == 1:
+            return link
+        together = link.bandwidth if link.shared else link.bandwidth * len(members)
+        return replace(link, bandwidth=min(together, self.local_link.bandwidth))
+
+    def _slowest_link(self, ranks: Iterable[int]) -> Link:
+        """The slowest of the links of `ranks`."""
+        if not self.unlike:
+            return self.link
+        kinds = {id(link): link for link in map(self.link_of, ranks)}
+        return _narrowest(list(kinds.values()))
+
 
 def _slowest(devices: list[Device]) -> Device:
     """A device that is as slow as the slowest in everything."""
-    first = devices[0]
-    dtypes = [dtype for dtype in first.flop_rate if all(dtype in each.flop_rate for each in devices)]
-    ops = dict.fromkeys(op for each in devices for op in each.efficiency)
+    first, *more = devices
+    if not more:
+        return first
+    dtypes = [dtype for dtype in first.flop_rate if all(dtype in each.flop_rate for each in more)]
+    rates = {dtype: min(each.flop_rate[dtype] for each in devices) for dtype in dtypes}
+    bandwidth = min(each.memory_bandwidth for each in devices)
+
+    def efficiency(name: str) -> float:
+        """What is reached of the lower peak: a device with a higher one may reach less of that, but as much of this."""
+        op = name.removesuffix("_backward")
+        peaks = [({"memory": each.memory_bandwidth} if op == "memory" else each.flop_rate, each) for each in devices]
+        least = {"memory": bandwidth} if op == "memory" else rates
+        parts = [peak[k] / least[k] * each.reached(op, name != op) for peak, each in peaks for k in least]
+        return min(parts, default=first.reached(op, name != op))
 
     return Device(
         name=" and ".join(dict.fromkeys(each.name for each in devices)),
-        flop_rate={dtype: min(each.flop_rate[dtype] for each in devices) for dtype in dtypes},
-        memory_bandwidth=min(each.memory_bandwidth for each in devices),
+        flop_rate=rates,
+        memory_bandwidth=bandwidth,
         memory=min(each.memory for each in devices),
-        efficiency={op: min(each.reached(*_op_class(op)) for each in devices) for op in ops},
+        efficiency={name: efficiency(name) for name in EFFICIENCIES},
         launch=max(each.launch for each in devices),
     )
 
 
-def _op_class(name: str) -> tuple[str, bool]:
-    """`conv_backward` -> ("conv", True)."""
-    return name.removesuffix("_backward"), name.endswith("_backward")
-
-
 def _narrowest(links: list[Link]) -> Link:
-    """A link that is as slow as the slowest in everything."""
+    """A link that is as slow as the slowest in everything; a collective is as measured where it was on all of them."""
+    if all(link == links[0] for link in links):
+        return links[0]
     rates = {
         name: Rate(
             min(each.collectives[name].bandwidth for each in links),

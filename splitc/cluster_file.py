@@ -32,21 +32,26 @@ latency = 5e-6
 ranks = [2, 3]
 device.memory = 32e9
 link.bandwidth = 3.1e9
+
+What `unlike` leaves out is as for the other ranks.  A table that it gives, flop_rate or efficiency, stands in place of
+the whole other one; what collectives reach is not taken over to a link with a bandwidth or latency of its own.
 """
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from splitc.cluster import COLLECTIVES, DTYPES, OP_CLASSES, Cluster, Device, Link, Rate, Unlike
+from splitc.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Cluster, Device, Link, Rate, Unlike
 from splitc.errors import CostError, bullets
+from splitc.names import near_name
 
-_EFFICIENCIES = (*OP_CLASSES, *(f"{op}_backward" for op in OP_CLASSES))
 _REQUIRED = ("matmul", "memory")
 _TOP = ("name", "source", "world", "ranks_share_device", "cores", "ranks_per_host")
 _TABLES = ("device", "link", "local_link", "unlike")
@@ -67,6 +72,17 @@ def to_toml(cluster: Cluster) -> str:
         lines += [f"device.{line}" for line in _device_lines(each.device)]
         lines += [f"link.{line}" for line in _link_lines(each.link)]
     return "\n".join(lines) + "\n"
+
+
+def digest(cluster: Cluster) -> str:
+    """Twelve hex digits of the numbers that prices depend on: not of names, sources and the memory that ranks have."""
+
+    def priced(device: Device) -> Device:
+        return replace(device, name="", memory=1.0)
+
+    unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
+    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike)
+    return hashlib.sha256(to_toml(bare).encode()).hexdigest()[:12]
 
 
 def _device_lines(device: Device) -> list[str]:
@@ -99,8 +115,10 @@ def parse_cluster(text: str, where: str) -> Cluster:
     top = _Table(data, "", problems)
     ranks_per_host = top.devices("ranks_per_host")
     local = _link(top.table("local_link")) if "local_link" in data else None
-    if (local is None) != (ranks_per_host is None) and not problems:
+    if ("local_link" in data) != ("ranks_per_host" in data):
         problems.append("local_link and ranks_per_host belong together: give both, or neither")
+    if local is not None and local.shared:
+        problems.append("local_link.shared is true; give the bandwidth that a rank has while all of its host send")
     cluster = Cluster(
         name=top.text("name"),
         device=_device(top.table("device")),
@@ -114,8 +132,8 @@ def parse_cluster(text: str, where: str) -> Cluster:
         unlike=tuple(_unlike(table, top) for table in top.tables("unlike")),
     )
     ranks = [rank for each in cluster.unlike for rank in each.ranks]
-    if len(ranks) != len(set(ranks)):
-        problems.append("unlike names a rank twice")
+    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        problems.append(f"unlike names ranks more than once: {', '.join(map(str, twice))}")
     if cluster.world is not None and any(rank >= cluster.world for rank in ranks):
         problems.append(f"unlike names rank {max(ranks)}; the cluster has ranks 0 to {cluster.world - 1}")
     top.refuse_others(*_TOP, *_TABLES)
@@ -133,14 +151,14 @@ def _device(table: _Table) -> Device:
         )
     table.refuse_others("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch")
     rates.refuse_others(*DTYPES)
-    efficiency.refuse_others(*_EFFICIENCIES)
+    efficiency.refuse_others(*EFFICIENCIES)
     return Device(
         name=table.text("name"),
         flop_rate={dtype: rates.number(dtype) for dtype in DTYPES if dtype in rates.data},
         memory_bandwidth=table.number("memory_bandwidth"),
         memory=table.number("memory"),
         efficiency={
-            op: efficiency.number(op, most=1.0) for op in _EFFICIENCIES if op in _REQUIRED or op in efficiency.data
+            op: efficiency.number(op, most=1.0) for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data
         },
         launch=table.number("launch", zero=True),
     )
@@ -164,24 +182,21 @@ def _link(table: _Table) -> Link:
 
 
 def _unlike(table: _Table, top: _Table) -> Unlike:
-    """What some ranks have in place of the others' device and link: only the numbers that differ are given."""
+    """What some ranks have in place of the others' device and link: only what differs is given."""
     ranks = table.data.get("ranks")
     if not isinstance(ranks, list) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
         table.problems.append(f"{table.path}ranks is {ranks!r}; it must be a list of ranks, as [2, 3]")
-        ranks = [0]
+        ranks = []
     table.refuse_others("ranks", "device", "link")
-    device, link = (
-        _Table(_merged(top.data.get(key, {}), table.data.get(key, {})), f"{table.path}{key}.", table.problems)
-        for key in ("device", "link")
-    )
-    return Unlike(tuple(sorted(ranks)), _device(device), _link(link))
-
-
-def _merged(usual: Any, other: Any) -> Any:
-    """`usual` with what `other` has in its place, table by table."""
-    if not isinstance(usual, dict) or not isinstance(other, dict):
-        return other
-    return {**usual, **{key: _merged(usual.get(key, {}), value) for key, value in other.items()}}
+    usual = {key: top.data[key] if isinstance(top.data.get(key), dict) else {} for key in ("device", "link")}
+    own = {key: table.table(key).data for key in usual}
+    if "bandwidth" in own["link"] or "latency" in own["link"]:
+        usual["link"] = {key: value for key, value in usual["link"].items() if key not in COLLECTIVES}
+    found: list[str] = []
+    merged = _Table({key: {**usual[key], **own[key]} for key in usual}, table.path, found)
+    device, link = _device(merged.table("device")), _link(merged.table("link"))
+    table.problems += [line for line in found if line.removeprefix(table.path) not in table.problems]
+    return Unlike(tuple(sorted(ranks)), device, link)
 
 
 class _Table:
@@ -209,7 +224,7 @@ class _Table:
             self.problems.append(f"{self.path}{key} is missing; measure it with `splitc calibrate`")
             return math.nan
         value = self.data[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             self.problems.append(f"{self.path}{key} is {value!r}; it must be a finite number")
             return math.nan
         if value < 0 or (value == 0 and not zero) or value > most:
@@ -243,8 +258,7 @@ class _Table:
     def refuse_others(self, *known: str) -> None:
         for key in self.data:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                hint = near_name(key, known).strip() or f"known are {', '.join(known)}"
                 self.problems.append(f"{self.path}{key} is an unknown key; {hint}")
 
 

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from splitc.cluster import Cluster
+from splitc.cluster_file import digest
 from splitc.errors import LaunchError
+from splitc.phases import Phases
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
@@ -84,6 +89,8 @@ class Plan:
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.
     reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
+    predicted: the phases of each rank's step, by simulation; none where nothing was simulated.  priced_on: digest of
+    the cluster that they hold for.
     """
 
     strategy: str
@@ -106,6 +113,8 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
+    predicted: tuple[Phases, ...] = ()
+    priced_on: str = ""
 
     @property
     def reader(self) -> str:
@@ -121,6 +130,11 @@ class Plan:
         return self.global_batch / self.step_seconds if self.step_seconds else 0.0
 
     @property
+    def simulated_seconds(self) -> float:
+        """A step by the simulation, that of its slowest rank; 0 where nothing was simulated."""
+        return max((phases.step for phases in self.predicted), default=0.0)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Examples that each reader gives to a step."""
         bounds = self.examples[self.reader]
@@ -128,12 +142,17 @@ class Plan:
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
         """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
-        return tuple(role for role, ranks in self.roles.items() if rank in ranks)
+        return tuple(role for role, positions in self._positions.items() if rank in positions)
 
     def interval(self, role: str, rank: int) -> tuple[int, int]:
         """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
-        k = self.roles[role].index(rank)
+        k = self._positions[role][rank]
         return self.examples[role][k], self.examples[role][k + 1]
+
+    @cached_property
+    def _positions(self) -> dict[str, dict[int, int]]:
+        """Role -> rank -> its place in the role."""
+        return {role: {rank: k for k, rank in enumerate(ranks)} for role, ranks in self.roles.items()}
 
     def batch(self, role: str, rank: int) -> int:
         """Examples of `rank` itself in `role`."""
@@ -147,13 +166,13 @@ class Plan:
     def group(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of the model-parallel group that `rank` is in; itself alone where the role has none."""
         ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
-        first = ranks.index(rank) // size * size
+        first = self._positions[role][rank] // size * size
         return ranks[first : first + size]
 
     def replicas(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of `role` that hold the same parameters as `rank`: one of each group."""
         ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
-        return ranks[ranks.index(rank) % size :: size]
+        return ranks[self._positions[role][rank] % size :: size]
 
     def turn(self, role: str, rank: int, turn: int) -> tuple[tuple[int, int], ...]:
         """For each member of the group of `rank`, its examples (first, one past the last) in a turn of the group."""
@@ -172,25 +191,34 @@ class Plan:
         The peer may be `rank` itself, where it is in both roles.
         """
         start, stop = self.interval(mine, rank)
-        shared = (
-            (peer, max(start, self.interval(role, peer)[0]), min(stop, self.interval(role, peer)[1]))
-            for peer in self.roles[role]
-        )
+        bounds, ranks = self.examples[role], self.roles[role]
+        first = max(bisect_right(bounds, start) - 1, 0)
+        last = bisect_left(bounds, stop, first)  # of the ranks from here on none shares any
+        shared = ((ranks[k], max(start, bounds[k]), min(stop, bounds[k + 1])) for k in range(first, last))
         return tuple((peer, a, b) for peer, a, b in shared if a < b)
 
     def is_local(self, producer: str, consumer: str) -> bool:
         """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
         return self.roles[producer] == self.roles[consumer] and self.examples[producer] == self.examples[consumer]
 
-    @property
+    @cached_property
     def parts(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """The combinations of roles that ranks have -> those ranks.  Ranks of one combination run one program."""
-        found: dict[tuple[str, ...], tuple[int, ...]] = {}
-        for rank in range(self.world):
-            if roles := self.roles_of(rank) + ((SERVER,) if rank in self.servers else ()):
-                found[roles] = (*found.get(roles, ()), rank)
+        roles_of: dict[int, tuple[str, ...]] = dict.fromkeys(range(self.world), ())
+        for role, ranks in (*self.roles.items(), (SERVER, self.servers)):
+            for rank in ranks:
+                roles_of[rank] += (role,)
+        found: dict[tuple[str, ...], list[int]] = {}
+        for rank, roles in roles_of.items():
+            if roles:
+                found.setdefault(roles, []).append(rank)
         order = [*self.roles, SERVER]
-        return dict(sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]]))
+        by_role = sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]])
+        return {roles: tuple(ranks) for roles, ranks in by_role}
+
+    def with_prediction(self, predicted: Iterable[Phases], cluster: Cluster) -> Plan:
+        """The plan with the phases of each rank's step, as they were simulated on `cluster`."""
+        return replace(self, predicted=tuple(predicted), priced_on=digest(cluster))
 
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
@@ -215,6 +243,7 @@ class Plan:
                 groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
                 servers=tuple(plan.servers),
                 candidates=tuple(_candidate(c) for c in data["candidates"]),
+                predicted=tuple(Phases(**phases) for phases in plan.predicted),  # type: ignore[arg-type]
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error

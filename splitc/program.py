@@ -134,11 +134,21 @@ class LossTerm:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Seconds that a layer took on this machine, when float32 matrix products reached `flop_rate` FLOP/s on it."""
+
+    forward: float
+    backward: float
+    flop_rate: float
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """What one layer does in one step of `batch` examples on one rank, forward and backward.
 
     seconds: compute time (s).  flops: a multiply-add is two.  moved: bytes read and written in memory.
     kept: bytes of activations that stay until backward.
+    measured: what it took where its layers were measured; it then counts instead of flops and moved.
     """
 
     batch: int
@@ -149,6 +159,7 @@ class LayerCost:
     kept: float
     launches: int
     seconds: float = 0.0
+    measured: Measured | None = None
 
     @property
     def flops(self) -> float:

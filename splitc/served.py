@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from splitc.layers import holdings_of_node
-from splitc.program import Program, Spec, TensorSpec
+from splitc.program import Holding, Program, Spec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -68,20 +70,24 @@ def pieces(program: Program, bucket: Sequence[str], servers: Sequence[int]) -> l
     The bucket's bytes, one parameter after the other, are cut into as many equal ranges as there are servers; a row
     belongs to the range that its middle lies in.
     """
-    holdings = [program.holdings[name] for name in bucket]
-    total = sum(holding.nbytes for holding in holdings)
+    return list(_pieces(tuple(program.holdings[name] for name in bucket), tuple(servers)))
+
+
+@lru_cache(maxsize=1024)
+def _pieces(holdings: tuple[Holding, ...], servers: tuple[int, ...]) -> tuple[Piece, ...]:
+    total, parts = sum(holding.nbytes for holding in holdings), len(servers)
     found: list[Piece] = []
     before = 0
     for holding in holdings:
         rows = holding.shape[0] if holding.shape else 1
-        row = holding.nbytes // max(rows, 1)
-        middles = (2 * before + (2 * k + 1) * row for k in range(rows))  # twice the middle of each row
-        owners = [min(len(servers) - 1, middle * len(servers) // (2 * total)) for middle in middles]
-        first = 0
-        for k in range(1, rows + 1):
-            if k == rows or owners[k] != owners[first]:
-                shape = (k - first, *holding.shape[1:]) if holding.shape else ()
-                found.append(Piece(holding.name, servers[owners[first]], first, k, shape, holding.dtype))
-                first = k
+        row = max(holding.nbytes // max(rows, 1), 1)
+        # Row k's middle lies in range s or a later one from the first k on for which
+        # before + (k + 1/2) row >= total s / parts
+        starts = [-((-2 * total * s + (2 * before + row) * parts) // (2 * row * parts)) for s in range(parts)]
+        bounds = [0, *(min(max(start, 0), rows) for start in starts[1:]), rows]
+        for server, (first, last) in zip(servers, pairwise(bounds), strict=True):
+            if first < last:
+                shape = (last - first, *holding.shape[1:]) if holding.shape else ()
+                found.append(Piece(holding.name, server, first, last, shape, holding.dtype))
         before += holding.nbytes
-    return found
+    return tuple(found)

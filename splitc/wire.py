@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ class WireOp:
     """One message or collective of one rank.
 
     kind: "send", "recv" or "collective".  ranks: the peer, or all members.  label: what travels, the same on all sides.
+    algorithm: of a collective, "all_reduce", "all_gather", "reduce_scatter" or "recursive_doubling".
     shape: of what travels; of a collective whose members give different shapes, of the whole.
     sent: payload bytes that this rank sends for it, as its op defines them.
     layer: that made the value, or whose computing the communication is part of; None for inputs, buckets and the loss.
@@ -38,6 +40,12 @@ class WireOp:
     dtype: torch.dtype
     sent: float = 0.0
     layer: str | None = None
+    algorithm: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `shape`."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         other = {"send": "to", "recv": "from"}.get(self.kind, "of ranks")
@@ -49,10 +57,11 @@ def wire(program: Program, rank: int) -> tuple[WireOp, ...]:
     plan = program.required_plan
     if all(rank not in ranks for ranks in plan.parts.values()):
         return _loss(plan)  # a rank without work learns the loss
-    return tuple(op for action in program.part_of(rank).actions for op in _expand(program, rank, action))
+    return tuple(op for action in program.part_of(rank).actions for op in of_action(program, rank, action))
 
 
-def _expand(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
+def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
+    """What `rank` puts on the wire for one action."""
     plan, verb, value = program.required_plan, action.verb, action.value
     if verb == "sum_loss":
         yield from _loss(plan)
@@ -75,7 +84,7 @@ def _expand(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
     elif verb == "spread":
         yield from _of(program, cut := _cut(stage.sends, value), _spread(plan, rank, cut))
     elif verb in ("forward", "backward"):
-        yield from _inside(program, stage, rank, action)
+        yield from (op for _, op in inside(program, stage, rank, action))
     elif verb == "reduce":
         yield from _reduce(program, stage, rank, value)
 
@@ -85,14 +94,14 @@ def _tied(program: Program, k: int) -> Iterator[WireOp]:
     name, ranks = list(tied(program).items())[k]
     holding = program.holdings[name]
     sent = comm_ops.OPS[comm_ops.all_reduce].returned(holding.nbytes, len(ranks))
-    yield from _collective(f"tied {name}", ranks, holding.shape, holding.dtype, sent)
+    yield from _collective("all_reduce", f"tied {name}", ranks, holding.shape, holding.dtype, sent)
 
 
 def _loss(plan: Plan) -> tuple[WireOp, ...]:
     """The sum of the loss over all ranks, also those without work."""
     world = plan.world
     sent = comm_ops.OPS[comm_ops.total].sent(torch.float64.itemsize, world)
-    return (WireOp("collective", "loss", tuple(range(world)), (), torch.float64, sent),) if world > 1 else ()
+    return tuple(_collective("all_reduce", "loss", tuple(range(world)), (), torch.float64, sent))
 
 
 def _of(program: Program, cut: Cut, ops: Iterable[WireOp]) -> Iterator[WireOp]:
@@ -118,10 +127,10 @@ def _messages(plan: Plan, rank: int, cut: Cut, verb: str) -> Iterator[WireOp]:
 
 
 def _collective(
-    label: str, ranks: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, sent: float
+    algorithm: str, label: str, ranks: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, sent: float
 ) -> Iterator[WireOp]:
     if len(ranks) > 1:
-        yield WireOp("collective", label, ranks, shape, dtype, sent)
+        yield WireOp("collective", label, ranks, shape, dtype, sent, algorithm=algorithm)
 
 
 def _turn(plan: Plan, rank: int, cut: Cut, action: Action) -> Iterator[WireOp]:
@@ -133,22 +142,22 @@ def _turn(plan: Plan, rank: int, cut: Cut, action: Action) -> Iterator[WireOp]:
         return  # a turn without examples is left out
     shape, own = cut.spec.at(sum(b - a for a, b in parts)), sizes[members.index(rank)]
     if action.verb == "modulo":
-        label, sent = f"modulo {cut.name}[{action.turn}]", (len(members) - 1) * own
+        algorithm, label, sent = "all_gather", f"modulo {cut.name}[{action.turn}]", (len(members) - 1) * own
     elif cut.partial:
-        label, sent = f"return {cut.name}[{action.turn}]", sum(sizes) - own
+        algorithm, label, sent = "reduce_scatter", f"return {cut.name}[{action.turn}]", sum(sizes) - own
     else:
         return  # every rank has the whole gradient
-    yield from _collective(label, members, shape, cut.spec.dtype, sent)
+    yield from _collective(algorithm, label, members, shape, cut.spec.dtype, sent)
 
 
 def _spread(plan: Plan, rank: int, cut: Cut) -> Iterator[WireOp]:
     members = plan.group(cut.producer, rank)
     rows = sum(plan.batch(cut.producer, member) for member in members)
     sent = (len(members) - 1) * cut.spec.nbytes(plan.batch(cut.producer, rank))
-    yield from _collective(f"spread {cut.name}", members, cut.spec.at(rows), cut.spec.dtype, sent)
+    yield from _collective("all_gather", f"spread {cut.name}", members, cut.spec.at(rows), cut.spec.dtype, sent)
 
 
-def _inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+def inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """What the nodes of a stage communicate in forward, or in backward, which goes the other way."""
     plan, backward = program.required_plan, action.verb == "backward"
     examples = sum(b - a for a, b in plan.turn(stage.role, rank, action.turn))
@@ -160,7 +169,7 @@ def _inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterat
         if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad):
             continue
         for op in _node(program, stage, rank, action, node, spec, examples):
-            yield replace(op, layer=node.meta.get("layer"))
+            yield node, replace(op, layer=node.meta.get("layer"))
 
 
 def _node(
@@ -168,35 +177,40 @@ def _node(
 ) -> Iterator[WireOp]:
     plan, backward, target = program.required_plan, action.verb == "backward", node.target
     label, shape = f"{stage.role}.{node.name}[{action.turn}]", spec.at(examples)
+    sent: float
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
     op = comm_ops.OPS[target]  # type: ignore[index]
     if target in (comm_ops.total, comm_ops.total_weight) and not backward:
-        yield from _collective(label, replicas, (), spec.dtype, op.sent(spec.dtype.itemsize, len(replicas)))
+        yield from _collective(
+            "all_reduce", label, replicas, (), spec.dtype, op.sent(spec.dtype.itemsize, len(replicas))
+        )
     elif target is comm_ops.shard:
         features: Any = node.kwargs["features"]
         widths = [b - a for a, b in pairwise(share_out(features, len(group)))]
         width, row = widths[group.index(rank)], spec.nbytes(examples) // max(spec.shape[-1], 1)
         if not backward:
-            yield from _collective(label, group, shape, spec.dtype, (len(group) - 1) * width * row)
+            yield from _collective("all_gather", label, group, shape, spec.dtype, (len(group) - 1) * width * row)
         elif node.kwargs["partial"]:
-            yield from _collective(f"d_{label}", group, shape, spec.dtype, (spec.shape[-1] - width) * row)
+            sent = (spec.shape[-1] - width) * row
+            yield from _collective("reduce_scatter", f"d_{label}", group, shape, spec.dtype, sent)
     elif target in (comm_ops.enter, comm_ops.sum_partials):
         if backward == (target is comm_ops.enter):
             sent = (op.returned if backward else op.sent)(spec.nbytes(examples), len(group))
-            yield from _collective(label, group, shape, spec.dtype, sent)
+            yield from _collective("all_reduce", label, group, shape, spec.dtype, sent)
     elif target is comm_ops.late_multiply and backward:
         everyone = plan.examples[stage.role][-1]
         for what, value in (("X", node.args[0]), ("E", node)):
             given = value.meta["spec"]  # type: ignore[union-attr]
             nbytes = given.nbytes(examples) // given.dtype.itemsize * spec.dtype.itemsize  # both in the dtype of E
             sent = (len(replicas) - 1) * nbytes
-            yield from _collective(f"{what} {label}", replicas, given.at(everyone), spec.dtype, sent)
+            yield from _collective("all_gather", f"{what} {label}", replicas, given.at(everyone), spec.dtype, sent)
     elif target is comm_ops.batch_norm:
         given = node.args[0].meta["spec"]  # type: ignore[union-attr]
         numbers, dtype = (2 * spec.shape[1], _wide(spec.dtype)) if backward else (2 * spec.shape[1] + 1, torch.float64)
         if given.requires_grad or not backward:
             sent = (op.returned if backward else op.sent)(numbers * dtype.itemsize, len(replicas))
-            yield from _collective(f"{'d_' if backward else ''}{label}", replicas, (numbers,), dtype, sent)
+            name = f"d_{label}" if backward else label
+            yield from _collective("all_reduce", name, replicas, (numbers,), dtype, sent)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -210,11 +224,12 @@ def _reduce(program: Program, stage: Stage, rank: int, bucket: str) -> Iterator[
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
     dtype = program.holdings[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
-    if plan.all_reduce == "recursive_doubling":
+    algorithm = "all_reduce" if plan.all_reduce == "backend" else plan.all_reduce
+    if algorithm == "recursive_doubling":
         sent: float = doubling_sent(numel * dtype.itemsize, replicas.index(rank), len(replicas))
     else:
         sent = comm_ops.OPS[comm_ops.all_reduce].returned(numel * dtype.itemsize, len(replicas))
-    yield from _collective(f"{stage.role}.{bucket}", replicas, (numel,), dtype, sent)
+    yield from _collective(algorithm, f"{stage.role}.{bucket}", replicas, (numel,), dtype, sent)
 
 
 def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) -> tuple[int, int, int] | None:
@@ -275,7 +290,12 @@ def _of_server(program: Program, stage: Stage, message: Sequence[Piece], verb: s
 
 def messages(program: Program, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
     """The pieces of a bucket in their order, those that travel together in one tuple, as the runtime packs them."""
-    spread = pieces(program, bucket, program.required_plan.servers)
+    return _packed(tuple(pieces(program, bucket, program.required_plan.servers)), servers.ALONE)
+
+
+@lru_cache(maxsize=1024)
+def _packed(spread: tuple[Piece, ...], alone: int) -> list[tuple[Piece, ...]]:
+    """alone: the size from which a piece travels alone, which the runtime decides."""
     by_name = {(piece.name, piece.server): piece for piece in spread}
     packed = servers.messages(servers.Piece(p.name, p.server, p.first, p.last, p.nbytes) for p in spread)
     return [tuple(by_name[piece.name, piece.server] for piece in message) for message in packed]

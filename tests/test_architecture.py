@@ -30,6 +30,7 @@ UPPER = {
     "stage_source",
     "verify",
     "demo",
+    "sweep",
 }
 
 

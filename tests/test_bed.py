@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from benchmarks import bed as bed_module
 from benchmarks import wire_bytes
 from benchmarks.bed import Bed
 from benchmarks.errors import BedError
-from benchmarks.layout import PREFIX, Layout, for_each, leftovers, new_label, parse_rate, parse_rates
+from benchmarks.layout import Layout, for_each, leftovers, new_label, parse_rate, parse_rates
 from benchmarks.load import TICKS, Load, busy_seconds, own_seconds, started
 from benchmarks.lockstep import Lockstep
 from benchmarks.quota import find_controller
 from benchmarks.wire_bytes import Case, Sent
+from tests.beds import namespaces, skip_without_a_bed
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,29 +30,9 @@ def layout(world: int = 3, rates: tuple[float | None, ...] | None = None) -> Lay
     return Layout("bed", world, rates or (None,) * world)
 
 
-def namespaces() -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], text=True, capture_output=True, check=True).stdout
-    return [line.split()[0] for line in listed.splitlines()]
-
-
-def no_bed() -> str | None:
-    """Why there can be no bed here."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need Linux and root"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "there is no iproute2"
-    probe = f"{PREFIX}-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], text=True, capture_output=True, check=False)
-    if made.returncode:
-        return f"no network namespace can be made: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", probe], check=True)
-    return None
-
-
 @pytest.fixture
 def can_have_a_bed() -> None:
-    if (reason := no_bed()) is not None:
-        pytest.skip(reason)
+    skip_without_a_bed()
 
 
 # -- rates and values --------------------------------------------------------------------------------------------------
@@ -103,6 +83,22 @@ def test_a_rate_shapes_both_ends_of_the_link_of_its_rank_only() -> None:
         ("bed-switch", "rank1"),
     ]
     assert all(command[command.index("rate") + 1] == "8000000bit" for command in shaped)
+
+
+def test_a_new_rate_changes_what_differs_and_nothing_else() -> None:
+    bed = layout(4, (None, 1e6, 1e6, 2e6))
+    changed = [
+        (command[2], command[4], command[command.index("rate") + 1] if "rate" in command else None)
+        for command in bed.reshape((2e6, 1e6, None, 1e6))
+    ]
+    assert changed == [
+        ("bed-rank0", "replace", "16000000bit"),
+        ("bed-switch", "replace", "16000000bit"),
+        ("bed-rank2", "delete", None),
+        ("bed-switch", "delete", None),
+        ("bed-rank3", "replace", "8000000bit"),
+        ("bed-switch", "replace", "8000000bit"),
+    ]
 
 
 def test_ranks_have_different_addresses() -> None:
@@ -247,6 +243,33 @@ def test_ranks_wait_at_a_mark_and_tell_their_figures(lockstep: Callable[..., Loc
     assert leave(ranks) == [0, 0]
 
 
+def test_ranks_carry_out_commands_and_tell_what_they_are_at(lockstep: Callable[..., Lockstep]) -> None:
+    script = """
+marks = Marks()
+while (command := marks.ask())["do"] != "stop":
+    for n in range(command["times"]):
+        marks.progress(f"time {n}")
+    marks.tell(command["do"], text={0} * 40000)
+"""
+    ranks, heard = lockstep(script.replace("{0}", "'a'"), script.replace("{0}", "'b'")), []
+    for times in (0, 2):
+        ranks.order(do="work", times=times)
+        said = ranks.hear("work", progress=lambda rank, text: heard.append((rank, text)))
+        assert [each["text"] for each in said] == ["a" * 40000, "b" * 40000]
+    assert sorted(heard) == [(0, "time 0"), (0, "time 1"), (1, "time 0"), (1, "time 1")]
+    ranks.order(do="stop")
+    assert leave(ranks) == [0, 0]
+
+
+def test_a_command_to_a_rank_that_has_ended_shows_its_error(lockstep: Callable[..., Lockstep]) -> None:
+    ranks = lockstep("Marks().tell('ready'); raise SystemExit('no memory')")
+    ranks.hear("ready")
+    ranks._processes[0].wait(10)
+    with pytest.raises(BedError, match=r"rank 0 ended with status 1 while it was waited for:\n  no memory"):
+        ranks.order(do="work")
+    leave(ranks)
+
+
 def test_the_error_of_a_rank_that_fails_is_shown(lockstep: Callable[..., Lockstep]) -> None:
     ranks = lockstep("Marks().reach('warm')", "raise SystemExit('no data')")
     with pytest.raises(BedError, match=r"rank 1 ended with status 1 before 'warm':\n  no data"):
@@ -320,3 +343,35 @@ with Bed(2, rate=1e7) as bed:
         assert parent.wait(30) != 0
     assert started(int(pid)) is None
     assert not any(name.startswith(label) for name in namespaces())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("can_have_a_bed")
+def test_links_get_another_rate_while_processes_run() -> None:
+    def shapes() -> list[str]:
+        places = [(bed.layout.namespace(rank), "eth0") for rank in range(2)]
+        places += [(bed.layout.switch, f"rank{rank}") for rank in range(2)]
+        shown = [
+            subprocess.run(
+                ["tc", "-n", name, "qdisc", "show", "dev", device], text=True, capture_output=True, check=True
+            )
+            for name, device in places
+        ]
+        words = [done.stdout.split() for done in shown]
+        return [each[each.index("rate") + 1] if "rate" in each else each[1] for each in words]
+
+    with Bed(2) as bed:
+        process = bed.start(1, ["sleep", "100"])
+        assert shapes() == ["noqueue"] * 4
+        bed.set_rate(1e7)
+        assert shapes() == ["80Mbit"] * 4
+        bed.set_rate([1e7, 2e7])
+        assert shapes() == ["80Mbit", "160Mbit"] * 2
+        bed.set_rate([None, 2e7])
+        assert shapes() == ["noqueue", "160Mbit"] * 2
+        bed.set_rate(None)
+        assert shapes() == ["noqueue"] * 4
+        assert process.poll() is None
+        with pytest.raises(BedError, match="rate: 3 values for 2 ranks"):
+            bed.set_rate([1e6, 1e6, 1e6])

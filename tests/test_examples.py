@@ -32,6 +32,7 @@ SMALL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "resnet": ({"width": 8, **CLASSES}, {}, CLASSES),
     "transformer": ({"width": 16, "depth": 2, **WORDS}, WORDS, WORDS),
     "vgg16": ({"width": 0.05, **CLASSES}, {"image": 32}, CLASSES),
+    "vgg19": ({"width": 0.05, **CLASSES}, {"image": 32}, CLASSES),
 }
 """Model file -> what makes its model, its example and its target small."""
 
@@ -89,6 +90,7 @@ def test_what_an_example_gives_without_arguments_fits_together(name: str) -> Non
         ("recommender", {"9.64 M": ""}),
         ("transformer", {"19.6 M": "", "0.8 M": "blocks.0"}),
         ("vgg16", {"138.4 M": "", "102.8 M": "classifier.0"}),
+        ("vgg19", {"143.7 M": "", "20.0 M": "features", "123.6 M": "classifier", "102.8 M": "classifier.0"}),
     ],
 )
 def test_the_parameters_that_a_docstring_counts_are_those_of_the_model(name: str, parts: dict[str, str]) -> None:
@@ -100,6 +102,12 @@ def test_the_parameters_that_a_docstring_counts_are_those_of_the_model(name: str
         assert re.search(rf"\b{re.escape(text)}\b", file.__doc__ or "")
         digits = len(text.removesuffix(" M").partition(".")[2])
         assert f"{count / 1e6:.{digits}f} M" == text
+
+
+def test_vgg_19_has_the_parameters_of_its_name_in_the_file_of_vgg_16() -> None:
+    with torch.device("meta"):
+        own, other = example_file("vgg19").model(), example_file("vgg16").vgg19()
+    assert [(k, v.shape) for k, v in own.state_dict().items()] == [(k, v.shape) for k, v in other.state_dict().items()]
 
 
 def test_a_transformers_head_may_be_its_embedding() -> None:

@@ -26,6 +26,7 @@ from splitc.program import Program
 from splitc.report.figures import Figures
 from splitc.strategies import ModuloShard, parse_strategy
 from tests.compiled import compiled
+from tests.paper_models import SplitBrainVGG, splitbrain_vgg
 from tests.small_programs import candidate
 
 
@@ -137,45 +138,6 @@ def test_a_model_without_linear_layers_is_told_so() -> None:
 
 # -- SplitBrain's VGG variant ------------------------------------------------------------------------------------------
 
-CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool")
-"""Table 1; the paper counts no biases."""
-
-
-class Variant(nn.Module):
-    """The VGG variant of SplitBrain's table 1, for images of CIFAR-10."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        before = 3
-        for channels in CHANNELS:
-            if isinstance(channels, str):
-                layers.append(nn.MaxPool2d(2))
-            else:
-                layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.ReLU()]
-                before = channels
-        self.features = nn.Sequential(*layers)
-        self.fc0, self.fc1, self.fc2 = (
-            nn.Linear(i, o, bias=False) for i, o in ((4096, 1024), (1024, 1024), (1024, 10))
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = F.relu(self.fc0(self.features(images).flatten(1)))
-        scores: Tensor = self.fc2(F.relu(self.fc1(x)))
-        return scores
-
-
-@cache
-def variant() -> Program:
-    return analyse(Variant(), (torch.randn(2, 3, 32, 32),), torch.randint(10, (2,)), F.cross_entropy)
-
-
-def test_the_variant_has_the_parameters_of_table_1() -> None:
-    sizes = {name: h.numel for name, h in variant().holdings.items()}
-    assert sum(n for name, n in sizes.items() if name.startswith("features")) == 1_734_336
-    assert sum(n for name, n in sizes.items() if name.startswith("fc")) == 5_253_120
-
-
 PARTS = [(2, 0.63), (4, 0.44), (8, 0.35)]
 """The size of groups, and the part of the model's parameters that a rank holds at most (figure 7c)."""
 
@@ -184,9 +146,9 @@ def held(size: int, **pins: Placement) -> float:
     """The part of the variant's parameters that the fullest of 8 ranks holds."""
     x, y = torch.randn(2, 3, 32, 32), torch.randint(10, (2,))
     strategy = f"modulo_shard(mp={size})"
-    program = compiled(Variant(), (x,), y, F.cross_entropy, 8, strategy, analysed=variant(), pins=pins)
+    program = compiled(SplitBrainVGG(), (x,), y, F.cross_entropy, 8, strategy, analysed=splitbrain_vgg(), pins=pins)
     figures = Figures(program.program)
-    whole = sum(h.nbytes for h in variant().holdings.values())
+    whole = sum(h.nbytes for h in splitbrain_vgg().holdings.values())
     return float(max(figures.rank(rank)["parameter_bytes"] for rank in range(8)) / whole)
 
 
@@ -202,7 +164,7 @@ def test_so_they_do_as_the_planner_divides_them(size: int, most: float) -> None:
 
 def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name() -> None:
     """fc1 has 4 MB and puts out 8 kB for a rank's batch of 2; gathering them takes longer than dividing it saves."""
-    request = Request(variant(), load_cluster("v100-10gbe"), 8)
+    request = Request(splitbrain_vgg(), load_cluster("v100-10gbe"), 8)
     offers = {
         by_name: modulo_shard(Pricing(request, rewrites), ModuloShard(8), by_name=by_name) for by_name in (True, False)
     }

@@ -97,7 +97,7 @@ def test_the_prices_of_all_families_have_their_global_batch() -> None:
     assert re.search(r" 1 all +4 .* [\d.]+x$", rows["single_device"])
     assert re.search(r" 4 all +16 .* [\d.]+x$", rows["data_parallel"])
     assert re.search(r" 3 conv, 1 fc +12 .* [\d.]+x$", rows["layer_separation"])
-    assert re.search(r" 3 worker.* 12 .* [\d.]+x$", rows["parameter_server"])
+    assert re.search(r" 2 worker, 2 server +8 .* [\d.]+x$", rows["parameter_server"])
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,15 @@ def test_a_rank_without_work_holds_nothing() -> None:
     assert idle["sent_bytes"] <= 8  # the loss, which every rank learns
 
 
-def test_one_parameter_server_costs_what_equation_6_says() -> None:
+def test_the_best_number_of_servers_costs_what_equation_6_says() -> None:
     program = separated()
     server = next(c for c in program.plan.candidates if c.strategy == "parameter_server")
     parameters = sum(p.numel() for p in alexnet(width=0.25).parameters())
     alone = next(c for c in program.plan.candidates if c.strategy == "single_device").step_seconds
     link = load_cluster(CLUSTER).link
-    assert server.step_seconds == pytest.approx(2 * 3 * (4 * parameters / link.bandwidth + link.latency) + alone)
-    assert server.global_batch == 12 and server.samples_per_second == pytest.approx(12 / server.step_seconds)
+    expected = 2 * 2 * (4 * parameters / (2 * link.bandwidth) + link.latency) + alone
+    assert len(server.roles["server"]) == 2 and server.step_seconds == pytest.approx(expected)
+    assert server.global_batch == 8 and server.samples_per_second == pytest.approx(8 / server.step_seconds)
     assert server.exact and server.feasible and not server.why
 
 

@@ -14,7 +14,7 @@ from splitc.cli.progress import Step
 from splitc.errors import LaunchError
 
 if TYPE_CHECKING:
-    from splitc.cluster import Cluster
+    from splitc.cluster import Cluster, Link
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
         "compile": compile,
         "run": run_build,
         "verify": verify,
+        "simulate": simulate,
+        "calibrate": calibrate,
         "clusters": clusters,
         "demo": demo,
     }[args.command](args)
@@ -112,6 +114,20 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if result.holds else 1
 
 
+def simulate(args: argparse.Namespace) -> int:
+    """Print throughput tables."""
+    from splitc.cli.simulating import simulate
+
+    return simulate(args)
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine, or the ranks that torchrun started, and write a cluster file."""
+    from splitc.cli.calibrating import calibrate
+
+    return calibrate(args)
+
+
 def clusters(args: argparse.Namespace) -> int:
     """List the clusters by name."""
     from cost_models.devices import known_clusters, load_cluster
@@ -128,18 +144,28 @@ def clusters(args: argparse.Namespace) -> int:
 
 
 def _described(cluster: Cluster) -> str:
-    device, link = cluster.device, cluster.link
+    device, link, local = cluster.device, cluster.link, cluster.local_link
     rates = ", ".join(f"{units.flops(rate)}/s {dtype}" for dtype, rate in device.flop_rate.items())
     limit = f", {cluster.world} devices" if cluster.world is not None else ""
     shared = ", which all ranks share" if cluster.ranks_share_device else ""
     lines = [
         f"device  {device.name}{limit}{shared}: {units.nbytes(device.memory)} at "
         f"{units.nbytes(device.memory_bandwidth)}/s, {rates}",
-        f"link    {units.bandwidth(link.bandwidth)}, {units.seconds(link.latency)} a message",
+        f"link    {_path(link)}",
+        *([f"hosts   of {cluster.ranks_per_host} ranks: {_path(local)} inside"] if local is not None else []),
+        *(
+            f"unlike  ranks {', '.join(map(str, each.ranks))}: {each.device.name}, {_path(each.link)}"
+            for each in cluster.unlike
+        ),
         f"source  {cluster.source or 'not said'}",
     ]
     wrapped = [textwrap.fill(line, 80, initial_indent="  ", subsequent_indent=" " * 10) for line in lines]
     return "\n".join([cluster.name, *wrapped])
+
+
+def _path(link: Link) -> str:
+    shared = " that the ranks of a host share" if link.shared else ""
+    return f"{units.bandwidth(link.bandwidth)}{shared}, {units.seconds(link.latency)} a message"
 
 
 def demo(args: argparse.Namespace) -> int:

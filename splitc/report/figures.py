@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from cost_models.measured import is_measured
 from cost_models.memory import RankMemory
 from splitc.fits import memory_of_all
 from splitc.plan import SERVER, Candidate, Plan
@@ -21,11 +22,13 @@ def as_json(program: Program) -> dict[str, Any]:
         "model": program.name,
         "world": plan.world,
         "cluster": plan.cluster,
+        "costs": "measured" if is_measured(program) else "counted",
         "strategy": plan.strategy,
         "proof": plan.proof,
         "gap": plan.gap,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
+        "simulated_seconds": plan.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},
         "layers": [figures.layer(layer) for layer in program.layers],

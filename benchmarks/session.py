@@ -1,0 +1,168 @@
+"""One launch for many measurements: ranks that stay alive on a bed while builds and rates are swapped.
+
+    with Bed(2, cpus=1.0) as bed, Session(bed) as session:
+        session.load("mlp", folder)
+        for rate in (None, parse_rate("230Mbit")):
+            bed.set_rate(rate)
+            print(session.run("mlp", steps=4).step_seconds)
+
+Starting processes, importing torch and joining takes seconds, a step tenths of one.  The ranks (`session_rank`) take
+commands through their pipes, so between two runs nothing travels on the bed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.bed import Bed
+from benchmarks.errors import BedError
+from benchmarks.lockstep import TIMEOUT, Lockstep
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP = 2  # steps; TCP finds the rate of the links, and processors their caches
+LEAVING = 10.0  # seconds that ranks may take to leave when they are told to stop
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks did in the steps of one run that count; everything is one entry for each rank.
+
+    begins, ends: the clock around each step (s), the same for all ranks, 0 at the first begin.  sent: payload bytes
+    of a step.  processor: seconds on processors of a step.  carried: bytes of the frames that the link took from the
+    rank, of a step, the mean with those that warm up.  foreign: fraction of the processors that other processes took.
+    """
+
+    begins: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    sent: tuple[float, ...]
+    processor: tuple[float, ...]
+    carried: tuple[float, ...]
+    foreign: float
+
+    @property
+    def seconds(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds of each step, rank by rank."""
+        return tuple(
+            tuple(end - begin for begin, end in zip(*each, strict=True))
+            for each in zip(self.begins, self.ends, strict=True)
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of all ranks together, the mean of the run: from the last begin to the last end.
+
+        Without barriers a step begins where the one before ends, so this is the steady state.
+        """
+        begins: list[float] = [max(clocks) for clocks in zip(*self.begins, strict=True)]
+        ends: list[float] = [max(clocks) for clocks in zip(*self.ends, strict=True)]
+        return (sum(ends) - sum(begins)) / len(ends)
+
+
+class Session:
+    """Ranks on a bed that stands.  The end of its `with` stops them; after an error the bed ends what is left.
+
+    Every method raises BedError, with the last lines of its errors, when a rank fails; then the session is over.
+    """
+
+    def __init__(self, bed: Bed) -> None:
+        self.bed = bed
+        self._files = contextlib.ExitStack()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lockstep = Lockstep([], [])
+        self._over = False
+
+    def __enter__(self) -> Session:
+        folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="session-")))
+        logs = [folder / f"rank{rank}.log" for rank in range(self.bed.world)]
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as errors:
+                    command = [sys.executable, "-m", "benchmarks.session_rank"]
+                    pipe = subprocess.PIPE
+                    process = self.bed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors)
+                self._processes.append(process)
+            self._lockstep = Lockstep(self._processes, logs)
+            self._lockstep.hear("ready")
+        except BaseException:
+            self._files.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None and not self._over:
+                self._lockstep.order(do="stop")
+                for rank, process in enumerate(self._processes):
+                    try:
+                        process.wait(LEAVING)
+                    except subprocess.TimeoutExpired as late:
+                        raise BedError(f"rank {rank} did not leave within {LEAVING:g} s") from late
+        finally:
+            self._files.close()
+
+    def load(self, name: str, folder: Path) -> None:
+        """Open the workers of the build in `folder`, under a name."""
+        self._do("load", name=name, folder=str(folder.resolve()))
+
+    def unload(self, name: str) -> None:
+        """Forget the workers of a build."""
+        self._do("unload", name=name)
+
+    def run(self, name: str, steps: int, warm_up: int = WARM_UP, apart: bool = False) -> Run:
+        """Train a build on one batch, again and again.  apart: with a barrier before each step that counts."""
+        ranks = range(self.bed.world)
+        self.bed.watch_load()
+        before = [self.bed.bytes_sent(rank) for rank in ranks]
+        said = self._do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
+        foreign = self.bed.foreign_load()
+        after = [self.bed.bytes_sent(rank) for rank in ranks]
+        first = min(each["begins"][0] for each in said)
+        begins, ends = (
+            tuple(tuple(round(clock - first, 7) for clock in each[what]) for each in said)
+            for what in ("begins", "ends")
+        )
+        return Run(
+            begins=begins,
+            ends=ends,
+            sent=tuple(each["sent"] / steps for each in said),
+            processor=tuple(each["processor"] / steps for each in said),
+            carried=tuple((after[rank] - before[rank]) / (steps + warm_up) for rank in ranks),
+            foreign=foreign,
+        )
+
+    def calibrate(
+        self, budget: float, progress: Callable[[str], None] = lambda text: None
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Measure the ranks as a cluster, in about `budget` seconds: its TOML, and the residuals of the fits."""
+        told: set[str] = set()
+
+        def once(rank: int, text: str) -> None:  # all ranks tell the same
+            if text not in told:
+                told.add(text)
+                progress(text)
+
+        said = self._do("calibrate", once, TIMEOUT + 2 * budget, budget=budget)
+        return said[0]["cluster"], said[0]["residuals"]
+
+    def _do(
+        self,
+        command: str,
+        progress: Callable[[int, str], None] | None = None,
+        timeout: float = TIMEOUT,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        if self._over:
+            raise BedError(f"the session is over, a rank has failed before {command!r}; start another one")
+        self._over = True  # unless all ranks come to the end of it
+        self._lockstep.order(do=command, **options)
+        said = self._lockstep.hear(command, timeout, progress)
+        self._over = False
+        return said

@@ -1,0 +1,100 @@
+"""One rank of a `Session`: joins the others once, then does what the parent tells it, until it is told to stop.
+
+    load       open a build's worker on the transport that is there
+    run        some steps to warm up, and some that count
+    unload     forget a worker
+    calibrate  measure the devices and links of the ranks
+    stop       leave
+
+Every rank gets the same commands in the same order, so what is collective in them meets.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.lockstep import Marks
+from splitc.cluster_file import to_toml
+from splitc.runtime.distributed import init
+from splitc.runtime.launch import guarded, load_weights, synthetic
+from splitc.runtime.loader import load_rank
+from splitc.runtime.transport import Transport
+from splitc.runtime.worker import Worker
+
+
+class SessionRank:
+    """What a rank has at hand between commands."""
+
+    def __init__(self, transport: Transport, progress: Callable[[str], None]) -> None:
+        self._transport, self._progress = transport, progress
+        self._builds: dict[str, tuple[Worker, tuple[Tensor, ...]]] = {}
+
+    def load(self, name: str, folder: str) -> dict[str, Any]:
+        """Open the worker of the build in `folder`, and draw the one batch that it will see again and again."""
+        weights, keys = load_weights(Path(folder))
+        part = load_rank(Path(folder), self._transport.rank)
+        worker = Worker(
+            part, self._transport, weights, keys, lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+        )
+        self._builds[name] = worker, next(synthetic(worker.rank))
+        return {}
+
+    def run(self, name: str, steps: int, warm_up: int, apart: bool) -> dict[str, Any]:
+        """Train `warm_up` and `steps` steps; apart: with a barrier before each.
+
+        begins, ends: the clock around each step that counts (s); it is the same for all ranks of a machine.
+        sent: payload bytes and processor: this process's seconds on processors, over all of them.
+        """
+        worker, batch = self._builds[name]
+        begins, ends = [], []
+        self._transport.barrier()
+        for _ in range(warm_up):
+            worker.step(*batch)
+        sent, used = worker.rank.sent_bytes, time.process_time()
+        for _ in range(steps):
+            if apart:
+                self._transport.barrier()
+            begins.append(time.perf_counter())
+            worker.step(*batch)
+            ends.append(time.perf_counter())
+        used = time.process_time() - used
+        return {"begins": begins, "ends": ends, "sent": worker.rank.sent_bytes - sent, "processor": used}
+
+    def unload(self, name: str) -> dict[str, Any]:
+        """Forget the worker of a build; the connections stay."""
+        del self._builds[name]
+        gc.collect()
+        return {}
+
+    def calibrate(self, budget: float) -> dict[str, Any]:
+        """The cluster that the ranks are, as TOML, and what its numbers miss."""
+        measured: Any = importlib.import_module("cost_models.calibration.calibrate").calibrate(
+            self._transport, budget, self._progress, separate=True
+        )
+        return {"cluster": to_toml(measured.cluster), "residuals": [asdict(each) for each in measured.residuals]}
+
+
+def serve() -> None:
+    """Join the ranks and carry out commands."""
+    marks = Marks()
+    torch.set_num_threads(1)
+    transport = init(backend="gloo", device="cpu")
+    rank = SessionRank(transport, marks.progress)
+    marks.tell("ready")
+    while (command := marks.ask())["do"] != "stop":
+        do = command.pop("do")
+        marks.tell(do, **getattr(rank, do)(**command))
+    transport.close()
+
+
+if __name__ == "__main__":
+    guarded(serve)

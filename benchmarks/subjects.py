@@ -1,0 +1,73 @@
+"""What a campaign measures: models, their plans, and the seconds that the plans' steps are predicted to take."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.figures import Cell
+from cost_models.timeline import simulate
+from splitc.api import CompiledProgram, Settings, analyse, specialise
+from splitc.cluster import Cluster
+from splitc.model_file import load_model
+from splitc.plan import Plan
+from splitc.program import CostLine, Program
+from splitc.strategies import parse_strategy
+
+_HERE = Path(__file__).resolve().parent / "models"
+MODELS = {
+    "alexnet": (_HERE / "alexnet_quarter.py", "256x3x64x64"),
+    "vgg": (_HERE / "vgg_small.py", None),
+    "mlp": (_HERE / "mlp_fat.py", None),
+    "transformer": (_HERE / "transformer_small.py", None),
+}
+"""Name -> a model file, and the sizes of its example in place of the file's own.
+
+A step of each computes for 0.1 to 0.2 s on one core of 2026, and has 9 to 18 MB of gradients.
+"""
+
+
+class Subject:
+    """A model, analysed when it is needed, once for all plans.  name: of `MODELS`, or as `splitc compile` takes it."""
+
+    def __init__(self, name: str) -> None:
+        path, sizes = MODELS.get(name, (name, None))
+        torch.manual_seed(0)
+        self.file = load_model(str(path), sizes)
+        self._measured: Mapping[str, CostLine] = {}
+
+    @cached_property
+    def program(self) -> Program:
+        file = self.file
+        return analyse(file.model, file.example, file.target, file.loss, name=file.name)
+
+    def measured(self, cache: Path) -> Mapping[str, CostLine]:
+        """Layer -> its cost with the seconds that it takes on this machine, from the folder `cache` or measured now."""
+        if not self._measured:
+            measure: Any = importlib.import_module("cost_models.measured")
+            self._measured = measure.measure_layers(self.program, self.program.costs, cache)
+        return self._measured
+
+    def compile(self, cell: Cell, cluster: Cluster, plan: Plan | None = None) -> CompiledProgram:
+        """The cell's plan on a cluster, or the one that was made for it before.  Raises SplitcError."""
+        settings = Settings(cell.world, cluster=cluster, strategy=parse_strategy(cell.strategy))
+        file = self.file
+        placed = specialise(self.program, settings, plan)
+        return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
+
+
+def predictions(subject: Subject, program: Program, cluster: Cluster, layers: Path | None = None) -> dict[str, float]:
+    """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`.
+
+    layers: the folder in which layer times of this machine are kept; None: they are not measured.
+    """
+    found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.required_plan.step_seconds}
+    if layers is not None:
+        found["layers"] = simulate(replace(program, costs=subject.measured(layers)), cluster).step_seconds
+    return found

@@ -1,0 +1,155 @@
+"""`splitc simulate`: throughput over worlds and bandwidths, and the predicted timeline of one plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tabulate import tabulate
+
+from cost_models.devices import load_cluster
+from cost_models.timeline import simulate as simulate_timeline
+from cost_models.trace import chrome_trace
+from splitc import units
+from splitc.api import Settings, analyse, specialise
+from splitc.cli.progress import Step
+from splitc.cluster import Cluster
+from splitc.errors import LaunchError
+from splitc.model_file import load_model
+from splitc.program import Program
+from splitc.strategies import parse_strategy
+from splitc.sweep import Cell, sweep
+
+_MOST_WORLDS = 16  # of a range that says no step
+_SHOWN = 8  # reasons
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Print the tables of all models; 2 when no strategy has a plan anywhere."""
+    worlds = parse_worlds(args.world)
+    strategies = list(dict.fromkeys([*([args.against] if args.against else []), *args.strategies.split(",")]))
+    for text in strategies:
+        parse_strategy(text)
+    cluster = load_cluster(args.cluster)
+    bandwidths = parse_bandwidths(args.bandwidth) if args.bandwidth else [cluster.link.bandwidth]
+    if cluster.world is not None and max(worlds) > cluster.world:
+        raise LaunchError(f"--world goes to {max(worlds)}, but cluster {cluster.name} has {cluster.world} devices")
+    _one_of_each(args, worlds, bandwidths, strategies)
+    found: dict[str, list[Cell]] = {}
+    for model in args.models:
+        file = load_model(model, args.input)
+        with Step(f"tracing {file.name}", args.quiet):
+            program = analyse(file.model, file.example, file.target, file.loss, name=file.name)
+        cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
+        total = len(worlds) * len(bandwidths) * len(strategies)
+        with Step(f"simulating {file.name}, {total} plans", args.quiet):
+            found[file.name] = list(cells)
+        if not args.json:
+            print(_head(program, cluster, args))
+            print(tables(found[file.name], strategies, args.against))
+        if args.trace:
+            _write_trace(args, program, cluster.with_bandwidth(bandwidths[0]), worlds[0], strategies[0])
+    if args.json:
+        rows = {name: [asdict(cell) for cell in cells] for name, cells in found.items()}
+        print(json.dumps({"schema": 1, "cluster": cluster.name, "against": args.against, "models": rows}, indent=1))
+    return 0 if any(not cell.why for cells in found.values() for cell in cells) else 2
+
+
+def _one_of_each(
+    args: argparse.Namespace, worlds: Sequence[int], bandwidths: Sequence[float], strategies: Sequence[str]
+) -> None:
+    """A trace is of one plan.  Raises LaunchError when more are asked for, or when it cannot be written."""
+    if not args.trace:
+        return
+    if max(len(args.models), len(worlds), len(bandwidths), len(strategies)) > 1:
+        raise LaunchError(
+            "--trace writes the timeline of one plan: give one model, one --world, one --bandwidth, one of "
+            "--strategies and no --against"
+        )
+    folder = Path(args.trace).absolute().parent
+    if not folder.is_dir() or Path(args.trace).is_dir():
+        raise LaunchError(f"--trace {args.trace}: name a file in a folder that exists")
+
+
+def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str) -> None:
+    settings = Settings(world, args.global_batch, cluster, strategy)
+    placed = specialise(program, settings)
+    plan = placed.required_plan
+    roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
+    trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
+    Path(args.trace).write_text(json.dumps(trace), encoding="utf-8")
+    print(f"wrote {args.trace}: three predicted steps; open it in https://ui.perfetto.dev")
+
+
+def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:
+    batch = f"a global batch of {args.global_batch}" if args.global_batch else f"{program.batch} examples a reader"
+    gain = f"; gain over {args.against}" if args.against else ""
+    return f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}\n"
+
+
+def tables(cells: Iterable[Cell], strategies: Sequence[str], against: str | None) -> str:
+    """A table for each bandwidth: worlds down, strategies across, with what each gains over `against`."""
+    by_place: dict[float, dict[int, dict[str, Cell]]] = {}
+    for cell in cells:
+        by_place.setdefault(cell.bandwidth, {}).setdefault(cell.world, {})[cell.strategy] = cell
+    texts = [
+        f"{units.bandwidth(bandwidth)}\n{_table(worlds, strategies, against)}\n"
+        for bandwidth, worlds in by_place.items()
+    ]
+    every = [cell for worlds in by_place.values() for row in worlds.values() for cell in row.values()]
+    missing = dict.fromkeys(f"no {cell.strategy} at {cell.world}: {cell.why}" for cell in every if cell.why)
+    more = [f"and {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
+    return "\n".join([*texts, *list(missing)[:_SHOWN], *more])
+
+
+def _table(worlds: Mapping[int, Mapping[str, Cell]], strategies: Sequence[str], against: str | None) -> str:
+    columns: list[tuple[str, list[str]]] = [("world", list(map(str, worlds)))]
+    for strategy in strategies:
+        cells = [row[strategy] for row in worlds.values()]
+        columns.append((strategy, ["-" if cell.why else f"{cell.samples_per_second:,.0f}" for cell in cells]))
+        if any(cell.roles for cell in cells):
+            columns.append(("ranks", [cell.roles for cell in cells]))
+        if against not in (None, strategy):
+            base = [row[against].samples_per_second for row in worlds.values()]
+            columns.append(("gain", [_gain(cell, other) for cell, other in zip(cells, base, strict=True)]))
+    return tabulate(
+        list(zip(*(texts for _, texts in columns), strict=True)),
+        headers=[header for header, _ in columns],
+        colalign=["right"] * len(columns),
+        disable_numparse=True,
+    )
+
+
+def _gain(cell: Cell, base: float) -> str:
+    return f"{cell.samples_per_second / base:.2f}" if base and not cell.why else "-"
+
+
+def parse_worlds(text: str) -> list[int]:
+    """`8`, `4,8,16`, `5:80:5`, or `5:80`, which is at most 16 worlds from 5 to 80.  Raises LaunchError."""
+    worlds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9]\d{0,6})(?::([1-9]\d{0,6})(?::([1-9]\d{0,6}))?)?", part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise LaunchError(f"--world {text}: write 8, or 4,8,16, or 5:80 for 5 to 80, or 5:80:5 for every fifth")
+        first, last = int(match[1]), int(match[2] or match[1])
+        step = int(match[3]) if match[3] else -(-(last - first + 1) // _MOST_WORLDS)
+        worlds += range(first, last + 1, step)
+    return sorted(set(worlds))
+
+
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bandwidths(text: str) -> list[float]:
+    """`25g,40g,100m` in bits per second, as networks are called, to bytes per second.  Raises LaunchError."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt])(?:bit)?(?:/s|ps)?", part.strip().lower())
+        if match is None or not float(match[1]):
+            raise LaunchError(f"--bandwidth {text}: write bits per second with a unit, as 25g or 100m,2.6g")
+        found.append(float(match[1]) * _SCALES[match[2]] / 8)
+    return found
