@@ -26,6 +26,7 @@ from splitc.cluster import Cluster
 from splitc.codegen import generate
 from splitc.confirm import confirm
 from splitc.errors import LaunchError
+from splitc.fits import require_memory
 from splitc.pipeline import Pass, Watcher, run_passes
 from splitc.plan import Placement, Plan
 from splitc.program import Program, under_autocast
@@ -168,7 +169,18 @@ def specialise(program: Program, settings: Settings, plan: Plan | None = None, w
     else:
         decide = UsePlan(plan, model)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        return run_passes(program, [decide, *rewrites(), *predict], watch)
+        program = run_passes(program, [decide, *rewrites(), *predict], watch)
+    _require_memory(program, settings.memory, decide.cluster if isinstance(decide, Place) else None)
+    return program
+
+
+def _require_memory(program: Program, memory: float | None, cluster: Cluster | None) -> None:
+    """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
+    computing = sum(len(part.ranks) for part in program.parts)
+    if memory is not None:
+        require_memory(program, lambda rank: memory)
+    elif cluster is not None:
+        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
 
 
 def fingerprint(program: Program) -> str:
