@@ -119,7 +119,8 @@ def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> N
     [
         (3, "predicted must be a list of phases"),
         ([{"rank": 0}, {"rank": 1}], "predicted: number 0 must have rank, step, compute, waiting"),
-        ([asdict(PREDICTED[0])], "predicted: it is for ranks 0; it must be for each rank"),
+        ([asdict(PREDICTED[1])], "predicted: it is for ranks 1; it must be for each rank"),
+        ([asdict(PREDICTED[0])], "predicted: it is for 1 ranks, not for 2"),
         ([asdict(PREDICTED[1]), asdict(PREDICTED[0])], "predicted: it is for ranks 1, 0"),
         ([{**asdict(each), "step": -1} for each in PREDICTED], "predicted: number 1 must have numbers of at least 0"),
         ([{**asdict(each), "step": "1 s"} for each in PREDICTED], "predicted: number 0 must have numbers"),
