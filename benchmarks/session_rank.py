@@ -12,7 +12,6 @@ Every rank gets the same commands in the same order, so what is collective in th
 from __future__ import annotations
 
 import gc
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lockstep import Marks
+from cost_models.calibration.calibrate import calibrate
 from splitc.cluster_file import to_toml
 from splitc.runtime.distributed import init
 from splitc.runtime.launch import guarded, load_weights, synthetic
@@ -77,9 +77,7 @@ class SessionRank:
 
     def calibrate(self, budget: float) -> dict[str, Any]:
         """The cluster that the ranks are, as TOML, and what its numbers miss."""
-        measured: Any = importlib.import_module("cost_models.calibration.calibrate").calibrate(
-            self._transport, budget, self._progress, separate=True
-        )
+        measured = calibrate(self._transport, budget, self._progress, separate=True)
         return {"cluster": to_toml(measured.cluster), "residuals": [asdict(each) for each in measured.residuals]}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.figures import Cell
+from cost_models.measured import measure_layers
 from cost_models.timeline import simulate
 from splitc.api import CompiledProgram, Settings, analyse, specialise
 from splitc.cluster import Cluster
@@ -50,8 +49,7 @@ class Subject:
     def measured(self, cache: Path) -> Mapping[str, CostLine]:
         """Layer -> its cost with the seconds that it takes on this machine, from the folder `cache` or measured now."""
         if not self._measured:
-            measure: Any = importlib.import_module("cost_models.measured")
-            self._measured = measure.measure_layers(self.program, self.program.costs, cache)
+            self._measured = measure_layers(self.program, self.program.costs, cache)
         return self._measured
 
     def compile(self, cell: Cell, cluster: Cluster, plan: Plan | None = None) -> CompiledProgram:

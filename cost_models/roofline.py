@@ -8,6 +8,10 @@ summed over the ops; e is the efficiency of the op's class, forward or backward,
 "<class>_moved".  Convolutions launch in launch + conv_launch.  An op is bound by its arithmetic or by its memory,
 whichever takes longer (Williams, Waterman and Patterson 2009), where overlap = 1; a processor that waits for its memory
 before it computes takes the sum of both.
+
+A layer that was measured (`cost_models.measured`) takes what it took, at the device's speed:
+
+    seconds = measured seconds * flop rate there and then / (flop_rate * e_matmul)       both of float32
 """
 
 from __future__ import annotations
@@ -30,11 +34,15 @@ def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
 
 def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's forward; raises as `layer_seconds`."""
+    if cost.measured is not None:
+        return cost.measured.forward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return ops_seconds((op for op in _ops(cost) if not op.backward), device, dtype)
 
 
 def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's backward; raises as `layer_seconds`."""
+    if cost.measured is not None:
+        return cost.measured.backward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return ops_seconds((op for op in _ops(cost) if op.backward), device, dtype)
 
 

@@ -101,6 +101,12 @@ class Request:
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
 
+    def served_memory(self, layer: str, batch: int) -> float:
+        """Bytes that a layer needs on a worker whose parameters servers hold: they have the optimizer and the sum."""
+        held = self.held[layer]
+        pushed = gradient_nbytes(held)
+        return sum(h.nbytes for h in held) + self.program.costs[layer].at(batch).kept + pushed
+
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""
         return gradient_nbytes(self.held[layer])

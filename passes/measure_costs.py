@@ -1,4 +1,7 @@
-"""Fill `program.costs`: what every layer computes, moves and keeps at any batch.  This pass decides nothing else."""
+"""Fill `program.costs`: what every layer computes, moves and keeps at any batch, and takes on this machine if asked.
+
+This pass decides nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,32 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cost_models.flops import layer_costs
+from cost_models.measured import measure_layers
 from splitc.checks import graph_is_sound, has_costs
+from splitc.errors import CostError
 from splitc.pipeline import Check, Pass
 from splitc.program import Program
+
+COUNTED, MEASURED = "counted", "measured"
+"""What layers are priced by: their FLOPs and bytes, or the time that they take on this machine."""
+
+
+def require_costs(costs: str) -> None:
+    """Raise CostError for another word than those."""
+    if costs not in (COUNTED, MEASURED):
+        raise CostError(f'costs={costs!r}: there are "{COUNTED}" (FLOPs and bytes) and "{MEASURED}" (on this machine)')
 
 
 @dataclass(frozen=True)
 class MeasureCosts(Pass):
-    """Count every layer on fake tensors."""
+    """Count every layer on fake tensors; with "measured" costs, run it on this machine too."""
 
     name: ClassVar[str] = "measure-costs"
     requires: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
     ensures: ClassVar[tuple[Check, ...]] = (has_costs,)
 
+    costs: str = COUNTED
+
     def run(self, program: Program) -> Program:
-        return replace(program, costs=layer_costs(program))
+        counted = layer_costs(program)
+        return replace(program, costs=measure_layers(program, counted) if self.costs == MEASURED else counted)

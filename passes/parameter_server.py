@@ -11,9 +11,12 @@ of their own, the last ones, or are workers too.
 from __future__ import annotations
 
 from cost_models.stanza import Symbols, ps_step_seconds
+from passes.bucket_gradients import BucketGradients
 from passes.families import Offer, Request, largest, shortage, smallest
 from passes.pins import contradictions
+from splitc import units
 from splitc.plan import Placement
+from splitc.runtime.servers import ALONE
 from splitc.strategies import ParameterServer
 
 NAME = "parameter_server"
@@ -55,8 +58,11 @@ def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
         why.append("no parameter trains, so there is nothing to serve")
     if not smallest(examples):
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
-    needed = {layer: request.layer_memory(layer, batch, True) for layer in layers}
-    why += shortage("worker", roles["worker"], sum(needed.values()), request.memory_of(request.world), needed)
+    needed = {layer: request.served_memory(layer, batch) for layer in layers}
+    each, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
+    why += shortage("worker", roles["worker"], sum(needed.values()) + each * beside, have, needed)
+    if not beside and each > have:
+        why.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
     seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
     return Offer(
         NAME,
@@ -74,3 +80,18 @@ def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
         servers=serving,
         overlap=options.overlap is not False,
     )
+
+
+def server_memory(request: Request, workers: int, servers: int, beside: bool) -> float:
+    """Bytes that a server needs for its rows, besides those of a worker that it is too.
+
+    While one bucket is summed the gradients of the next one arrive from all workers; beside a worker, those of all
+    buckets.  What arrives first becomes the sum.  Small parameters are given to the workers, and their gradients
+    pushed, in copies that share messages.
+    """
+    sizes = [h.nbytes for held in request.held.values() for h in held if h.trainable]
+    whole, bucket = sum(sizes), BucketGradients.nbytes + max(sizes, default=0)
+    arriving = whole if beside else min(whole, 2 * bucket)
+    summed, kept = whole - arriving, request.optimizer_copies + (not beside)
+    packed = sum(size for size in sizes if size < ALONE)
+    return (kept * whole + summed + workers * arriving + packed) / servers + packed * beside

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cost_models.devices import load_cluster
+from cost_models.measured import is_measured, require_this_machine
 from passes.families import Offer, Request, data_parallel, single_device, unsummed
 from passes.late_family import late_multiply
 from passes.mixed_family import mixed
@@ -68,7 +69,8 @@ class Place(Pass):
     that the search may take.  model: the fingerprint that goes into the plan.  compare: price the other strategies
     too; without it the plan has no candidates but its own.
 
-    Raises PlacementError when no plan meets what was asked for.
+    Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
+    cluster of other devices.
     """
 
     name: ClassVar[str] = "place"
@@ -173,6 +175,8 @@ class Place(Pass):
         problems = self.problems()
         if problems:
             raise PlacementError(bullets("this cannot be planned:", problems))
+        if is_measured(program):
+            require_this_machine(self.cluster)
         pins = resolve_pins(self.pins, [layer.name for layer in program.layers])
         return Request(
             program,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from cost_models.memory import exchanged_nbytes
 from passes.arrange import Arrangement, Wish, arrange
 from passes.families import Offer, Request, shortage, smallest
 from passes.rows import with_rows
@@ -16,6 +17,7 @@ from passes.wire_price import rewritten, step_seconds
 from splitc.errors import PlacementError
 from splitc.pipeline import Pass
 from splitc.plan import Plan
+from splitc.program import Program
 
 Rewrites = Callable[[], Iterable[Pass]]
 """The passes that make a program of a plan, for its price."""
@@ -60,10 +62,13 @@ class Pricing:
         if not smallest(request.bounds(request.world)):
             return replace(empty, why=f"{plan.global_batch} examples leave some of {request.world} ranks without any")
         try:
-            seconds = step_seconds(request, rewritten(request, plan, self.rewrites()))
+            program = rewritten(request, plan, self.rewrites())
+            seconds = step_seconds(request, program)
         except PlacementError as error:
             return replace(empty, why=str(error))
-        why = _memory_shortage(request, plan)
+        need, layers = memory_needed(request, program)
+        everyone = tuple(range(request.world))
+        why = shortage("conv", everyone, need, request.memory_of(request.world), layers)
         return Offer(
             strategy,
             feasible=not why,
@@ -80,13 +85,26 @@ class Pricing:
         )
 
 
-def _memory_shortage(request: Request, plan: Plan) -> list[str]:
-    """A line when rank 0, which has every role, needs more than there is."""
+def memory_needed(request: Request, program: Program) -> tuple[float, dict[str, float]]:
+    """Bytes that rank 0 needs, which has every role, and those that each layer needs there."""
+    plan = program.required_plan
     needed = {}
     for name, place in plan.placements.items():
         assert place.role is not None
         worked = plan.worked(place.role, plan.roles[place.role][0])
         part = place.group if place.holding == "sharded" and place.group else 1
         needed[name] = request.layer_memory(name, worked, place.sync == "all_reduce") / part
-    everyone = tuple(range(request.world))
-    return shortage("conv", everyone, sum(needed.values()), request.memory_of(request.world), needed)
+    return sum(needed.values()) + exchanged_nbytes(program, 0) + _added_nbytes(request, plan), needed
+
+
+def _added_nbytes(request: Request, plan: Plan) -> float:
+    """The largest gradient of a turn, which lives beside the one that it is added to; nothing without turns."""
+    turned = {role for role, grouping in plan.groups.items() if grouping.turns > 1}
+    return max(
+        (
+            request.gradient(name) / (place.group if place.holding == "sharded" and place.group else 1)
+            for name, place in plan.placements.items()
+            if place.role in turned
+        ),
+        default=0.0,
+    )

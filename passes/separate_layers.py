@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cost_models.alpha_beta import many_to_one, one_to_many
-from cost_models.memory import received_nbytes, returned_nbytes
+from cost_models.memory import cut_nbytes
 from passes.cuts import Crossing, CutRules, cut_rules, uncut
 from passes.families import Offer, Request, largest, shortage, smallest, unsummed
 from passes.pins import contradictions
@@ -188,8 +188,8 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int, shared: boo
             value.layer,
             value.readers,
             seconds=there + back,
-            conv_memory=returned_nbytes(value.spec, batches["conv"]),
-            fc_memory=received_nbytes(value.spec, batches["fc"]),
+            conv_memory=cut_nbytes(value.spec, batches["conv"]),
+            fc_memory=cut_nbytes(value.spec, batches["fc"]),
         )
 
     return Division(

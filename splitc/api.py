@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.measure_costs import MeasureCosts
+from cost_models.devices import load_cluster
+from cost_models.measured import require_this_machine
+from passes.measure_costs import COUNTED, MEASURED, MeasureCosts, require_costs
 from passes.place import Place
+from passes.predict import Predict
 from passes.rewriting import rewrites
 from passes.use_plan import UsePlan
 from splitc.build import save_build
@@ -23,6 +26,7 @@ from splitc.cluster import Cluster
 from splitc.codegen import generate
 from splitc.confirm import confirm
 from splitc.errors import LaunchError
+from splitc.fits import require_memory
 from splitc.pipeline import Pass, Watcher, run_passes
 from splitc.plan import Placement, Plan
 from splitc.program import Program, under_autocast
@@ -50,6 +54,7 @@ class Settings:
     memory: float | None = None
     microbatches: int | str = "auto"
     autocast: torch.dtype | None = None
+    costs: str = COUNTED
 
 
 def compile(
@@ -66,6 +71,7 @@ def compile(
     microbatches: int | str = "auto",
     *,
     autocast: torch.dtype | None = None,
+    costs: str = COUNTED,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -82,6 +88,8 @@ def compile(
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
     memory: bytes that a rank may use, in place of the cluster's.
     autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
+    costs: "counted" prices layers by FLOPs and bytes; "measured" by what they take on this machine, which then must be
+    of the kind that the cluster has.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
 
     Raises CaptureError, CostError or PlacementError.
@@ -95,8 +103,9 @@ def compile(
             f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out"
         )
     require_autocast(autocast)
+    require_costs(costs)
     settings = Settings(
-        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast
+        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast, costs
     )
     if example is None:
         from splitc.deferred import DeferredProgram
@@ -118,7 +127,15 @@ def compile_example(
 ) -> CompiledProgram:
     """`compile`, with an example at hand."""
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
-    program = analyse(model, example, target, loss, name=name, watch=watch, autocast=settings.autocast)
+    if plan is not None:
+        settings = replace(settings, costs=COUNTED)  # it has its prices
+    elif settings.costs == MEASURED:
+        cluster = load_cluster(settings.cluster)
+        require_this_machine(cluster)
+        settings = replace(settings, cluster=cluster)
+    program = analyse(
+        model, example, target, loss, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs
+    )
     return CompiledProgram(specialise(program, settings, plan, watch), model, loss, example, target, settings)
 
 
@@ -131,26 +148,39 @@ def analyse(
     name: str | None = None,
     watch: Watcher | None = None,
     autocast: torch.dtype | None = None,
+    costs: str = COUNTED,
 ) -> Program:
     """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
     program = capture(model, example, target, loss, name, autocast)
     program = replace(program, loss_terms=confirm(program, model, example, target, loss))
-    return run_passes(program, [MeasureCosts()], watch)
+    return run_passes(program, [MeasureCosts(costs)], watch)
 
 
 def specialise(program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None) -> Program:
     """Decide a plan (or take the one given) and rewrite an analysed program into one for each role."""
     model = fingerprint(program)
     decide: Pass
+    predict: list[Pass] = []
     if plan is None:
         asked = Place.for_settings(
             settings.cluster, settings.world, settings.strategy, settings.pins, settings.global_batch, settings.memory
         )
-        decide = replace(asked, model=model)
+        decide, predict = replace(asked, model=model), [Predict(asked.cluster)]
     else:
         decide = UsePlan(plan, model)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        return run_passes(program, [decide, *rewrites()], watch)
+        program = run_passes(program, [decide, *rewrites(), *predict], watch)
+    _require_memory(program, settings.memory, decide.cluster if isinstance(decide, Place) else None)
+    return program
+
+
+def _require_memory(program: Program, memory: float | None, cluster: Cluster | None) -> None:
+    """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
+    computing = sum(len(part.ranks) for part in program.parts)
+    if memory is not None:
+        require_memory(program, lambda rank: memory)
+    elif cluster is not None:
+        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
 
 
 def fingerprint(program: Program) -> str:

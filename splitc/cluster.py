@@ -53,12 +53,17 @@ class Device:
         return self.reached(_LIKE[op], backward)
 
     def scaled(self, factor: float) -> Device:
-        """A device that computes and moves `factor` times as much in a second."""
+        """A device that computes and moves `factor` times as much in a second, and starts ops as before."""
         return replace(
             self,
             flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
             memory_bandwidth=self.memory_bandwidth * factor,
         )
+
+    def slowed(self, factor: float) -> Device:
+        """A device that takes `factor` times as long for everything."""
+        slower = self.scaled(1 / factor)
+        return replace(slower, launch=self.launch * factor, conv_launch=self.conv_launch * factor)
 
 
 @dataclass(frozen=True)
@@ -143,13 +148,8 @@ class Cluster:
             return device
         part = min(1.0, self.cores / sharing)
         # Starting ops is the work of one thread.  Where the one "core" is a whole processor, others run beside it.
-        slower = 1 / part if self.cores > 1 else 1.0
-        return replace(
-            device.scaled(part),
-            memory=device.memory / sharing,
-            launch=slower * device.launch,
-            conv_launch=slower * device.conv_launch,
-        )
+        shared = device.slowed(1 / part) if self.cores > 1 else device.scaled(part)
+        return replace(shared, memory=device.memory / sharing)
 
     def device_for(self, ranks: int) -> Device:
         """What the slowest of the first `ranks` ranks has while all of them compute: what a closed form prices."""

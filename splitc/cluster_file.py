@@ -42,11 +42,13 @@ the whole other one; what collectives reach is not taken over to a link with a b
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from splitc.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Cluster, Device, Link, Rate, Unlike
@@ -73,6 +75,17 @@ def to_toml(cluster: Cluster) -> str:
         lines += [f"device.{line}" for line in _device_lines(each.device)]
         lines += [f"link.{line}" for line in _link_lines(each.link)]
     return "\n".join(lines) + "\n"
+
+
+def digest(cluster: Cluster) -> str:
+    """Twelve hex digits of the numbers that prices depend on: not of names, sources and the memory that ranks have."""
+
+    def priced(device: Device) -> Device:
+        return replace(device, name="", memory=1.0)
+
+    unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
+    bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike)
+    return hashlib.sha256(to_toml(bare).encode()).hexdigest()[:12]
 
 
 def _device_lines(device: Device) -> list[str]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from splitc.cluster import Cluster
+from splitc.cluster_file import digest
 from splitc.errors import LaunchError
+from splitc.phases import Phases
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
@@ -86,6 +89,8 @@ class Plan:
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.
     reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
+    predicted: the phases of each rank's step, by simulation; none where nothing was simulated.  priced_on: digest of
+    the cluster that they hold for.
     """
 
     strategy: str
@@ -108,6 +113,8 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
+    predicted: tuple[Phases, ...] = ()
+    priced_on: str = ""
 
     @property
     def reader(self) -> str:
@@ -121,6 +128,11 @@ class Plan:
     @property
     def samples_per_second(self) -> float:
         return self.global_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def simulated_seconds(self) -> float:
+        """A step by the simulation, that of its slowest rank; 0 where nothing was simulated."""
+        return max((phases.step for phases in self.predicted), default=0.0)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -204,6 +216,10 @@ class Plan:
         by_role = sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]])
         return {roles: tuple(ranks) for roles, ranks in by_role}
 
+    def with_prediction(self, predicted: Iterable[Phases], cluster: Cluster) -> Plan:
+        """The plan with the phases of each rank's step, as they were simulated on `cluster`."""
+        return replace(self, predicted=tuple(predicted), priced_on=digest(cluster))
+
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
         return json.dumps({"schema": 1, "hash": self.hash, **asdict(self)}, indent=1) + "\n"
@@ -227,6 +243,7 @@ class Plan:
                 groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
                 servers=tuple(plan.servers),
                 candidates=tuple(_candidate(c) for c in data["candidates"]),
+                predicted=tuple(Phases(**phases) for phases in plan.predicted),  # type: ignore[arg-type]
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any
 
 from splitc.errors import LaunchError, bullets
 from splitc.names import near_name
+from splitc.phases import Phases
 from splitc.plan import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES, Grouping, Placement, Plan
 
 _AGAIN = "compile the model again"
@@ -58,6 +60,25 @@ def _shape(data: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is {data[name]!r}; it must be true or false"
     if data.get("all_reduce", ALL_REDUCES[0]) not in ALL_REDUCES:
         yield f"all_reduce is {data['all_reduce']!r}; there are {', '.join(ALL_REDUCES)}"
+    yield from _predicted(data)
+
+
+def _predicted(data: dict[str, Any]) -> Iterator[str]:
+    parts = [field.name for field in fields(Phases)]
+    predicted = data.get("predicted", [])
+    if not isinstance(predicted, list):
+        yield "predicted must be a list of phases, one for each rank"
+        return
+    for k, phases in enumerate(predicted):
+        if not isinstance(phases, dict) or phases.keys() != set(parts):
+            yield f"predicted: number {k} must have {', '.join(parts)}"
+        elif any(type(value) not in (int, float) or not 0 <= value < math.inf for value in phases.values()):
+            yield f"predicted: number {k} must have numbers of at least 0"
+    ranks = [phases.get("rank") for phases in predicted if isinstance(phases, dict)]
+    if ranks != list(range(len(predicted))):
+        yield f"predicted: it is for ranks {', '.join(map(str, ranks))}; it must be for each rank, in their order"
+    if not isinstance(data.get("priced_on", ""), str):
+        yield "priced_on must be a text"
 
 
 def _sense(data: dict[str, Any]) -> Iterator[str]:
@@ -80,6 +101,8 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
     totals = {role: bounds[-1] for role, bounds in examples.items() if isinstance(bounds, list) and bounds}
     if len(set(map(str, totals.values()))) > 1:
         yield f"examples: the roles differ in the global batch, {totals}"
+    if data.get("predicted") and len(data["predicted"]) != world:
+        yield f"predicted: it is for {len(data['predicted'])} ranks, not for {world}"
     yield from _groups(data)
     yield from _servers(data)
     yield from _placements(data)

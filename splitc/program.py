@@ -162,11 +162,21 @@ class OpCost:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Seconds that a layer took on this machine, when float32 matrix products reached `flop_rate` FLOP/s on it."""
+
+    forward: float
+    backward: float
+    flop_rate: float
+
+
+@dataclass(frozen=True)
 class LayerCost:
     """What one layer does in one step of `batch` examples on one rank, forward and backward.
 
     seconds: compute time (s).  flops: a multiply-add is two.  moved: bytes read and written in memory.
     kept: bytes of activations that stay until backward.
+    measured: what it took where its layers were measured; it then counts instead of flops and moved.
     ops: the same op by op; a cost without them is priced as one matrix product forward and one backward.
     by_bytes: ops among them that may compute more than their bytes tell: nothing is known of them.
     """
@@ -179,6 +189,7 @@ class LayerCost:
     kept: float
     launches: float
     seconds: float = 0.0
+    measured: Measured | None = None
     ops: tuple[OpCost, ...] = ()
     by_bytes: tuple[str, ...] = ()
 

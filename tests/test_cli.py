@@ -22,7 +22,7 @@ from tests.command import NET, splitc
 
 ROOT = Path(__file__).parents[1]
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ("inspect", "compile", "run", "verify", "clusters")
+COMMANDS = ("inspect", "compile", "run", "verify", "calibrate", "clusters")
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,9 @@ def test_the_commands_and_the_python_of_a_page_run_in_its_order(
 def _in_process(line: str) -> bool:
     """Commands that start processes or install have tests of their own."""
     return (
-        line.startswith("splitc") and not line.startswith(("splitc run", "splitc demo")) and "--processes" not in line
+        line.startswith("splitc")
+        and not line.startswith(("splitc run", "splitc calibrate", "splitc demo"))
+        and "--processes" not in line
     )
 
 

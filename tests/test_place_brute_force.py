@@ -79,7 +79,7 @@ def price(program, cluster, fc, n_c, n_f, memory, global_batch):
         there = partners * link.latency + spec.nbytes(most) / link.bandwidth
         exchange += there * (2 if gradient else 1)
         need["fc"] += spec.nbytes(batch["fc"]) * (2 if gradient else 1)
-        need["conv"] += spec.nbytes(batch["conv"]) if gradient else 0
+        need["conv"] += spec.nbytes(batch["conv"]) * (2 if gradient else 1)
     if max(need.values()) > memory * (1 + 1e-9):
         return None
     return compute + exchange + max(sync.values())

@@ -31,7 +31,7 @@ from splitc.program import OpCost
 
 Vector = NDArray[np.float64]
 
-OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+OVERLAPS = (0.0, 0.5, 1.0)
 _FAR = 0.3
 _ROUNDS = 12  # of choosing smaller parts and weights anew
 _TINY = 1e-12

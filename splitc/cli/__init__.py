@@ -1,4 +1,4 @@
-"""The command line: `splitc inspect`, `compile`, `run`, `verify`, `clusters`, `demo`."""
+"""The command line: `splitc inspect`, `compile`, `run`, `verify`, `simulate`, `calibrate`, `clusters`, `demo`."""
 
 from splitc.cli.entry import main
 

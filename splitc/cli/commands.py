@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
         "run": run_build,
         "verify": verify,
         "simulate": simulate,
+        "calibrate": calibrate,
         "clusters": clusters,
         "demo": demo,
     }[args.command](args)
@@ -118,6 +119,13 @@ def simulate(args: argparse.Namespace) -> int:
     from splitc.cli.simulating import simulate
 
     return simulate(args)
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine, or the ranks that torchrun started, and write a cluster file."""
+    from splitc.cli.calibrating import calibrate
+
+    return calibrate(args)
 
 
 def clusters(args: argparse.Namespace) -> int:

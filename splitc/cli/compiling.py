@@ -20,6 +20,8 @@ import torch
 
 from cost_models.devices import load_cluster
 from cost_models.local import THIS_MACHINE, measured_before
+from cost_models.measured import require_this_machine
+from passes.measure_costs import COUNTED, MEASURED
 from passes.pins import unknown_words
 from passes.place import Place
 from splitc.api import CompiledProgram, Settings, analyse, autocast_for, require_autocast, specialise
@@ -50,14 +52,15 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     observer = watch if args.verbose else None
-    with Step(f"tracing {file.name}", args.quiet):
-        program = _analysed(file, args.verbose, settings.autocast)
+    and_measuring = " and measuring its layers" if settings.costs == MEASURED else ""
+    with Step(f"tracing {file.name}{and_measuring}", args.quiet):
+        program = _analysed(file, args.verbose, settings)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
         placed = specialise(program, settings, plan, observer)
     return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
 
 
-def _analysed(file: ModelFile, verbose: bool, autocast: torch.dtype | None) -> Program:
+def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
     # torch logs a traceback of its own for every op that fails on fake tensors; the error itself says all of it
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -68,14 +71,15 @@ def _analysed(file: ModelFile, verbose: bool, autocast: torch.dtype | None) -> P
             file.loss,
             name=file.name,
             watch=watch if verbose else None,
-            autocast=autocast,
+            autocast=settings.autocast,
+            costs=settings.costs,
         )
     except SplitcError as error:
-        if error.__cause__ is not None and (problem := runs_alone(file, autocast)) is not None:
+        if error.__cause__ is not None and (problem := runs_alone(file, settings.autocast)) is not None:
             raise problem from error
         raise
     except Exception as error:
-        if (problem := runs_alone(file, autocast)) is not None:
+        if (problem := runs_alone(file, settings.autocast)) is not None:
             raise problem from error
         error.add_note(f"{file.name} itself runs on its example, but splitc could not trace it")
         raise
@@ -106,11 +110,25 @@ def _settings(args: argparse.Namespace) -> Settings:
         problems.append(error)
     if strategy is not None and cluster is not None and args.world is not None:
         problems += map(PlacementError, _limits(args, cluster, strategy))
+    if args.costs == MEASURED and cluster is not None:
+        try:
+            require_this_machine(cluster)
+        except SplitcError as error:
+            problems.append(error)
     if len(problems) > 1:
         raise LaunchError(bullets("this cannot be started:", map(str, problems)))
     if problems:
         raise problems[0]
-    return Settings(args.world, args.global_batch, cluster, strategy or "auto", pins, args.memory, autocast=autocast)
+    return Settings(
+        args.world,
+        args.global_batch,
+        cluster,
+        strategy or "auto",
+        pins,
+        args.memory,
+        autocast=autocast,
+        costs=args.costs,
+    )
 
 
 def _limits(args: argparse.Namespace, cluster: Cluster, strategy: Strategy) -> list[str]:
@@ -207,6 +225,7 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
         "--global-batch": args.global_batch is not None,
         "--memory": args.memory is not None,
         "--cluster": args.cluster is not None,
+        "--costs": args.costs != COUNTED,
     }
     given = [option for option, there in decided.items() if there]
     if given:

@@ -1,4 +1,4 @@
-"""`splitc run`: look at a build, and train it under torchrun on this machine."""
+"""`splitc run`: look at a build, and train or measure it under torchrun on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from splitc.cli.measuring import measure, measuring_options
 from splitc.cli.options import Parser, positive
 from splitc.errors import LaunchError
 from splitc.names import near_name
@@ -22,7 +23,9 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     plan = _checked(folder)
     script = folder / "launch.py"
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it takes what its author likes
-        _check_arguments(arguments)
+        args = _check_arguments(arguments)
+        if args.measure:
+            return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
     from splitc.runtime.torchrun import torchrun
 
     return torchrun([str(script), *arguments], plan.world).returncode and 1
@@ -61,15 +64,15 @@ def _same_plan(folder: Path, plan: Plan) -> None:
         )
 
 
-def _check_arguments(arguments: Sequence[str]) -> None:
-    """What each rank would refuse, said once."""
-    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False)
+def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """What each rank would refuse, said once; returns all options."""
+    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False, parents=[measuring_options()])
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--steps", type=positive)
-    parser.add_argument("--data")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--backend", choices=("gloo", "nccl"))
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default 10)")
+    parser.add_argument("--data", metavar="MODULE:FUNCTION", help="batches of a rank; synthetic ones without it")
+    parser.add_argument("--seed", type=int, metavar="N", help="of dropout and of synthetic data (default 0)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     args, unknown = parser.parse_known_args(arguments)
     if args.help:
         _print_help(parser)
@@ -86,6 +89,10 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         check_data(args.data)
     if args.save is not None and not args.save.absolute().parent.is_dir():
         raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
+    for name in ("trace", "correct", "json"):
+        if getattr(args, name) and not args.measure:
+            parser.error(f"--{name} belongs to --measure, which is not there")
+    return args
 
 
 def _print_help(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ _HELP = {
   splitc run build --steps 3
   splitc verify examples/mlp.py --world 4
   splitc clusters
+  splitc calibrate -o cluster.toml
 
 splitc COMMAND --help shows more.
 """,
@@ -44,6 +45,7 @@ splitc COMMAND --help shows more.
   splitc inspect examples/vgg16.py --world 4           (measures this machine)
   splitc inspect examples/vgg16.py:vgg19 --world 8 --cluster my.toml
   splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
+  splitc inspect examples/mlp.py --world 4 --costs measured   (on this machine)
   splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
       --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
   splitc inspect examples/alexnet.py --world 4 \\
@@ -63,9 +65,26 @@ then:
     "run": """examples:
   splitc run build
   splitc run build --steps 100 --data mydata:batches --save trained.pt
+  splitc run build --measure --trace steps.json
+  splitc run build --measure --correct my.toml
 
-What follows the folder goes to its launch.py; splitc run build --help lists
-it. On several machines start torchrun yourself:
+options, after the folder
+  --steps N               training steps (default 10)
+  --data MODULE:FUNCTION  batches of a rank; synthetic ones without it
+  --seed N                of dropout and of synthetic data (default 0)
+  --backend NAME          gloo or nccl
+  --save FILE             write the trained model's state_dict there
+  --measure               print what each rank computes, waits for and sends
+                          beside what was predicted; 3 steps are left out
+  --trace FILE            with --measure: the last steps as a Chrome trace,
+                          which opens in ui.perfetto.dev
+  --correct CLUSTER.TOML  with --measure: correct this cluster file by what
+                          was measured, or write a new one
+  --json                  with --measure: print the comparison as JSON
+
+A launch.py that you wrote yourself gets all of them as they stand. On several
+machines start torchrun yourself; launch.py --measure FILE then writes what was
+measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,
     "verify": """examples:
@@ -85,6 +104,15 @@ it. On several machines start torchrun yourself:
 
 Each plan is the planner's best of its strategy, and its price that of an event
 simulation.  --bandwidth is of the links between hosts, in bits per second.
+""",
+    "calibrate": """examples:
+  splitc calibrate -o cluster.toml
+  splitc calibrate -o quick.toml --budget 20 --ranks 2
+  splitc inspect examples/alexnet.py --world 4 --cluster cluster.toml
+
+It starts its ranks itself: one for each GPU, else one for each core. To measure
+several machines, start it on them:
+  torchrun --nnodes 2 --nproc-per-node 4 ... -m splitc.cli calibrate -o my.toml
 """,
     "clusters": """examples:
   splitc clusters
@@ -171,6 +199,21 @@ def _parser() -> Parser:
 
     simulation = _command(commands, "simulate", "predict throughput over worlds, bandwidths and strategies")
     _simulation_options(simulation)
+
+    calibrate = _command(commands, "calibrate", "measure devices and links, and write them as a cluster file")
+    calibrate.add_argument("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
+    calibrate.add_argument(
+        "--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)"
+    )
+    calibrate.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)"
+    )
+    calibrate.add_argument(
+        "--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link"
+    )
+    calibrate.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    calibrate.add_argument("--json", action="store_true", help="print the cluster and the residuals as JSON")
+    calibrate.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
 
     _command(commands, "clusters", "list the known clusters, and this machine if it was measured")
 
@@ -265,6 +308,13 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
         "--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast"
     )
     parser.add_argument(
+        "--costs",
+        choices=("counted", "measured"),
+        default="counted",
+        help="price layers by FLOPs and bytes, or by what they take on this machine, measured in about 30 s and cached "
+        "(default: counted)",
+    )
+    parser.add_argument(
         "--input",
         metavar="SIZES",
         help="an example of these sizes, 4x3x224x224, or of this batch, 4; one for each input, separated by commas",
@@ -278,6 +328,14 @@ def positive(text: str) -> int:
     value = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A number of seconds, from 1 to a day."""
+    value = float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]*)?", text) else 0.0
+    if not 1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 86400")
     return value
 
 

@@ -21,12 +21,20 @@ class Step:
         self.seconds = 0.0
 
     def __enter__(self) -> Step:
-        self._begin = time.perf_counter()
+        self._begin = self._told = time.perf_counter()
         if not self._quiet:
             watch = self._live if self._stream.isatty() else self._once
             self._thread = threading.Thread(target=watch, daemon=True)
             self._thread.start()
         return self
+
+    def now(self, what: str) -> None:
+        """The work has come to this: its line changes, and where nobody watches another is written now and then."""
+        self._what = what
+        if self._quiet or self._stream.isatty() or self._done.is_set():
+            return
+        if time.perf_counter() - self._told >= self._patience:
+            self._tell()
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._begin
@@ -36,16 +44,23 @@ class Step:
 
     def _live(self) -> None:
         """The line with its seconds, until the work is done."""
+        shown = ""
         while True:
             seconds = int(time.perf_counter() - self._begin)
-            self._write(f"\r{self._line()}{f' {seconds} s' if seconds >= 2 else ''}")
+            text = f"{self._line()}{f' {seconds} s' if seconds >= 2 else ''}"
+            self._write(f"\r{text}" + ("\x1b[K" if len(text) < len(shown) else ""))
+            shown = text
             if self._done.wait(1.0):
                 self._write("\r\x1b[K")
                 return
 
     def _once(self) -> None:
-        if not self._done.wait(self._patience):
-            self._write(f"{self._line()}\n")
+        if not self._done.wait(self._patience) and self._told == self._begin:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.perf_counter()
+        self._write(f"{self._line()}\n")
 
     def _line(self) -> str:
         return f"splitc: {self._what} ..."

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from cost_models.memory import rank_memory, received_nbytes, returned_nbytes
+from cost_models.measured import is_measured
+from cost_models.memory import RankMemory
+from splitc.fits import memory_of_all
 from splitc.plan import SERVER, Candidate, Plan
-from splitc.program import Holding, Layer, Program
-from splitc.wire import WireOp, shard_of, wire
+from splitc.program import Layer, Program
+from splitc.wire import WireOp, wire
 
 
 def as_json(program: Program) -> dict[str, Any]:
@@ -20,11 +22,13 @@ def as_json(program: Program) -> dict[str, Any]:
         "model": program.name,
         "world": plan.world,
         "cluster": plan.cluster,
+        "costs": "measured" if is_measured(program) else "counted",
         "strategy": plan.strategy,
         "proof": plan.proof,
         "gap": plan.gap,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
+        "simulated_seconds": plan.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},
         "layers": [figures.layer(layer) for layer in program.layers],
@@ -88,47 +92,30 @@ class Figures:
         }
 
     def rank(self, rank: int) -> dict[str, Any]:
-        """What one rank holds, and puts on the wire in a step; zeros for one that has no work."""
-        plan = self.program.required_plan
+        """What one rank holds, needs at once, and puts on the wire in a step; zeros for one that has no work.
+
+        The parts of its memory are each the most at any one time, so together they may be more than it needs.
+        """
+        plan, memory = self.program.required_plan, self._memory[rank]
         roles = plan.roles_of(rank)
         return {
             "rank": rank,
             "role": " and ".join((*roles, *((SERVER,) if rank in plan.servers else ()))) or None,
-            "parameter_bytes": sum(self._parameters(role, rank) for role in roles),
-            "memory_bytes": sum(self._memory(role, rank) for role in roles),
+            "parameter_bytes": int(memory.parameters),
+            "memory_bytes": int(memory.peak),
+            "buffer_bytes": int(memory.buffers),
+            "gradient_bytes": int(memory.gradients),
+            "optimizer_bytes": int(memory.optimizer_state),
+            "activation_bytes": int(memory.activations),
+            "communication_bytes": int(memory.communication),
             "sent_bytes": int(sum(op.sent for op in self._wires[rank])),
             "received_bytes": int(self._received.get(rank, 0.0)),
         }
 
-    def _parameters(self, role: str, rank: int) -> int:
-        """Bytes of the parameters that a rank holds as one of `role`."""
-        return sum(h.nbytes for h in self._held(role, rank) if h.parameter)
-
-    def _held(self, role: str, rank: int) -> list[Holding]:
-        """Parameters and buffers of a role, or the parts of them that a rank has."""
-        program, stage = self.program, self.program.stage(role)
-        group = program.required_plan.group(role, rank)
-        held = []
-        for name in stage.holdings:
-            holding, share = program.holdings[name], shard_of(program, stage, name, group.index(rank), len(group))
-            if share is not None:
-                dim, first, last = share
-                shape = tuple(last - first if d == dim else n for d, n in enumerate(holding.shape))
-                holding = replace(holding, shape=shape)
-            held.append(holding)
-        return held
-
-    def _memory(self, role: str, rank: int) -> int:
-        """Bytes that a rank needs as one of `role`; the optimizer keeps one copy, as SGD with momentum does."""
-        program, stage, plan = self.program, self.program.stage(role), self.program.required_plan
-        batch, worked = plan.batch(role, rank), plan.worked(role, rank)
-        held = self._held(role, rank)
-        kept = sum(program.costs[layer].at(worked).kept for layer in stage.layers)
-        cuts = sum(received_nbytes(cut.spec, worked) for cut in stage.receives)
-        cuts += sum(returned_nbytes(cut.spec, batch) for cut in stage.sends if cut.gradient)
-        memory = rank_memory(held, kept, cuts)
-        flat = memory.gradients if len(plan.replicas(role, rank)) > 1 else 0
-        return int(memory.total + flat)
+    @cached_property
+    def _memory(self) -> tuple[RankMemory, ...]:
+        """Of every rank; its optimizer keeps one copy of what it trains, as SGD with momentum does."""
+        return memory_of_all(self.program)
 
     @cached_property
     def _wires(self) -> list[tuple[WireOp, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tabulate as tables
 
+from cost_models.measured import is_measured
 from splitc import units
 from splitc.plan import Candidate, Plan
 from splitc.program import Program
@@ -34,6 +35,8 @@ def report(program: Program, everything: bool = False) -> str:
         _candidates(program.required_plan),
         _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
     ]
+    if is_measured(program):
+        parts.append(_wrap("Compute times of layers were measured on this machine."))
     if program.frozen_layers:
         parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
@@ -59,11 +62,16 @@ def _headline(program: Program) -> str:
             ),
             _wrap(
                 f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
-                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted); "
-                f"{units.count(parameters)} parameters in {layers}"
+                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
+                f"(predicted{_simulated(plan)}); {units.count(parameters)} parameters in {layers}"
             ),
         ]
     )
+
+
+def _simulated(plan: Plan) -> str:
+    """The other price: that of the simulation, in which transfers overlap."""
+    return f"; simulated, with overlap, {units.seconds(plan.simulated_seconds)}" if plan.predicted else ""
 
 
 def _number(number: int, what: str) -> str:

@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +22,10 @@ from .data import as_tuple
 from .distributed import init
 from .errors import LaunchError
 from .loader import load_rank
+from .measured import WARM_UP, report, write
 from .rank import Rank
-from .transport import PeerLost
+from .recorder import Recorder
+from .transport import PeerLost, Transport
 from .weights import first_names
 from .worker import OptimizerFactory, Worker
 
@@ -34,6 +38,13 @@ def main(script: str, world: int, optimizer: OptimizerFactory) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of dropout and of synthetic data (default 0)")
     parser.add_argument("--backend", help="gloo or nccl; by default nccl with a GPU for each rank")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the trained model's state_dict there")
+    parser.add_argument(
+        "--measure",
+        metavar="FILE",
+        type=Path,
+        help=f"record every step's phases after {WARM_UP} of warm-up, and write them there as JSON; without --data one "
+        "batch is used again and again",
+    )
     args = parser.parse_args()
     guarded(lambda: _train(Path(script).resolve().parent, world, optimizer, args))
 
@@ -88,7 +99,10 @@ def open_worker(
     folder: Path, world: int, optimizer: OptimizerFactory, seed: int = 0, backend: str | None = None
 ) -> Worker:
     """This process's worker of the build in `folder`."""
-    transport = init(world, backend)
+    return _worker(folder, init(world, backend), optimizer, seed)
+
+
+def _worker(folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int) -> Worker:
     weights, keys = load_weights(folder)
     return Worker(load_rank(folder, transport.rank), transport, weights, keys, optimizer, seed=seed)
 
@@ -96,8 +110,18 @@ def open_worker(
 def _train(folder: Path, world: int, optimizer: OptimizerFactory, args: argparse.Namespace) -> None:
     if args.save is not None and (not args.save.parent.is_dir() or args.save.resolve() == folder / "weights.pt"):
         raise LaunchError(f"--save {args.save}: name another file, in a folder that exists")
-    worker = open_worker(folder, world, optimizer, args.seed, args.backend)
+    if args.measure is not None and not args.measure.absolute().parent.is_dir():
+        raise LaunchError(f"--measure {args.measure}: there is no folder {args.measure.absolute().parent}")
+    if args.measure is not None and args.steps <= WARM_UP:
+        raise LaunchError(f"--measure leaves out the first {WARM_UP} steps; give --steps {WARM_UP + 1} or more")
+    transport = init(world, args.backend)
+    recorder = Recorder(transport) if args.measure is not None else None
+    worker = _worker(folder, recorder or transport, optimizer, args.seed)
     batches = given(args.data, worker) if args.data else synthetic(worker.rank, args.seed)
+    if recorder is not None:
+        batches = batches if args.data else repeat(next(batches))
+        recorder.align()
+    examples: list[int] = []
     begin = time.perf_counter()
     for step in range(args.steps):
         try:
@@ -106,14 +130,20 @@ def _train(folder: Path, world: int, optimizer: OptimizerFactory, args: argparse
             raise LaunchError(
                 f"the data of rank {worker.rank.index} ended after {step} of {args.steps} steps"
             ) from None
-        loss = worker.step(*batch)
+        with recorder.step() if recorder is not None else nullcontext():
+            loss = worker.step(*batch)
+        examples.append(worker.rank.now[-1])
         if worker.rank.index == 0:
             value, now = loss.item(), time.perf_counter()
             print(f"step {step + 1}  loss {value:.6f}  {now - begin:.3f} s", flush=True)
             begin = now
+    if recorder is not None:
+        everyones = transport.gather_objects(recorder.steps)
+        if everyones is not None:
+            write(report(everyones, examples, {"device": str(transport.device)}), args.measure)
     if args.save is not None:
         save(worker.state_dict(), args.save)
-    worker.rank.transport.close()
+    transport.close()
 
 
 def save(state: dict[str, Tensor] | None, path: Path) -> None:

@@ -5,8 +5,8 @@ collectives; a sum of a dtype that the backends cannot add is taken in a wider o
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -53,6 +53,9 @@ class TorchTransport(Transport):
     @property
     def waits_hold_the_stream(self) -> bool:
         return self.device.type == "cuda" and not self.staged
+
+    def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
+        return isinstance(work, _Flight) and not self.waits_hold_the_stream and work.when_complete(call)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
@@ -286,6 +289,15 @@ class _Flight:
                 if buffer.numel():
                     self.issue(operation, _as_bytes(buffer), peer, tag=tag)
         return self
+
+    def when_complete(self, call: Callable[[], None]) -> bool:
+        """Call `call` when the backend has carried it out; False where it is made of messages, which do not tell."""
+        if len(self._works) != 1:
+            return False
+        with suppress(RuntimeError):  # gloo's messages have no future
+            self._works[0].get_future().add_done_callback(lambda _: call())
+            return True
+        return False
 
     def wait(self) -> None:
         while self._works:

@@ -9,7 +9,7 @@ Every sum is a plain sum; nothing is divided by the number of ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +89,13 @@ class Transport(ABC):
         """Whether a wait holds up the GPU's current stream and not the program, as NCCL's do.
 
         Then a chain of operations in which each needs the one before can be issued at once.
+        """
+        return False
+
+    def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
+        """Call `call`, from any thread, when `work` is complete, if the backend says so before somebody waits.
+
+        Returns whether it will: gloo does of collectives, not of messages.
         """
         return False
 

@@ -1,0 +1,135 @@
+"""Count the bytes of tensors that are alive at once, real ones or fake, while something runs.
+
+Every operation's results are seen (a TorchDispatchMode); each storage counts once, whatever views there are of it,
+until nothing refers to it.  What autograd saves for backward is known by its hooks, in the thread that watches.  What a
+kernel takes for itself and gives back is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HELD, SAVED, TRAVELS, WORKING = "held", "saved", "travels", "working"
+"""What a storage counts as, the first that holds: held all the time; saved by autograd at the moment; given to or taken
+from other ranks, and never saved; anything else."""
+
+
+@dataclass
+class _Storage:
+    """A storage that is alive: how often autograd has saved it, and what else is known of it."""
+
+    nbytes: int
+    alive: Any
+    saved: int = 0
+    was_saved: bool = False
+    marks: set[str] = field(default_factory=set)
+
+    @property
+    def kind(self) -> str:
+        if HELD in self.marks:
+            return HELD
+        if self.saved:
+            return SAVED
+        return TRAVELS if TRAVELS in self.marks and not self.was_saved else WORKING
+
+    def save(self, times: int) -> None:
+        """Autograd has saved it once more, or once less."""
+        self.saved += times
+        self.was_saved = True
+
+
+class Alive(TorchDispatchMode):
+    """Watches while it is entered.
+
+    now: bytes of each kind at this moment.  most: the most there were of each kind, at any one time.
+    peak: the most of all kinds together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = dict.fromkeys((HELD, SAVED, TRAVELS, WORKING), 0)
+        self.most = dict(self.now)
+        self.peak = 0
+        self._storages: dict[int, _Storage] = {}
+        self._hooks: Any = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds at this moment."""
+        return sum(self.now.values())
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Count these as held, or as travelling, until they are gone."""
+        for tensor in tensors:
+            storage = self._seen(tensor)
+            self._change(storage, partial(storage.marks.add, kind))
+
+    def restart(self) -> None:
+        """Forget the most so far: from here on anew."""
+        self.most, self.peak = dict(self.now), self.total
+
+    def __enter__(self) -> Alive:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._seen(value)
+        return result
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _seen(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            gone = weakref.ref(storage, lambda _: self._gone(key))
+            self._storages[key] = _Storage(storage.nbytes(), gone)
+            self._count(WORKING, storage.nbytes())
+        return self._storages[key]
+
+    def _gone(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self._count(storage.kind, -storage.nbytes)
+
+    def _save(self, tensor: Tensor) -> _Saved:
+        storage = self._seen(tensor)
+        self._change(storage, lambda: storage.save(1))
+        return _Saved(tensor, lambda: self._change(storage, lambda: storage.save(-1)))
+
+    def _change(self, storage: _Storage, change: Callable[[], None]) -> None:
+        self.now[storage.kind] -= storage.nbytes
+        change()
+        self._count(storage.kind, storage.nbytes)
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        self.most[kind] = max(self.most[kind], self.now[kind])
+        self.peak = max(self.peak, self.total)
+
+
+class _Saved:
+    """A tensor that autograd keeps; `release` is called when it does no longer."""
+
+    def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
+        self.tensor, self._release = tensor, release
+
+    def __del__(self) -> None:
+        self._release()

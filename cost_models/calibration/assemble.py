@@ -1,0 +1,182 @@
+"""Devices and links of ranks, put together to a cluster.
+
+On a CPU the device is what one rank has when no other needs its cores: the threads that torch gives it.  A host has
+`cores` of these, and its ranks share them.  Ranks on GPUs of their own, or said to be separate, have a device each.
+Those whose device or link differs from most are listed as unlike, but for ranks of one machine's cores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.calibration.compute import DeviceFit, Residual
+from cost_models.calibration.fit import LinkFit
+from cost_models.calibration.samples import LIKE
+from splitc.cluster import Cluster, Device, Link, Rate, Unlike
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Where the ranks of a calibration are.
+
+    per_host: ranks of a host.  slots: how many of them can compute at once without sharing.
+    separate: the ranks are machines of their own that only happen to be started on this one.
+    """
+
+    world: int
+    per_host: int
+    slots: int
+    gpus: bool
+    separate: bool = False
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are on one host and share it."""
+        return self.share and self.per_host == self.world
+
+    @property
+    def share(self) -> bool:
+        """Whether the ranks of a host compute on the same cores, or on fewer GPUs than there are ranks."""
+        several = self.per_host > 1 and not self.separate
+        return several and (not self.gpus or self.slots < self.per_host)
+
+    def measures(self, rank: int) -> bool:
+        """Whether a rank's device is measured: ranks that shared theirs meanwhile would show less of it."""
+        return self.separate or rank % self.per_host < self.slots
+
+    @property
+    def hosts_apart(self) -> int | None:
+        """Ranks of a host, where there are several hosts of several ranks."""
+        return self.per_host if not self.separate and 1 < self.per_host < self.world else None
+
+
+def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: Launched) -> Cluster:
+    """The cluster of these measurements; fits: None for ranks that were not measured."""
+    links = _of_whole_cores(links, ranks)
+    if ranks.one_machine:
+        device = mean_device([fit.device for fit in fits if fit is not None])
+        return Cluster(name, device, links.links[0], None, True, source, cores=ranks.slots)
+    measured = [fits[rank] or fits[rank // ranks.per_host * ranks.per_host] for rank in range(ranks.world)]
+    own = [fit.device for fit in measured if fit is not None]
+    groups: dict[int, list[int]] = {}
+    for rank in range(ranks.world):
+        like = (first for first in groups if links.links[first] == links.links[rank] and alike(own[first], own[rank]))
+        groups.setdefault(next(like, rank), []).append(rank)
+    usual, *others = sorted(groups.values(), key=lambda members: (-len(members), members))
+    return Cluster(
+        name=name,
+        device=mean_device([own[rank] for rank in usual]),
+        link=links.links[usual[0]],
+        world=ranks.world,
+        ranks_share_device=ranks.share,
+        source=source,
+        cores=ranks.slots if ranks.share else 1,
+        local_link=links.local,
+        ranks_per_host=ranks.hosts_apart,
+        unlike=tuple(
+            Unlike(tuple(members), mean_device([own[rank] for rank in members]), links.links[members[0]])
+            for members in others
+        ),
+    )
+
+
+def _of_whole_cores(found: LinkFit, ranks: Launched) -> LinkFit:
+    """Links with what a byte takes of a whole core: where ranks shared cores it was seen to take longer."""
+    part = min(1.0, ranks.slots / ranks.per_host) if ranks.share else 1.0
+    links = tuple(replace(link, processor=link.processor * part) for link in found.links)
+    local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
+    return LinkFit(links, local, found.residuals)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def part_of(device: Device, share: float) -> Device:
+    """What a rank has of a device for `share` of the time, as under a quota."""
+    return device.slowed(1 / share)
+
+
+def alike(a: Device, b: Device) -> bool:
+    """Whether two devices reach nearly the same FLOP rates and memory bandwidth."""
+    rates = [(_reached(a, dtype), _reached(b, dtype)) for dtype in a.flop_rate if dtype in b.flop_rate]
+    rates.append((a.memory_bandwidth * a.reached("memory"), b.memory_bandwidth * b.reached("memory")))
+    return a.flop_rate.keys() == b.flop_rate.keys() and all(max(pair) < LIKE * min(pair) for pair in rates)
+
+
+def _reached(device: Device, dtype: str) -> float:
+    return device.flop_rate[dtype] * device.reached("matmul")
+
+
+def mean_device(devices: Sequence[Device]) -> Device:
+    """A device whose every number is the geometric mean; memory is the least."""
+    first = devices[0]
+
+    def mean(values: Iterable[float]) -> float:
+        return math.exp(math.fsum(math.log(max(value, 1e-12)) for value in values) / len(devices))
+
+    def common(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {key: mean(each[key] for each in numbers) for key in numbers[0] if all(key in each for each in numbers)}
+
+    return replace(
+        first,
+        flop_rate=common([each.flop_rate for each in devices]),
+        memory_bandwidth=mean(each.memory_bandwidth for each in devices),
+        memory=min(each.memory for each in devices),
+        efficiency=common([each.efficiency for each in devices]),
+        launch=mean(each.launch for each in devices),
+        conv_launch=mean(each.conv_launch for each in devices),
+        overlap=math.fsum(each.overlap for each in devices) / len(devices),
+    )
+
+
+def tidy(cluster: Cluster) -> Cluster:
+    """The same with four digits of each number, as people read and edit them; the rest is noise."""
+    local = cluster.local_link
+    return replace(
+        cluster,
+        device=_tidy_device(cluster.device),
+        link=_tidy_link(cluster.link),
+        local_link=None if local is None else _tidy_link(local),
+        unlike=tuple(
+            replace(each, device=_tidy_device(each.device), link=_tidy_link(each.link)) for each in cluster.unlike
+        ),
+    )
+
+
+def _tidy_device(device: Device) -> Device:
+    return replace(
+        device,
+        flop_rate={dtype: _digits(rate) for dtype, rate in device.flop_rate.items()},
+        memory_bandwidth=_digits(device.memory_bandwidth),
+        efficiency={op: _digits(part) for op, part in device.efficiency.items()},
+        launch=_digits(device.launch),
+        conv_launch=_digits(device.conv_launch),
+    )
+
+
+def _tidy_link(link: Link) -> Link:
+    return replace(
+        link,
+        bandwidth=_digits(link.bandwidth),
+        latency=_digits(link.latency),
+        processor=_digits(link.processor),
+        collectives={k: Rate(_digits(r.bandwidth), _digits(r.latency)) for k, r in link.collectives.items()},
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def merged(fits: Iterable[DeviceFit]) -> tuple[Residual, ...]:
+    """The residuals of all devices: of what was timed on several the mean."""
+    found: dict[str, list[Residual]] = {}
+    for fit in fits:
+        for each in fit.residuals:
+            found.setdefault(each.what, []).append(each)
+    return tuple(
+        Residual(what, sum(r.measured for r in rows) / len(rows), sum(r.fitted for r in rows) / len(rows))
+        for what, rows in found.items()
+    )

@@ -1,0 +1,103 @@
+"""A clock for what several ranks do together.
+
+An operation runs once to warm up, then as often as its time allows, one right after the other: ranks wait for each
+other in it, so no barrier is needed between them, and none is timed.  What counts is the mean of the middle half of a
+rank's runs: other processes of the machine only make some of them longer, and a send that ends in a buffer of the
+kernel makes the next one as much longer as itself was shorter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from splitc.runtime.transport import Transport
+
+Progress = Callable[[str], None]
+Value = TypeVar("Value")
+
+LEAST, MOST = 3, 400  # runs that are counted
+_FIGURES = 3  # that ranks tell each other at once
+
+
+def quiet(_: str) -> None:
+    """Progress that nobody reads."""
+
+
+class Bench:
+    """The ranks of a transport with a clock each.  What it returns is the same on all ranks, which call it together.
+
+    spent: seconds that everything timed so far has taken.
+    """
+
+    def __init__(self, transport: Transport, progress: Progress = quiet) -> None:
+        self.transport = transport
+        self.rank, self.world, self.device = transport.rank, transport.world, transport.device
+        self.say = progress
+        self.spent = 0.0
+        self._buffers: list[Tensor] = []
+
+    def everyone(self, value: Value) -> list[Value]:
+        """All ranks' values in rank order, on every rank."""
+        values: list[Value] = self.transport.broadcast_object(self.transport.gather_objects(value))
+        return values
+
+    def seconds(self, ranks: Sequence[int], run: Callable[[], object], allowed: float) -> float:
+        """Seconds that `run`, which `ranks` do together, takes the slowest of them; the others wait.
+
+        allowed: seconds that all runs may take, about.
+        """
+
+        def timed() -> tuple[float]:
+            begin = time.perf_counter()
+            run()
+            self.settle()
+            return (time.perf_counter() - begin,)
+
+        return max(figures[0] for figures in self.figures(ranks, timed, allowed))
+
+    def figures(
+        self, ranks: Sequence[int], run: Callable[[], tuple[float, ...]], allowed: float
+    ) -> list[tuple[float, ...]]:
+        """The figures that `run` returns, two at most, on each of `ranks`: of each the mean of its middle half."""
+        takes_part = self.rank in ranks
+        begin = time.perf_counter()
+        if takes_part:
+            run()
+        took = max(first for first, *_ in self._everyones(time.perf_counter() - begin if takes_part else 0.0))
+        runs = min(MOST, max(LEAST, int(allowed / max(took, 1e-9)) - 1))
+        seen = [run() for _ in range(runs)] if takes_part else []
+        mine = [middle(values) for values in zip(*seen, strict=True)]
+        found = self._everyones(time.perf_counter() - begin, *mine)
+        self.spent += max(whole for whole, *_ in found)
+        return [tuple(figures) for rank, (_, *figures) in enumerate(found) if rank in ranks]
+
+    def _everyones(self, *figures: float) -> list[list[float]]:
+        """All ranks' figures; quicker than `everyone`."""
+        own = torch.zeros(_FIGURES, dtype=torch.float64, device=self.device)
+        own[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
+        outputs = [torch.empty_like(own) for _ in range(self.world)]
+        self.transport.all_gather(outputs, own, tuple(range(self.world))).wait()
+        return [output.tolist() for output in outputs]
+
+    def buffers(self, numel: int, count: int) -> list[Tensor]:
+        """Tensors to receive in, the same ones each time: memory that is new takes the kernel's time too."""
+        if len(self._buffers) < count or self._buffers[0].numel() != numel:
+            self._buffers = [torch.ones(numel, device=self.device) for _ in range(count)]
+        return self._buffers[:count]
+
+    def settle(self) -> None:
+        """Wait for what this rank has given its GPU to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def middle(values: Sequence[float]) -> float:
+    """The mean of the middle half, of three values the one between the others."""
+    ordered, cut = sorted(values), max(len(values) // 4, int(len(values) == 3))
+    half = ordered[cut : len(ordered) - cut]
+    return sum(half) / len(half)

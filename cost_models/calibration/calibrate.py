@@ -1,0 +1,159 @@
+"""A cluster from measurements: the devices of all ranks at the same time, then the links between them.
+
+Devices are measured together because in training they compute together, and share caches and memory.  Of more ranks
+than there are cores only as many are measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
+from cost_models.calibration.bench import Bench, Progress, quiet
+from cost_models.calibration.compute import Residual, measure_device
+from cost_models.calibration.fit import LinkFit, fit_links
+from cost_models.calibration.links import measure_links
+from cost_models.calibration.loopback import gpu_link, loopback_link
+from splitc.cluster import Cluster
+from splitc.errors import LaunchError
+from splitc.runtime.transport import Transport
+
+BUDGET = 90.0  # seconds
+_DEVICES = 0.35  # of the budget; the rest is for the links
+_WHOLE = 0.95  # of a core, above which it counts as all of it
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured cluster, and what its numbers miss of what was timed."""
+
+    cluster: Cluster
+    residuals: tuple[Residual, ...]
+
+
+def calibrate(
+    transport: Transport | None = None,
+    budget: float = BUDGET,
+    progress: Progress = quiet,
+    *,
+    separate: bool = False,
+    name: str = "calibrated",
+) -> Calibration:
+    """Measure the ranks of `transport`, which all call this and get the same; or this machine, by this process alone.
+
+    budget: seconds, about.  separate: the ranks are machines of their own, with their own cores and network, although
+    torchrun was told that they are on one host.
+
+    Raises LaunchError when hosts have unequal numbers of ranks.
+    """
+    if transport is None or transport.world == 1:
+        return alone(transport.device if transport else None, budget, progress, name)
+    bench = Bench(transport, progress)
+    ranks = _ranks(bench, separate)
+    transport.barrier()
+    own = None
+    if ranks.measures(transport.rank):
+        own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
+        if separate and not ranks.gpus:
+            own = replace(own, device=part_of(own.device, _share(budget / 20)))
+    fits = bench.everyone(own)
+    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart)
+    links = fit_links(samples, alike=ranks.one_machine)
+    kind = "separate ranks" if separate else "ranks"
+    source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
+    cluster = assemble(name, source, fits, links, ranks)
+    return Calibration(tidy(cluster), (*merged(fit for fit in fits if fit is not None), *links.residuals))
+
+
+def alone(where: torch.device | None, budget: float, progress: Progress, name: str, source: str = "") -> Calibration:
+    """This machine, measured by this process: its first GPU, or one of its cores; links as far as they can be."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    on_gpu = where.type == "cuda"
+    begin = time.monotonic()
+    with one_thread(not on_gpu):
+        fit = measure_device(where, budget * _DEVICES, lambda text: progress(f"device, {text}"))
+        progress("the link between two ranks here")
+        left = max(budget / 4, budget - (time.monotonic() - begin))
+        links = LinkFit((gpu_link(left),), None, ()) if on_gpu and gpus > 1 else loopback_link(left)
+    cluster = Cluster(
+        name=name,
+        device=fit.device,
+        link=links.links[0],
+        ranks_share_device=not on_gpu,
+        cores=1 if on_gpu else cores(),
+        source=source or _source("one process", on_gpu, threads=1),
+    )
+    return Calibration(tidy(cluster), (*fit.residuals, *links.residuals))
+
+
+# -- where the ranks are -----------------------------------------------------------------------------------------------
+
+
+def _ranks(bench: Bench, separate: bool) -> Launched:
+    gpu = bench.device.type == "cuda"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
+    slots = torch.cuda.device_count() if gpu else max(1, cores() // torch.get_num_threads())
+    if bench.transport.waits_hold_the_stream:
+        slots = here  # NCCL has checked that each has a GPU of its own
+    hosts = bench.everyone((here, slots))
+    per_host = {each for each, _ in hosts}
+    if len(per_host) > 1 and not separate:
+        counts = ", ".join(str(each) for each, _ in hosts)
+        raise LaunchError(
+            f"the hosts have unequal numbers of ranks (of each rank, how many are on its host: {counts}); start as "
+            f"many on each, or say --separate when every rank is a machine of its own"
+        )
+    return Launched(bench.world, min(here, bench.world), min(each for _, each in hosts), gpu, separate)
+
+
+def _share(seconds: float) -> float:
+    """The part of its cores that this process has when it wants all: less under a quota.
+
+    Short runs are over before a quota stops them, and the time of a thread does not count while it stands still.
+    """
+    a = torch.ones(192, 192)
+    torch.mm(a, a)
+    begin, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() < begin + seconds:
+        torch.mm(a, a)
+    share = (time.process_time() - used) / (time.perf_counter() - begin) / torch.get_num_threads()
+    return share if share < _WHOLE else 1.0
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Compute as one rank of as many as there are cores: with one thread."""
+    before = torch.get_num_threads()
+    try:
+        if wanted:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _backend(transport: Transport) -> str:
+    if transport.waits_hold_the_stream:
+        return "NCCL"
+    return "gloo, through the CPU" if transport.device.type == "cuda" else "gloo"
+
+
+def _source(what: str, gpu: bool, threads: int) -> str:
+    each = "" if gpu else f", {threads} thread{'s' * (threads > 1)} each"
+    day = datetime.date.today().isoformat()
+    return f"measured by splitc calibrate on {day}: {what}{each}, torch {torch.__version__}"

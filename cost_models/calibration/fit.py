@@ -1,0 +1,252 @@
+"""Links from timed messages: least squares of relative errors.
+
+    seconds = latency * rounds + bytes / bandwidth                       (1)
+    minimise the sum of (fitted / measured - 1)^2,  latency >= 0  (2)
+
+`cost_models.alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
+of the ring for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
+pair, and a sample counts for the slowest of its ranks.
+
+A link shaped by a token bucket lets some milliseconds' worth of bytes through as if it had no rate.  So where messages
+take long enough to be far beyond it, only those give the bandwidth, and the smallest the latency.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models import alpha_beta
+from cost_models.calibration.compute import Residual
+from cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
+from splitc import units
+from splitc.cluster import COLLECTIVES, Link, Rate
+
+Point = tuple[float, float, float]  # rounds, bytes, seconds
+
+_OTHER_LATENCY = 2.0  # latencies differ that do by this factor
+_SETTLED = 0.02  # seconds that a message takes which a token bucket does not matter for
+_MANY = ("many_to_one", "one_to_many")
+_PRICES: dict[str, Callable[[float, int, Link], float]] = {
+    "many_to_one": lambda nbytes, n, link: alpha_beta.many_to_one(nbytes, n - 1, link),
+    "one_to_many": lambda nbytes, n, link: alpha_beta.one_to_many(nbytes, n - 1, link),
+    "all_reduce": alpha_beta.ring_all_reduce,
+    "all_gather": alpha_beta.all_gather,
+    "reduce_scatter": alpha_beta.reduce_scatter,
+}
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """links: of each rank to ranks of other hosts.  local: between the ranks of a host, where that is another one."""
+
+    links: tuple[Link, ...]
+    local: Link | None
+    residuals: tuple[Residual, ...]
+
+
+def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
+    """The links of all ranks.  alike: all ranks have the same, as those of one machine have."""
+    near = [each for each in measured.samples if measured.local(each.ranks)]
+    far = [each for each in measured.samples if not measured.local(each.ranks)]
+    speeds = _Speeds(measured, far, alike)
+    own = {first: [each for each in far if speeds.counts(each, first)] for first in speeds.group}
+    overlaps = {first: [each for each in measured.overlaps if speeds.group[each.rank] == first] for first in own}
+    links = _fill_in({first: _fit(own[first], overlaps[first]) for first in own}, own)
+    local = _fit(near, measured.overlaps) if near else None
+
+    def fitted(sample: Sample) -> float:
+        if local is not None and measured.local(sample.ranks):
+            return price(sample, local)
+        slowest = links[speeds.slowest(sample.ranks)]
+        if sample.kind not in _MANY:
+            return price(sample, slowest)
+        the_one = links[speeds.group[sample.ranks[0]]]
+        return max(price(sample, the_one), price(replace(sample, kind="message"), slowest))
+
+    def where(sample: Sample) -> str:
+        if local is not None and measured.local(sample.ranks):
+            return " in a host"
+        first = speeds.slowest(sample.ranks)
+        like = [str(rank) for rank, group in enumerate(speeds.group) if group == first]
+        return f" with rank {', '.join(like)}" if first != speeds.usual else ""
+
+    residuals = _residuals(measured.samples, fitted, where)
+    residuals += _residuals_of_overlaps(measured.overlaps, lambda rank: links[speeds.group[rank]])
+    return LinkFit(tuple(links[first] for first in speeds.group), local, tuple(residuals))
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def fit_line(points: Sequence[Point]) -> tuple[float, float]:
+    """Latency and bandwidth of equation (1) by (2)."""
+    rows = [(rounds / seconds, nbytes / seconds) for rounds, nbytes, seconds in points]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-12 * aa * bb:  # one size only
+        return 0.0, bb / b
+    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency < 0:
+        return 0.0, bb / b
+    if per_byte <= 0:  # large messages took no longer than small ones: noise, and at least what they reached
+        per_byte = 1 / max(reached for _, reached in rows)
+        latency = max(0.0, (a - per_byte * ab) / aa)
+    return latency, 1 / per_byte
+
+
+def fit_factor(points: Iterable[tuple[float, float, float]]) -> float:
+    """x of seconds = base + x * unit, from (base, unit, seconds), by (2)."""
+    rows = [((seconds - base) / seconds, unit / seconds) for base, unit, seconds in points]
+    return sum(y * x for y, x in rows) / sum(x * x for _, x in rows)
+
+
+def point(sample: Sample) -> Point:
+    """Rounds, bytes and seconds of a message, of many to one, or of a collective."""
+    n, nbytes = len(sample.ranks), sample.nbytes
+    rounds, sent = {
+        "message": (1, nbytes),
+        "many_to_one": (n - 1, (n - 1) * nbytes),
+        "one_to_many": (n - 1, (n - 1) * nbytes),
+        "all_reduce": (2 * (n - 1), 2 * (n - 1) / n * nbytes),
+        "all_gather": (n - 1, (n - 1) / n * nbytes),
+        "reduce_scatter": (n - 1, (n - 1) / n * nbytes),
+    }[sample.kind]
+    return rounds, sent, sample.seconds
+
+
+def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
+    """The link that samples show.  Of what they do not, `_fill_in` takes another's."""
+    kinds: dict[str, list[Sample]] = defaultdict(list)
+    for each in samples:
+        kinds[each.kind].append(each)
+    messages = [*_beyond_buckets(kinds["message"]), *kinds["many_to_one"], *kinds["one_to_many"]]
+    latency, bandwidth = fit_line([point(each) for each in messages])
+
+    def times_as_long(kind: str) -> float:
+        return fit_factor((latency, each.nbytes / bandwidth, each.seconds) for each in kinds[kind])
+
+    pairs = max((len(each.ranks) // 2 for each in kinds["pairs"]), default=1)
+    collectives = {}
+    for name in COLLECTIVES:
+        if kinds[name]:
+            of_a_round, rate = fit_line([point(each) for each in kinds[name]])
+            collectives[name] = Rate(rate, of_a_round)
+    taken = fit_factor((each.alone, each.nbytes, each.together) for each in overlaps) if overlaps else 0.0
+    return Link(
+        bandwidth=bandwidth,
+        latency=latency,
+        duplex=not kinds["exchange"] or times_as_long("exchange") < 1.5,
+        shared=bool(kinds["pairs"]) and times_as_long("pairs") > (1 + pairs) / 2,
+        processor=min(max(taken, 0.0), 2 / bandwidth),  # the core is busy with a byte no longer than both ends are
+        collectives=collectives,
+    )
+
+
+def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:
+    """Links that have what was timed only between others."""
+
+    def seen_on(kind: str) -> list[Link]:
+        return [link for first, link in links.items() if any(each.kind == kind for each in own[first])]
+
+    duplex, shared = seen_on("exchange"), seen_on("pairs")
+    rates = {name: link.collectives[name] for link in links.values() for name in link.collectives}
+    return {
+        first: replace(
+            link,
+            duplex=all(each.duplex for each in duplex),
+            shared=any(each.shared for each in shared),
+            collectives={name: link.collectives.get(name, rate) for name, rate in rates.items()},
+        )
+        for first, link in links.items()
+    }
+
+
+def _beyond_buckets(messages: list[Sample]) -> list[Sample]:
+    settled = [each for each in messages if each.seconds >= _SETTLED]
+    if len({each.nbytes for each in settled}) < 2:
+        return messages
+    smallest = min(each.nbytes for each in messages)
+    return [each for each in messages if each.nbytes == smallest] + settled
+
+
+# -- whose link --------------------------------------------------------------------------------------------------------
+
+
+class _Speeds:
+    """Which ranks have links alike.  group: of each rank, the first rank whose link is like its own."""
+
+    def __init__(self, measured: LinkSamples, samples: Sequence[Sample], alike: bool) -> None:
+        known = times(samples)
+        per_host = measured.ranks_per_host or 1
+        self.best: list[tuple[float, float]] = []  # of each rank, seconds of a small and of a large message
+        group: list[int] = []
+        for rank in range(measured.world):
+            pairs = [seconds for pair, seconds in known.items() if rank in pair]
+            neighbour = rank // per_host * per_host  # stands for the others of its host, which were not timed
+            self.best.append(min(pairs, key=lambda seconds: seconds[1]) if pairs else self.best[neighbour])
+            like = (each for each in dict.fromkeys(group) if alike or _like(self.best[each], self.best[rank]))
+            group.append(next(like, rank))
+        self.group = tuple(group)
+        self.usual = max(dict.fromkeys(group), key=group.count)
+
+    def slowest(self, ranks: Ranks) -> int:
+        """The group of the slowest of `ranks`."""
+        return max((self.group[rank] for rank in ranks), key=lambda first: self.best[first][1])
+
+    def counts(self, sample: Sample, first: int) -> bool:
+        """Whether a sample shows the links of a group."""
+        if sample.kind in (*_MANY, "pairs", "exchange"):
+            return all(self.group[rank] == first for rank in sample.ranks)
+        return self.slowest(sample.ranks) == first
+
+
+def _like(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """Whether ranks whose small and whose large message take these seconds have links that are nearly the same."""
+    (quick, slow), (small, large) = sorted((a[0], b[0])), sorted((a[1], b[1]))
+    latency_differs = slow > _OTHER_LATENCY * quick and slow - quick > (LIKE - 1) * large
+    return large < LIKE * small and not latency_differs
+
+
+# -- residuals ---------------------------------------------------------------------------------------------------------
+
+
+def price(sample: Sample, link: Link) -> float:
+    """Seconds that the numbers of a link give for what was timed."""
+    if sample.kind in _PRICES:
+        return _PRICES[sample.kind](sample.nbytes, len(sample.ranks), link)
+    times = 1
+    if sample.kind == "exchange" and not link.duplex:
+        times = 2
+    if sample.kind == "pairs" and link.shared:
+        times = len(sample.ranks) // 2
+    return alpha_beta.point_to_point(times * sample.nbytes, link)
+
+
+def _residuals(
+    samples: Iterable[Sample], fitted: Callable[[Sample], float], where: Callable[[Sample], str]
+) -> list[Residual]:
+    """One for each kind, size and number of ranks; of pairs that are alike the mean."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for each in samples:
+        n = len(each.ranks)
+        over = {"message": "", "exchange": "", "pairs": f", {n // 2} at once"}.get(each.kind, f" over {n} ranks")
+        what = f"{each.kind.replace('_', ' ')}{over}{where(each)}, {units.nbytes(each.nbytes)}"
+        found.setdefault(what, []).append((each.seconds, fitted(each)))
+    return [Residual(what, *_means(seconds)) for what, seconds in found.items()]
+
+
+def _residuals_of_overlaps(overlaps: Iterable[Overlap], link_of: Callable[[int], Link]) -> list[Residual]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for each in overlaps:
+        what = f"computing beside transfers of {units.nbytes(each.message)}"
+        fitted = each.alone + link_of(each.rank).processor * each.nbytes
+        found.setdefault(what, []).append((each.together, fitted))
+    return [Residual(what, *_means(seconds)) for what, seconds in found.items()]
+
+
+def _means(seconds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    measured, fitted = zip(*seconds, strict=True)
+    return sum(measured) / len(measured), sum(fitted) / len(fitted)

@@ -1,0 +1,120 @@
+"""The links of one machine without starting a process: gloo between two threads, and copies between GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_models.calibration.bench import middle
+from cost_models.calibration.fit import LinkFit, fit_line, fit_links
+from cost_models.calibration.links import measure_links
+from splitc.cluster import Link
+from splitc.runtime.simulated import run_ranks
+from splitc.runtime.transport import Together, Transport, Work
+
+_TAG = 1  # of the messages that a reduce-scatter is made of
+_TIMEOUT = timedelta(seconds=30)
+
+
+def loopback_link(budget: float) -> LinkFit:
+    """What two ranks of this machine talk over: gloo on the loopback device."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    samples = run_ranks(2, lambda meeting: measure_links(Loopback(meeting, store), budget))
+    return fit_links(samples[0], alike=True)
+
+
+class Loopback(Transport):
+    """The transport of one thread: tensors travel by gloo, objects over what `meeting` offers."""
+
+    def __init__(self, meeting: Transport, store: Any) -> None:
+        self.rank, self.world, self.device = meeting.rank, meeting.world, meeting.device
+        self._meeting = meeting
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, _TIMEOUT)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return self._meeting.broadcast_object(value, src)
+
+    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
+        return self._meeting.gather_objects(value, dst)
+
+    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
+        return self._meeting.scatter_objects(values, src)
+
+    def barrier(self) -> None:
+        self._meeting.barrier()
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        work: Work = self._group.send([tensor], dst, tag)
+        return work
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        work: Work = self._group.recv([tensor], src, tag)
+        return work
+
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        work: Work = self._group.allreduce([tensor])
+        return work
+
+    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+        work: Work = self._group.broadcast([tensor], src)
+        return work
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        work: Work = self._group.allgather([outputs], [tensor])
+        return work
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        """By messages straight to their rank, as the transport of processes does it."""
+        others = [rank for rank in ranks if rank != self.rank]
+        arriving = {rank: torch.empty_like(output) for rank in others}
+        works = [self._irecv(arriving[rank], rank, _TAG) for rank in others]
+        works += [self._isend(pieces[rank], rank, _TAG) for rank in others]
+        return _Summed(output, [pieces[self.rank], *arriving.values()], Together(works))
+
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        """There are two ranks, and they are connected."""
+
+
+class _Summed:
+    """A work that leaves the sum of `parts` in `output`."""
+
+    def __init__(self, output: Tensor, parts: list[Tensor], work: Work) -> None:
+        self._output, self._parts, self._work = output, parts, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(torch.stack(self._parts).sum(0))
+
+
+def gpu_link(budget: float) -> Link:
+    """Copies from the first GPU to the second."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    points = []
+    for numbers in (16, 1 << 20, 1 << 24):
+        here = torch.ones(numbers, device=first)
+        there = here.to(second)
+        seconds = _seconds(partial(there.copy_, here), second, budget / 3)
+        points.append((1.0, float(here.nbytes), seconds))
+    latency, bandwidth = fit_line(points)
+    return Link(bandwidth, latency)
+
+
+def _seconds(run: Callable[[], object], where: torch.device, budget: float) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while len(times) < 4 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize(where)
+        times.append(time.perf_counter() - begin)
+    return middle(times[1:])

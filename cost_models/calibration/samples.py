@@ -1,0 +1,94 @@
+"""What was timed between ranks, and what it says about who is connected how well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Ranks = tuple[int, ...]
+
+LIKE = 1.15  # ranks are alike whose numbers differ by less than this factor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds that something took `ranks`.
+
+    nbytes: of each message, or of the tensor of a collective as `cost_models.alpha_beta` counts it.
+    """
+
+    kind: str
+    ranks: Ranks
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of the same matrix products on a rank, alone and beside transfers.
+
+    nbytes: what the rank sent and received while it computed, of messages of size `message`.
+    """
+
+    rank: int
+    message: int
+    nbytes: float
+    alone: float
+    together: float
+
+
+@dataclass(frozen=True)
+class LinkSamples:
+    """All that was timed between the ranks.  ranks_per_host: None when each is a host of its own."""
+
+    world: int
+    samples: tuple[Sample, ...]
+    overlaps: tuple[Overlap, ...] = ()
+    ranks_per_host: int | None = None
+
+    def local(self, ranks: Iterable[int]) -> bool:
+        """Whether ranks are on one host that others are not on."""
+        per_host = self.ranks_per_host
+        return per_host is not None and len({rank // per_host for rank in ranks}) == 1
+
+
+def times(samples: Iterable[Sample]) -> dict[Ranks, tuple[float, float]]:
+    """Seconds of the smallest message of each pair and of the largest, of those sizes that all pairs have."""
+    messages = [each for each in samples if each.kind == "message"]
+    found: dict[Ranks, dict[float, float]] = {}
+    for each in messages:
+        found.setdefault(each.ranks, {})[each.nbytes] = each.seconds
+    sizes = sorted(set.intersection(*(set(sizes) for sizes in found.values()))) if found else []
+    return {pair: (seconds[sizes[0]], seconds[sizes[-1]]) for pair, seconds in found.items()}
+
+
+def between_hosts(samples: Iterable[Sample], per_host: int) -> dict[Ranks, float]:
+    """Seconds of a large message of each pair on two hosts, the fastest first; on one host of all pairs."""
+    known = {pair: seconds for pair, (_, seconds) in times(samples).items()}
+    apart = {pair: seconds for pair, seconds in known.items() if pair[0] // per_host != pair[1] // per_host} or known
+    return dict(sorted(apart.items(), key=lambda each: each[1]))
+
+
+def best_connected(samples: Iterable[Sample], per_host: int) -> int:
+    """The first rank of those with the fastest links."""
+    known = between_hosts(samples, per_host)
+    fastest = min(known.values(), default=0.0)
+    return min((min(pair) for pair, seconds in known.items() if seconds <= LIKE * fastest), default=0)
+
+
+def groups_of(world: int, per_host: int, messages: Sequence[Sample]) -> list[Ranks]:
+    """What collectives are measured over: all ranks, a host, a pair within it, and pairs of hosts.
+
+    Ranks of different speed are in pairs of their own: else all would be priced as the slowest.
+    """
+    everybody = tuple(range(world))
+    groups = [everybody]
+    if per_host > 1:
+        groups += [everybody[:per_host], (0, 1)]
+    known = between_hosts(messages, per_host)
+    left = list(known)
+    while left:
+        fastest = known[left[0]]
+        groups.append(left[0])
+        left = [pair for pair in left if known[pair] > LIKE * fastest]
+    return list(dict.fromkeys(groups))

@@ -1,0 +1,31 @@
+"""Fill `plan.predicted`: what each rank does with the time of a step, by simulating the program that was made.
+
+The planner's closed forms add up what a step computes and sends; the simulation knows what of it overlaps (design 7).
+This pass decides nothing else: the plan stays the one that was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from cost_models.timeline import simulate
+from splitc.action_checks import actions_are_complete
+from splitc.cluster import Cluster
+from splitc.pipeline import Check, Pass
+from splitc.program import Program
+
+
+@dataclass(frozen=True)
+class Predict(Pass):
+    """Simulate some steps on `cluster`; the last one is the prediction."""
+
+    name: ClassVar[str] = "predict"
+    requires: ClassVar[tuple[Check, ...]] = (actions_are_complete,)
+    ensures: ClassVar[tuple[Check, ...]] = ()
+
+    cluster: Cluster
+
+    def run(self, program: Program) -> Program:
+        plan, phases = program.required_plan, simulate(program, self.cluster).phases
+        return replace(program, plan=plan.with_prediction(phases, self.cluster))

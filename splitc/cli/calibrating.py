@@ -1,0 +1,223 @@
+"""`splitc calibrate`: measure, print what the numbers miss, write a cluster file.
+
+Where torchrun did not start it, it starts its ranks itself.  Rank 0 alone prints and writes, and writes only at the
+end, so that an interrupt leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from splitc import units
+from splitc.cli.progress import Step
+from splitc.cluster_file import parse_cluster, to_toml
+from splitc.errors import CostError, LaunchError
+
+if TYPE_CHECKING:
+    from cost_models.calibration.calibrate import Calibration
+    from cost_models.calibration.compute import Residual
+    from splitc.cluster import Cluster, Device, Link
+
+MOST = 16  # ranks that are started where there are no GPUs, however many cores there are
+_BUSY = 0.3  # other processes for each core, beyond which they make the numbers worse
+_PATIENCE = 120.0  # seconds that a rank waits for the others, besides what measuring takes
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure and write; returns 1 when a rank fails.  Raises LaunchError for what is wrong before anything starts."""
+    output = Path(args.output)
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not started or os.environ["RANK"] == "0":
+        check_output(output)
+    if started:
+        return _as_rank(args, output)
+    world = ranks_to_start(args.ranks, args.backend)
+    if not args.quiet:
+        _say(f"measuring {world} rank{'s' * (world > 1)} for about {args.budget:g} s")
+        _warn_when_busy()
+    from splitc.runtime.torchrun import torchrun
+
+    options = ["--output", args.output, "--budget", str(args.budget)]
+    options += ["--backend", args.backend] if args.backend else []
+    options += [f"--{flag}" for flag in ("separate", "json", "quiet") if getattr(args, flag)]
+    return torchrun(["-m", "splitc.cli", "calibrate", *options], world).returncode and 1
+
+
+def check_output(path: Path) -> None:
+    """Raises LaunchError when a cluster cannot be written there, or something else would be lost."""
+    if path.suffix != ".toml":
+        raise LaunchError(f"{path} is no name for a cluster file; it must end in .toml: -o cluster.toml")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise LaunchError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"cannot write {path}: {folder} cannot be written to; give another file with -o")
+    if path.exists():
+        try:
+            parse_cluster(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError, CostError) as error:
+            raise LaunchError(
+                f"{path} is there and is no cluster file, so it is not overwritten; give another one with -o ({error})"
+            ) from error
+
+
+def ranks_to_start(asked: int | None, backend: str | None) -> int:
+    """How many processes measure this machine: one for each GPU, else one for each core, 2 at least.
+
+    Raises LaunchError when so many cannot be started or would measure nothing.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise LaunchError(
+            "this torch has no torch.distributed, which ranks talk through; install another build of torch"
+        )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and gpus < (asked or 1):
+        raise LaunchError(
+            f"--backend nccl needs a GPU for each rank; torch sees {gpus} here; leave it out, or say gloo"
+        )
+    if asked == 1 and not gpus:
+        raise LaunchError("--ranks 1: a link has two ends; start 2 ranks or more")
+    from cost_models.calibration.calibrate import cores
+
+    return asked or gpus or min(max(2, cores()), MOST)
+
+
+def _as_rank(args: argparse.Namespace, output: Path) -> int:
+    from splitc.runtime.launch import guarded
+
+    guarded(lambda: _measure(args, output))
+    return 0
+
+
+def _measure(args: argparse.Namespace, output: Path) -> None:
+    if args.ranks is not None:
+        raise LaunchError(f"--ranks {args.ranks}: torchrun has started {os.environ['WORLD_SIZE']} ranks; leave it out")
+    from cost_models.calibration.calibrate import calibrate as measure
+    from splitc.runtime.distributed import init
+
+    transport = init(backend=args.backend, timeout=_PATIENCE + 2 * args.budget)
+    about = f"measuring for about {args.budget:g} s"
+    with Step(about, args.quiet or transport.rank != 0) as step:
+        found = measure(
+            transport,
+            args.budget,
+            lambda what: step.now(f"{about}: {what}"),
+            separate=args.separate,
+            name=output.stem,
+        )
+    if transport.rank == 0:
+        _write(output, to_toml(found.cluster))
+        print(as_json(found, output) if args.json else report(found, output), flush=True)
+    transport.close()
+
+
+def _write(path: Path, text: str) -> None:
+    """As a whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _warn_when_busy() -> None:
+    from cost_models.calibration.calibrate import cores
+
+    busy, here = os.getloadavg()[0], cores()
+    if busy > _BUSY * here:
+        _say(f"this machine was busy in the last minute, load {busy:.1f} on {here} cores: the numbers may be too low")
+
+
+def _say(text: str) -> None:
+    print(f"splitc: {text}", file=sys.stderr, flush=True)
+
+
+# -- what is printed ---------------------------------------------------------------------------------------------------
+
+
+def report(found: Calibration, output: Path) -> str:
+    """The residuals, the numbers, and what to do with them."""
+    from tabulate import tabulate
+
+    rows = [
+        (each.what, units.seconds(each.measured), units.seconds(each.fitted), f"{100 * _error(each):+.0f} %")
+        for each in found.residuals
+    ]
+    header = ("what", "measured", "fitted", "error")
+    table = tabulate(rows, header, disable_numparse=True, colalign=("left", "right", "right", "right"))
+    errors = sorted(abs(_error(each)) for each in found.residuals)
+    lines = [table, ""]
+    if errors:
+        lines += [f"errors: half within {errors[len(errors) // 2]:.0%}, all within {errors[-1]:.0%}", ""]
+    lines += [*_numbers(found.cluster), "", f"wrote {output}"]
+    return "\n".join([*lines, f"use   splitc inspect MODEL --world N --cluster {output}"])
+
+
+def _error(each: Residual) -> float:
+    return each.fitted / each.measured - 1
+
+
+def _numbers(cluster: Cluster) -> Iterator[str]:
+    yield cluster.name
+    shared = f", of which all ranks share {cluster.cores}" if cluster.ranks_share_device else ""
+    yield from _device("device", cluster.device, shared)
+    if cluster.local_link is not None:
+        yield from _link("in a host", cluster.local_link)
+    yield from _link("link", cluster.link)
+    for each in cluster.unlike:
+        ranks = ", ".join(map(str, each.ranks))
+        yield from _device(f"rank {ranks}", each.device, "")
+        yield from _link(f"rank {ranks}", each.link)
+    yield _wrapped("source", cluster.source)
+
+
+def _device(title: str, device: Device, shared: str) -> Iterator[str]:
+    rates = ", ".join(f"{units.flops(rate)}/s {dtype}" for dtype, rate in device.flop_rate.items())
+    reached = ", ".join(f"{op} {part:.0%}" for op, part in device.efficiency.items())
+    yield _wrapped(
+        title,
+        f"{device.name}{shared}: {units.nbytes(device.memory)} at {units.nbytes(device.memory_bandwidth)}/s, {rates}; "
+        f"reached: {reached}; {units.seconds(device.launch)} to start an op",
+    )
+
+
+def _link(title: str, link: Link) -> Iterator[str]:
+    ways = "both ways at once" if link.duplex else "one way at a time"
+    shared = ", one for all ranks of a host" if link.shared else ""
+    taken = f", {link.processor * 1e9:.2g} ns of computing for each byte" if link.processor else ""
+    yield _wrapped(
+        title, f"{units.bandwidth(link.bandwidth)}, {ways}{shared}, {units.seconds(link.latency)} a message{taken}"
+    )
+    for name, rate in link.collectives.items():
+        text = f"{name.replace('_', '-')} {units.bandwidth(rate.bandwidth)}, {units.seconds(rate.latency)} a round"
+        yield _wrapped("", text)
+
+
+def _wrapped(title: str, text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent=f"  {title:9} ", subsequent_indent=" " * 12)
+
+
+def as_json(found: Calibration, output: Path) -> str:
+    return json.dumps(
+        {
+            "written": str(output),
+            "cluster": tomllib.loads(to_toml(found.cluster)),
+            "residuals": [
+                {"what": r.what, "measured": r.measured, "fitted": r.fitted, "error": _error(r)}
+                for r in found.residuals
+            ],
+        },
+        indent=1,
+    )

@@ -1,0 +1,117 @@
+"""`splitc run --measure`: run a build, and print what its ranks did beside what was predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from cost_models.trace import chrome_trace
+from splitc.cli.comparing import WIDTH, Measurement, as_data, as_text, read_measurement, roles_of
+from splitc.cli.correcting import check_writable, factors_of, in_words, offer, to_correct, write_correction
+from splitc.cli.options import Parser
+from splitc.cli.progress import Step
+from splitc.errors import LaunchError
+from splitc.plan import Plan
+
+STEPS = 10
+
+
+def measuring_options() -> Parser:
+    """What `splitc run` takes itself, and does not pass on."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
+        "3 steps are left out",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace"
+    )
+    parser.add_argument(
+        "--correct",
+        type=Path,
+        metavar="CLUSTER.TOML",
+        help="with --measure: correct this cluster file by what was measured, or write a new one",
+    )
+    parser.add_argument("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
+    return parser
+
+
+def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the build and print the comparison; returns 1 when a rank fails or what was asked for cannot be corrected.
+
+    arguments: those for launch.py.  Raises LaunchError before any process starts for what is wrong.
+    """
+    _can_measure(folder, args.steps)
+    if args.trace is not None:
+        check_writable("--trace", args.trace)
+    cluster = None if args.correct is None else to_correct(args.correct, plan)
+    measured = _run(folder, plan, args, arguments)
+    if measured is None:
+        return 1
+    usable = plan.predicted and measured.examples == plan.global_batch
+    factors = factors_of(plan.predicted, measured.ranks) if usable else None
+    if args.json:
+        print(json.dumps(as_data(plan, measured, factors), indent=1))
+    else:
+        print(f"\n{as_text(folder.name, plan, measured)}")
+    said = sys.stderr if args.json else sys.stdout
+    if factors is not None:
+        print(textwrap.fill(in_words(factors, plan.cluster), WIDTH), file=said)
+    if args.trace is not None:
+        _write_trace(args.trace, plan, measured)
+        print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
+    if factors is None or factors.empty:
+        if cluster is not None:
+            print(f"{args.correct} was not written: nothing could be compared", file=said)
+        return int(cluster is not None)
+    if cluster is None:
+        print(offer(folder, plan), file=said)
+    else:
+        kept = write_correction(args.correct, cluster, factors, folder.name, plan)
+        print(f"wrote {args.correct}{'' if kept is None else f'; as it was it is kept in {kept}'}", file=said)
+        print(f"compile the model for it with: splitc compile MODEL --cluster {args.correct}", file=said)
+    return 0
+
+
+def _can_measure(folder: Path, steps: int | None) -> None:
+    from splitc.runtime.measured import WARM_UP
+
+    if steps is not None and steps <= WARM_UP:
+        raise LaunchError(
+            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps; give {WARM_UP + 1} or more"
+        )
+    runtime = folder / "splitc" / "runtime"
+    if runtime.is_dir() and not (runtime / "measured.py").is_file():
+        raise LaunchError(
+            f"{folder} brings the runtime of another splitc, which cannot measure; compile the model again"
+        )
+
+
+def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> Measurement | None:
+    """What was measured; None when a rank failed.  With --json the ranks print nothing but their errors."""
+    from splitc.runtime.torchrun import torchrun
+
+    with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
+        found = Path(temporary) / "measured.json"
+        command = [str(folder / "launch.py"), *arguments, "--measure", str(found)]
+        with Step(f"measuring {args.steps or STEPS} steps on {plan.world} ranks", quiet=not args.json):
+            done = torchrun(command, plan.world, quiet=args.json)
+        if done.returncode:
+            print(done.stderr or "", end="", file=sys.stderr)
+            return None
+        return read_measurement(found)
+
+
+def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:
+    roles = {rank: ", ".join(roles_of(plan, rank)) for rank in range(plan.world)}
+    try:
+        path.write_text(json.dumps(chrome_trace(measured.spans, roles, "measured")) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"--trace {path}: it cannot be written: {error.strerror or error}") from error

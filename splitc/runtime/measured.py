@@ -1,0 +1,182 @@
+"""Phases of measured steps, from what all ranks recorded, and the file that `launch.py --measure` writes.
+
+For a step of a rank, with W the union of its waits and T that of its transfers, each as a length of time:
+
+    waiting = |W|        compute = step - waiting        communication = |T|
+
+A message is under way from when both its ranks have issued it until its receiver sees it complete, or this rank is done
+with it before; a collective from when all its ranks have issued it until this rank sees it complete.  So who waits for
+a late peer waits, and nothing travels.  The k-th message from one rank to another with one tag meets the k-th receive;
+the k-th collective of some ranks is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # quick to load without torch
+    from .recorder import Operation, Step
+
+WARM_UP = 3
+"""Steps at the beginning that are not measured: they allocate, connect and choose algorithms."""
+
+TRACED = 3
+"""Steps at the end whose spans are kept."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank does from `start` to `end`; stream "compute", "wait" or "comm"."""
+
+    rank: int
+    stream: str
+    name: str
+    start: float
+    end: float
+    nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One step of a rank: compute + waiting = step.  between: seconds since its step before."""
+
+    rank: int
+    step: float
+    compute: float
+    waiting: float
+    communication: float
+    sent_bytes: float
+    between: float = 0.0
+
+
+def transfers(ranks: Sequence[Step]) -> list[list[Span]]:
+    """What is under way on each rank in one step, of which rank r recorded `ranks[r]`."""
+    issues: dict[tuple[Any, ...], float] = {}  # when the last of those that take part has come
+    arrivals: dict[tuple[Any, ...], float] = {}
+    for rank, step in enumerate(ranks):
+        for key, operation in _events(rank, step):
+            issues[key] = max(issues.get(key, operation.issued), operation.issued)
+            if key[0] == "message" and key[2] == rank:
+                arrivals[key] = operation.completed
+    found = []
+    for rank, step in enumerate(ranks):
+        spans = []
+        for key, operation in _events(rank, step):
+            end = min(operation.completed, arrivals.get(key, operation.completed))
+            name, nbytes = _name(rank, key, operation)
+            spans.append(Span(rank, "comm", name, min(issues[key], end), end, nbytes))
+        found.append(spans)
+    return found
+
+
+def _events(rank: int, step: Step) -> Iterator[tuple[tuple[Any, ...], Operation]]:
+    """Every message and collective of a step, under a key that is the same on all ranks that take part in it."""
+    number: Counter[tuple[Any, ...]] = Counter()
+
+    def numbered(*key: Any) -> tuple[Any, ...]:
+        number[key] += 1
+        return (*key, number[key])
+
+    for operation in step.operations:
+        for peer, tag, nbytes in operation.receives:
+            yield (*numbered("message", peer, rank, tag), nbytes), operation
+        for peer, tag, nbytes in operation.sends:
+            yield (*numbered("message", rank, peer, tag), nbytes), operation
+        if operation.ranks:
+            yield numbered(operation.kind, operation.ranks), operation
+
+
+def _name(rank: int, key: tuple[Any, ...], operation: Operation) -> tuple[str, int]:
+    if key[0] != "message":
+        return _over(operation), operation.nbytes
+    _, src, dst, _, _, nbytes = key
+    return f"send to rank {dst}" if src == rank else f"receive from rank {src}", nbytes
+
+
+def _over(operation: Operation) -> str:
+    """`all_reduce of ranks 0 1 2`, `send to rank 3`."""
+    if operation.ranks:
+        return f"{operation.kind} of ranks {' '.join(map(str, operation.ranks))}"
+    receiving = [f"receive from rank {peer}" for peer, *_ in operation.receives]
+    return ", ".join([*receiving, *(f"send to rank {peer}" for peer, *_ in operation.sends)])
+
+
+def waits(rank: int, step: Step) -> list[Span]:
+    """Where a rank waits in a step, and for what."""
+    spans = [Span(rank, "wait", _over(op), a, b) for op in step.operations for a, b in op.waits]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def computing(rank: int, step: Step) -> list[Span]:
+    """The rest of a step: what lies between its waits."""
+    spans, done = [], step.begin
+    for start, end in [*union((s.start, s.end) for s in waits(rank, step)), (step.end, step.end)]:
+        if start > done:
+            spans.append(Span(rank, "compute", "compute", done, start))
+        done = end
+    return spans
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same points in time as intervals that do not meet, in their order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(spans: Iterable[Span]) -> float:
+    """The time in which at least one of the spans lasts."""
+    return sum(end - start for start, end in union((span.start, span.end) for span in spans))
+
+
+def phases(ranks: Sequence[Step], before: Sequence[Step] | None = None) -> list[Phases]:
+    """The phases of one step of each rank.  before: the steps before it."""
+    found = []
+    for rank, (step, under_way) in enumerate(zip(ranks, transfers(ranks), strict=True)):
+        whole = step.end - step.begin
+        waiting = min(length(waits(rank, step)), whole)
+        between = step.begin - before[rank].end if before is not None else 0.0
+        found.append(Phases(rank, whole, whole - waiting, waiting, length(under_way), float(step.sent_bytes), between))
+    return found
+
+
+def report(ranks: Sequence[Sequence[Step]], examples: Sequence[int], about: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds.  ranks: all steps of each rank.  examples: of each step's global batch.
+
+    Of every step after the warm-up the phases of all ranks, and of the last ones their spans; schema 1.
+    """
+    steps = [list(step) for step in zip(*ranks, strict=True)]
+    measured = [
+        {"examples": examples[k], "phases": [asdict(each) for each in phases(steps[k], steps[k - 1])]}
+        for k in range(WARM_UP, len(steps))
+    ]
+    spans = [
+        span
+        for step in steps[max(WARM_UP, len(steps) - TRACED) :]
+        for rank, under_way in enumerate(transfers(step))
+        for span in (*computing(rank, step[rank]), *waits(rank, step[rank]), *under_way)
+    ]
+    return {
+        "schema": 1,
+        **about,
+        "world": len(ranks),
+        "warm_up": WARM_UP,
+        "steps": measured,
+        "spans": [asdict(span) for span in spans],
+    }
+
+
+def write(text: dict[str, Any], path: Path) -> None:
+    """Write a report as a whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
