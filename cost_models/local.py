@@ -17,13 +17,13 @@ import torch
 
 from cost_models.calibration.bench import quiet
 from cost_models.calibration.calibrate import alone, cores
-from cost_models.calibration.device import cpu_model
+from cost_models.calibration.compute import cpu_model
 from splitc.cluster import Cluster
 from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import CostError
 
 THIS_MACHINE = "this-machine"
-_FORMAT = 2  # of the cache; a higher one measures again
+_FORMAT = 3  # of the cache; a higher one measures again
 
 
 def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> Cluster:

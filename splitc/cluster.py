@@ -11,10 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-OP_CLASSES = ("matmul", "conv", "attention", "memory")
+_PRODUCTS = ("matmul", "conv", "attention")  # of whose FLOPs and of whose bytes (`_moved`) efficiencies tell
+_OF_MEMORY = ("memory", "math", "batch_norm", "pool", "max_pool", "random", *(f"{op}_moved" for op in _PRODUCTS))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-EFFICIENCIES = (*OP_CLASSES, *(f"{op}_backward" for op in OP_CLASSES))
-_LIKE = {"conv": "matmul", "attention": "matmul"}  # what an op class without an efficiency of its own has
+EFFICIENCIES = tuple(f"{op}{end}" for end in ("", "_backward") for op in (*_PRODUCTS, *_OF_MEMORY))
+_LIKE = {  # what an op class without an efficiency of its own has
+    **dict.fromkeys(_OF_MEMORY, "memory"),
+    "max_pool": "pool",
+    "conv": "matmul",
+    "attention": "matmul",
+}
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,10 @@ class Device:
 
     flop_rate: dtype name -> peak FLOP/s.  memory_bandwidth: bytes/s.  memory: bytes.
     efficiency: op class -> part of the peak that is reached, 0 to 1: "matmul" and "memory", and where they differ
-    "conv", "attention" and the backward of each, as "conv_backward".
-    launch: seconds that starting one op takes.
+    "conv" and "attention"; "math" (exponentials and their like), "batch_norm", "pool" and "random", of the memory
+    bandwidth; "matmul_moved" and its like, of the bytes that products move; the backward of each, as "conv_backward".
+    launch: seconds that starting one op takes.  conv_launch: that starting a convolution takes besides.
+    overlap: part of an op's memory traffic that hides behind its arithmetic, or the other way round; 1: all of it.
     """
 
     name: str
@@ -33,22 +41,29 @@ class Device:
     memory: float
     efficiency: Mapping[str, float]
     launch: float
+    conv_launch: float = 0.0
+    overlap: float = 1.0
 
     def reached(self, op: str, backward: bool = False) -> float:
-        """The part of its peak that ops of a class reach: its own, else forward's, else that of matrix products."""
+        """The part of its peak that ops of a class reach: its own, else forward's, else that of what it is like."""
         if backward and f"{op}_backward" in self.efficiency:
             return self.efficiency[f"{op}_backward"]
-        if op in self.efficiency or op not in _LIKE:
+        if op in self.efficiency or op == _LIKE.get(op, op):
             return self.efficiency[op]
         return self.reached(_LIKE[op], backward)
 
     def scaled(self, factor: float) -> Device:
-        """A device that computes and moves `factor` times as much in a second."""
+        """A device that computes and moves `factor` times as much in a second, and starts ops as before."""
         return replace(
             self,
             flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
             memory_bandwidth=self.memory_bandwidth * factor,
         )
+
+    def slowed(self, factor: float) -> Device:
+        """A device that takes `factor` times as long for everything."""
+        slower = self.scaled(1 / factor)
+        return replace(slower, launch=self.launch * factor, conv_launch=self.conv_launch * factor)
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,8 @@ class Cluster:
             return device
         part = min(1.0, self.cores / sharing)
         # Starting ops is the work of one thread.  Where the one "core" is a whole processor, others run beside it.
-        launch = device.launch / part if self.cores > 1 else device.launch
-        return replace(device.scaled(part), memory=device.memory / sharing, launch=launch)
+        shared = device.slowed(1 / part) if self.cores > 1 else device.scaled(part)
+        return replace(shared, memory=device.memory / sharing)
 
     def device_for(self, ranks: int) -> Device:
         """What the slowest of the first `ranks` ranks has while all of them compute: what a closed form prices."""
@@ -241,8 +256,9 @@ def _slowest(devices: list[Device]) -> Device:
     def efficiency(name: str) -> float:
         """What is reached of the lower peak: a device with a higher one may reach less of that, but as much of this."""
         op = name.removesuffix("_backward")
-        peaks = [({"memory": each.memory_bandwidth} if op == "memory" else each.flop_rate, each) for each in devices]
-        least = {"memory": bandwidth} if op == "memory" else rates
+        of_memory = op in _OF_MEMORY
+        peaks = [({"memory": each.memory_bandwidth} if of_memory else each.flop_rate, each) for each in devices]
+        least = {"memory": bandwidth} if of_memory else rates
         parts = [peak[k] / least[k] * each.reached(op, name != op) for peak, each in peaks for k in least]
         return min(parts, default=first.reached(op, name != op))
 
@@ -253,6 +269,8 @@ def _slowest(devices: list[Device]) -> Device:
         memory=min(each.memory for each in devices),
         efficiency={name: efficiency(name) for name in EFFICIENCIES},
         launch=max(each.launch for each in devices),
+        conv_launch=max(each.conv_launch for each in devices),
+        overlap=min(each.overlap for each in devices),
     )
 
 

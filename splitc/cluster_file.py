@@ -14,6 +14,9 @@ flop_rate.float32 = 15.7e12   # peak FLOP/s; one line for each dtype
 efficiency.matmul = 0.5       # part of the peak that is reached
 efficiency.conv_backward = 0.4
 efficiency.memory = 0.75
+efficiency.conv_moved = 0.2   # part of the memory bandwidth that the bytes of convolutions reach
+conv_launch = 10e-6           # seconds besides for a convolution
+overlap = 1.0                 # part of an op's memory traffic that hides behind its arithmetic
 
 [link]                        # of a rank to all others; with a local_link to those of other hosts
 bandwidth = 1.25e9            # bytes/s of one direction
@@ -88,6 +91,7 @@ def digest(cluster: Cluster) -> str:
 def _device_lines(device: Device) -> list[str]:
     lines = [f"name = {_toml(device.name)}", f"memory_bandwidth = {_toml(device.memory_bandwidth)}  # bytes/s"]
     lines += [f"memory = {_toml(device.memory)}  # bytes", f"launch = {_toml(device.launch)}  # seconds"]
+    lines += [f"conv_launch = {_toml(device.conv_launch)}  # seconds", f"overlap = {_toml(device.overlap)}"]
     lines += [f"flop_rate.{d} = {_toml(rate)}  # FLOP/s" for d, rate in device.flop_rate.items()]
     return lines + [f"efficiency.{op} = {_toml(part)}" for op, part in device.efficiency.items()]
 
@@ -149,7 +153,9 @@ def _device(table: _Table) -> Device:
             f"{table.path}flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with "
             f"`splitc calibrate`"
         )
-    table.refuse_others("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch")
+    table.refuse_others(
+        *("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch", "conv_launch", "overlap")
+    )
     rates.refuse_others(*DTYPES)
     efficiency.refuse_others(*EFFICIENCIES)
     return Device(
@@ -161,6 +167,8 @@ def _device(table: _Table) -> Device:
             op: efficiency.number(op, most=1.0) for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data
         },
         launch=table.number("launch", zero=True),
+        conv_launch=table.number("conv_launch", zero=True) if "conv_launch" in table.data else 0.0,
+        overlap=table.number("overlap", zero=True, most=1.0) if "overlap" in table.data else 1.0,
     )
 
 

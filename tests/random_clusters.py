@@ -17,6 +17,8 @@ def random_device(drawn: random.Random) -> Device:
         10 ** drawn.uniform(8, 12),
         {op: drawn.uniform(0.01, 1.0) for op in sorted(ops)},
         drawn.choice((0.0, drawn.uniform(1e-7, 1e-4))),
+        conv_launch=drawn.choice((0.0, drawn.uniform(1e-7, 1e-4))),
+        overlap=drawn.choice((0.0, 1.0, drawn.uniform(0, 1))),
     )
 
 

@@ -25,7 +25,7 @@ from cost_models.calibration import links
 from cost_models.calibration.assemble import Launched, alike, assemble, mean_device, part_of, tidy
 from cost_models.calibration.bench import Bench, middle
 from cost_models.calibration.calibrate import Calibration, calibrate
-from cost_models.calibration.device import DeviceFit, Residual
+from cost_models.calibration.compute import DeviceFit, Residual
 from cost_models.calibration.fit import LinkFit, fit_factor, fit_line, fit_links
 from cost_models.calibration.links import measure_links
 from cost_models.calibration.samples import LinkSamples, Overlap, Sample

@@ -52,12 +52,12 @@ def test_a_path_is_read_as_a_file(tmp_path):
 
 def test_every_key_of_the_device_is_read():
     rates = "\n".join(f"flop_rate.{dtype} = {k}e9" for k, dtype in enumerate(DTYPES, start=1))
-    parts = "\n".join(f"efficiency.{name} = 0.{k}" for k, name in enumerate(EFFICIENCIES, start=1))
+    parts = "\n".join(f"efficiency.{name} = 0.{k:02}" for k, name in enumerate(EFFICIENCIES, start=1))
     text = re.sub(r"^flop_rate.*$", rates, GOOD, flags=re.MULTILINE)
     text = re.sub(r"^efficiency.matmul.*\nefficiency.memory.*$", parts, text, flags=re.MULTILINE)
     device = parse_cluster(text, "mine.toml").device
     assert device.flop_rate == {dtype: k * 1e9 for k, dtype in enumerate(DTYPES, start=1)}
-    assert device.efficiency == {name: k / 10 for k, name in enumerate(EFFICIENCIES, start=1)}
+    assert device.efficiency == {name: k / 100 for k, name in enumerate(EFFICIENCIES, start=1)}
 
 
 def test_every_key_of_a_link_is_read():

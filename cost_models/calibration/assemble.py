@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models.calibration.device import DeviceFit, Residual
+from cost_models.calibration.compute import DeviceFit, Residual
 from cost_models.calibration.fit import LinkFit
 from cost_models.calibration.samples import LIKE
 from splitc.cluster import Cluster, Device, Link, Rate, Unlike
@@ -95,7 +95,7 @@ def _of_whole_cores(found: LinkFit, ranks: Launched) -> LinkFit:
 
 def part_of(device: Device, share: float) -> Device:
     """What a rank has of a device for `share` of the time, as under a quota."""
-    return replace(device.scaled(share), launch=device.launch / share)
+    return device.slowed(1 / share)
 
 
 def alike(a: Device, b: Device) -> bool:
@@ -126,6 +126,8 @@ def mean_device(devices: Sequence[Device]) -> Device:
         memory=min(each.memory for each in devices),
         efficiency=common([each.efficiency for each in devices]),
         launch=mean(each.launch for each in devices),
+        conv_launch=mean(each.conv_launch for each in devices),
+        overlap=math.fsum(each.overlap for each in devices) / len(devices),
     )
 
 
@@ -150,6 +152,7 @@ def _tidy_device(device: Device) -> Device:
         memory_bandwidth=_digits(device.memory_bandwidth),
         efficiency={op: _digits(part) for op, part in device.efficiency.items()},
         launch=_digits(device.launch),
+        conv_launch=_digits(device.conv_launch),
     )
 
 

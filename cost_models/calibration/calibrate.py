@@ -17,7 +17,7 @@ import torch
 
 from cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
 from cost_models.calibration.bench import Bench, Progress, quiet
-from cost_models.calibration.device import Residual, measure_device
+from cost_models.calibration.compute import Residual, measure_device
 from cost_models.calibration.fit import LinkFit, fit_links
 from cost_models.calibration.links import measure_links
 from cost_models.calibration.loopback import gpu_link, loopback_link

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models import alpha_beta
-from cost_models.calibration.device import Residual
+from cost_models.calibration.compute import Residual
 from cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
 from splitc import units
 from splitc.cluster import COLLECTIVES, Link, Rate

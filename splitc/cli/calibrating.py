@@ -23,7 +23,7 @@ from splitc.errors import CostError, LaunchError
 
 if TYPE_CHECKING:
     from cost_models.calibration.calibrate import Calibration
-    from cost_models.calibration.device import Residual
+    from cost_models.calibration.compute import Residual
     from splitc.cluster import Cluster, Device, Link
 
 MOST = 16  # ranks that are started where there are no GPUs, however many cores there are

@@ -138,7 +138,7 @@ def corrected(cluster: Cluster, factors: Factors, world: int) -> Cluster:
     def device(given: Device) -> Device:
         if factors.compute is None:
             return given
-        return replace(given.scaled(1 / factors.compute), launch=given.launch * factors.compute)
+        return given.slowed(factors.compute)
 
     def link(given: Link) -> Link:
         return given if factors.communication is None else given.with_bandwidth(given.bandwidth / factors.communication)

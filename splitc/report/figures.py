@@ -34,7 +34,13 @@ def as_json(program: Program) -> dict[str, Any]:
         "layers": [figures.layer(layer) for layer in program.layers],
         "ranks": [figures.rank(rank) for rank in range(plan.world)],
         "candidates": [_candidate(candidate) for candidate in plan.candidates],
+        "by_bytes": list(by_bytes(program)),
     }
+
+
+def by_bytes(program: Program) -> tuple[str, ...]:
+    """Ops that are priced by the bytes they move, since nothing is known of what they compute."""
+    return tuple(dict.fromkeys(name for layer in program.layers for name in program.costs[layer.name].small.by_bytes))
 
 
 def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:

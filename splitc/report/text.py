@@ -13,7 +13,7 @@ from splitc import units
 from splitc.plan import Candidate, Plan
 from splitc.program import Program
 from splitc.report.blocks import Hidden, Row, Shown, sum_up
-from splitc.report.figures import Figures, roles_of
+from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
 MANY = 24  # layers; more of them are summed up where blocks repeat
@@ -39,6 +39,8 @@ def report(program: Program, everything: bool = False) -> str:
         parts.append(_wrap("Compute times of layers were measured on this machine."))
     if program.frozen_layers:
         parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
+    if guessed := by_bytes(program):
+        parts.append(_wrap(f"Priced by their bytes alone, since what they compute is not known: {', '.join(guessed)}."))
     if (norms := _norm_groups(program)) is not None:
         parts.append(norms)
     return "\n\n".join(part for part in parts if part) + "\n"

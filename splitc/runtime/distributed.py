@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import LaunchError
+from .heap import keep_memory
 from .torch_transport import TorchTransport, cause
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -55,6 +56,8 @@ def init(
     backend, where = _choose(backend, device, started)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    else:
+        keep_memory()
     if not joined:
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))

@@ -5,7 +5,7 @@ in       images  (8, 3, 224, 224)       float32  read by this role
 out      target  (8,)                   int64    -> fc
          cut0    (8, 192, 13, 13)       float32  -> fc, its gradient comes back
 holds    331 k parameters, 1.32 MB
-predicts 13.0 GFLOP, 1.47 ms of compute in a step on v100-10gbe
+predicts 13.0 GFLOP, 1.57 ms of compute in a step on v100-10gbe
 plan     61de0fb6c640
 """
 

@@ -4,7 +4,7 @@ in       target  (24,)                  int64    <- conv
          cut0    (24, 192, 13, 13)      float32  <- conv
 out      loss
 holds    60.8 M parameters, 243 MB
-predicts 60.5 GFLOP, 6.83 ms of compute in a step on v100-10gbe
+predicts 60.5 GFLOP, 6.96 ms of compute in a step on v100-10gbe
 plan     61de0fb6c640
 """
 

@@ -9,7 +9,7 @@ out      target  (4,)                   int64    -> fc3
          cut2    (4, 1024)              float32  -> fc3, its gradient comes back
          loss
 holds    2.40 M parameters, 9.60 MB
-predicts 155 MFLOP, 406 us of compute in a step on v100-10gbe
+predicts 155 MFLOP, 360 us of compute in a step on v100-10gbe
 plan     e26595724f14
 """
 

@@ -6,7 +6,7 @@ in       images  (4, 20)                float32  read by this role
          cut0    (4, 16)                float32  gathered over groups of 2 ranks
 out      loss
 holds    805 parameters, 3.22 kB
-predicts 25.7 kFLOP, 90 us of compute in a step on v100-10gbe
+predicts 25.7 kFLOP, 100 us of compute in a step on v100-10gbe
 plan     f0116c363b34
 """
 

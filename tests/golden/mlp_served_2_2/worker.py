@@ -4,7 +4,7 @@ in       images  (4, 20)                float32  read by this role
          target  (4,)                   int64    read by this role
 out      loss
 holds    1.24 k parameters, 4.95 kB
-predicts 25.7 kFLOP, 90 us of compute in a step on v100-10gbe
+predicts 25.7 kFLOP, 100 us of compute in a step on v100-10gbe
 plan     6c92f598fa9c
 """
 

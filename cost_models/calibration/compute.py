@@ -1,0 +1,180 @@
+"""Measure a device: time a spread of ops, count them as a model's are counted, fit the rates.
+
+The ops take turns, round after round, so that each finds the caches as a model leaves them: its input just written, its
+weights not seen for long.  Of its runs the median counts.  On a CPU with one thread, as torchrun gives each rank, the
+time is that of the thread, which other processes do not change.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
+from cost_models.calibration.exercises import Exercise, exercises, products
+from cost_models.counting import OpCounter, merged
+from splitc.cluster import Device
+from splitc.program import OpCost
+from splitc.runtime.heap import kept_memory
+
+_LEAST, _MOST = 3, 25  # rounds
+_OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
+_OTHERS = 0.15  # of the budget, for the other dtypes
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Seconds of one thing that was timed, as measured and as the fitted numbers have it."""
+
+    what: str
+    measured: float
+    fitted: float
+
+
+@dataclass(frozen=True)
+class DeviceFit:
+    """A device, and what its numbers miss."""
+
+    device: Device
+    residuals: tuple[Residual, ...]
+
+
+def measure_device(where: torch.device, budget: float, progress: Callable[[str], None]) -> DeviceFit:
+    """The device at `where` as this process computes on it, with the threads that torch has here.
+
+    budget: seconds, about; every op is timed a few times however long that takes.
+    """
+    with torch.random.fork_rng(), kept_memory() if where.type == "cpu" else nullcontext():
+        torch.manual_seed(0)
+        samples = time_exercises(exercises(where), where, (1 - _OTHERS) * budget, progress)
+        rates = fit_rates(samples)
+        progress("matrix products in other dtypes")
+        others = _other_dtypes(where, rates, _OTHERS * budget)
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else cpu_model()
+    device = rates.device(name, _memory(where), others)
+    return DeviceFit(device, tuple(Residual(each.what, each.seconds, fitted(each, device)) for each in samples))
+
+
+def time_exercises(
+    spread: Sequence[Exercise], where: torch.device, budget: float, progress: Callable[[str], None]
+) -> list[Sample]:
+    """A sample of each exercise's forward, and of its backward where it has one."""
+    progress(f"counting {len(spread)} exercises")
+    ops = [_counted(each) for each in spread]
+    timers = [_Timer(where) for _ in spread]
+    end = time.monotonic() + budget
+    for rounds in range(1, _MOST + 1):
+        progress(f"exercises, round {rounds}")
+        begin = time.monotonic()
+        for each, timer in zip(spread, timers, strict=True):
+            _run(each, timer)
+        now = time.monotonic()
+        if rounds >= _LEAST and now + (now - begin) > end:
+            break
+    return [
+        Sample(f"{each.what}{', backward' if backward else ''}", counted[backward], timer.median(backward))
+        for each, counted, timer in zip(spread, ops, timers, strict=True)
+        for backward in (False, True)
+        if counted[backward]
+    ]
+
+
+def _run(exercise: Exercise, watch: Callable[[bool], AbstractContextManager[object]]) -> None:
+    """Forward within `watch(False)`, and backward, where there is one, within `watch(True)`."""
+    given = exercise.given
+    if given.is_floating_point():  # freshly written, as what a model's op reads
+        given = given.detach().clone().requires_grad_(given.requires_grad)
+    with watch(False):
+        out = exercise.run(given)
+    if out.requires_grad:
+        gradient = torch.ones_like(out)
+        with watch(True):
+            out.backward(gradient)
+    for parameter in exercise.parameters:
+        parameter.grad = None
+
+
+def _counted(exercise: Exercise) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
+    """The ops of an exercise's forward and of its backward; the run warms up too."""
+    ops: list[OpCost] = []
+    _run(exercise, lambda backward: OpCounter(lambda each: ops.append(each.cost), backward))
+    forward, backward = ([op for op in ops if op.backward == back] for back in (False, True))
+    return merged(forward), merged(backward)
+
+
+def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str, float]:
+    """dtype -> FLOP/s of matrix products, the largest that fit; a dtype that cannot multiply is left out."""
+    found = {}
+    for dtype in _OTHER_DTYPES:
+        end = time.monotonic() + budget / len(_OTHER_DTYPES)
+        with suppress(RuntimeError):  # "not implemented for 'Half'"
+            for each in products(where, dtype):
+                (op,), _ = _counted(each)
+                timer = _Timer(where)
+                for _ in range(_LEAST):
+                    _run(each, timer)
+                moving = op.moved / rates.moved["matmul_moved"] + rates.launch
+                taken = timer.median(False)
+                found[str(dtype).removeprefix("torch.")] = op.flops / max(taken - moving, taken / 2)
+                if time.monotonic() + 8 * _LEAST * taken > end:
+                    break
+    return found
+
+
+class _Timer:
+    """Seconds of forwards and of backwards: `with timer(backward): ...`."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._where, self._backward = where, False
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._begin: Any = None
+
+    def __call__(self, backward: bool) -> _Timer:
+        self._backward = backward
+        return self
+
+    def __enter__(self) -> None:
+        if self._where.type == "cuda":
+            self._begin = torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(self._where)
+            self._begin.record()
+        else:
+            self._begin = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        if self._where.type == "cuda":
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            end.synchronize()
+            seconds = self._begin.elapsed_time(end) / 1e3
+        else:
+            seconds = self._clock() - self._begin
+        self._seconds[self._backward].append(seconds)
+
+    def median(self, backward: bool) -> float:
+        return statistics.median(self._seconds[backward])
+
+
+def _memory(where: torch.device) -> float:
+    if where.type == "cuda":
+        return float(torch.cuda.get_device_properties(where).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
