@@ -73,10 +73,6 @@ class Alive(TorchDispatchMode):
             storage = self._seen(tensor)
             self._change(storage, partial(storage.marks.add, kind))
 
-    def restart(self) -> None:
-        """Forget the most so far: from here on anew."""
-        self.most, self.peak = dict(self.now), self.total
-
     def __enter__(self) -> Alive:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)

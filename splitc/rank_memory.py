@@ -12,6 +12,7 @@ without oneDNN or cuDNN, whose workspaces for it cannot be seen; oneDNN's is abo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +41,8 @@ def memory_of(program: Program, rank: int, optimizer_copies: int = 1, accumulate
     if all(rank not in part.ranks for part in program.parts):
         return RankMemory(0, 0, 0, 0, 0, most=0)
     try:
-        with mode_of(program.root), quiet(), _without_onednn():
-            return _followed(program, rank, optimizer_copies, accumulate)
+        with ThreadPoolExecutor(1) as alone:  # where no autocast and no no_grad is on, as there may be here
+            return alone.submit(_followed, program, rank, optimizer_copies, accumulate).result()
     except (RuntimeError, NotImplementedError) as error:
         raise CostError(
             f"the memory of rank {rank} of {program.name} is not known, since its step does not run on tensors without "
@@ -60,7 +61,12 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _followed(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
-    """As many steps as make an update, under a fake mode."""
+    """As many steps as make an update, on fake tensors."""
+    with mode_of(program.root), quiet(), _without_onednn():
+        return _steps(program, rank, optimizer_copies, accumulate)
+
+
+def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
     alive = Alive()
     updates = _Updates(alive, optimizer_copies)
     transport = NoPeers(rank, program.required_plan, lambda tensors: alive.mark(tensors, TRAVELS))

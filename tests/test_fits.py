@@ -22,8 +22,6 @@ from tests.compiled import CLUSTER, compiled
 from tests.every_strategy import Asked, Small, every_strategy, images, planned
 from tests.test_memory import STRATEGIES, example, program
 
-REDUCED = ("alexnet", "mlp", "transformer")
-
 
 def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str, float]:
     """Role -> bytes that the planner weighed for its last rank, all of that rank's roles together."""
@@ -46,7 +44,7 @@ def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str,
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "sync" not in s])
-@pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.parametrize("name", ["mlp", "transformer", pytest.param("alexnet", marks=pytest.mark.slow)])
 def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str) -> None:
     """The sum of the parts where layers are whole; elsewhere parts that take turns make the planner weigh more."""
     done, known = program(name, strategy), example(name)[1]
@@ -64,9 +62,9 @@ def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str) -> No
 
 @pytest.mark.parametrize("asked", every_strategy(2), ids=str)
 def test_no_step_needs_more_than_the_bound_that_spares_its_run(asked: Asked) -> None:
-    for each in (planned(2, asked).program, planned(2, asked, norm=True).program):
-        for rank, memory in enumerate(memory_of_all(each, 2)):
-            assert memory.peak <= _bound(each, rank, 2)
+    done = planned(2, asked, norm=True).program
+    for rank, memory in enumerate(memory_of_all(done, 2)):
+        assert memory.peak <= _bound(done, rank, 2)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
