@@ -10,7 +10,7 @@ from torch import nn
 
 from cost_models.calibration import compute
 from cost_models.calibration.compute import measure_device, time_exercises
-from cost_models.calibration.compute_fit import fit_rates, fitted
+from cost_models.calibration.compute_fit import fitted
 from cost_models.calibration.exercises import Exercise, exercises
 from splitc.cluster import Cluster, Link
 from splitc.cluster_file import parse_cluster, to_toml
@@ -87,10 +87,12 @@ def test_a_measured_device_explains_its_samples_and_stands_in_a_cluster_file(mon
     assert parse_cluster(to_toml(cluster), "text") == cluster
 
 
-def test_residuals_are_those_of_the_device_that_is_given() -> None:
+def test_residuals_are_what_the_given_numbers_make_of_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = time_exercises(quick(), CPU, 0.01, quiet)
-    device = fit_rates(samples).device("here", 1e9, {})
-    assert [fitted(each, device) for each in samples] == [fitted(each, device) for each in samples]
+    monkeypatch.setattr(compute, "time_exercises", lambda *_: samples)
+    fit = measure_device(CPU, 0.1, quiet)
+    assert [(each.what, each.measured) for each in fit.residuals] == [(each.what, each.seconds) for each in samples]
+    assert [each.fitted for each in fit.residuals] == [fitted(each, fit.device) for each in samples]
 
 
 @pytest.mark.gpu
