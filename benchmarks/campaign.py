@@ -33,6 +33,7 @@ from splitc.errors import SplitcError
 LEAST, MOST = 4, 200  # steps that count in a run
 LONG = 1.0  # seconds that they take, where `MOST` allows it
 TRIES = 4
+WARM_UP = 3  # steps of a run before those that count
 
 Say = Callable[[str], None]
 
@@ -119,14 +120,14 @@ class Campaign:
             Session(bed) as session,
         ):
             clusters = {rate: self._cluster(session, rate) for rate in dict.fromkeys(cell.rate for cell in cells)}
-            names = self._load(session, cells, clusters, Path(builds))
-            self._progress.drop(self.settings.repeats * (len(cells) - len(names)))
+            folders = self._compile(cells, clusters, Path(builds))
+            self._progress.drop(self.settings.repeats * (len(cells) - len(folders)))
             for repetition in range(self.settings.repeats):
-                order = list(names)
+                order = list(folders)
                 random.Random(f"{world} {repetition}").shuffle(order)
                 for cell in order:
                     begin = time.monotonic()
-                    run = self._measure(session, cell, names[cell])
+                    run = self._measure(session, cell, folders[cell])
                     before = self._results[cell]
                     self._results[cell] = replace(before, runs=(*before.runs, run))
                     done = self._progress.step(time.monotonic() - begin)
@@ -154,11 +155,9 @@ class Campaign:
         self._clusters[key] = text
         return parse_cluster(text, f"the cluster of {world} ranks, {rate}")
 
-    def _load(
-        self, session: Session, cells: list[Cell], clusters: Mapping[str, Cluster], folder: Path
-    ) -> dict[Cell, str]:
-        """Compile all cells and open their builds: cell -> name of its build.  Cells without a plan are left out."""
-        names: dict[Cell, str] = {}
+    def _compile(self, cells: list[Cell], clusters: Mapping[str, Cluster], folder: Path) -> dict[Cell, Path]:
+        """Compile all cells: cell -> its build.  Cells without a plan are left out."""
+        folders: dict[Cell, Path] = {}
         for cell in cells:
             self._say(f"compiling {cell}")
             subject = self._subjects[cell.model]
@@ -169,23 +168,27 @@ class Campaign:
             except SplitcError as error:
                 self._results[cell] = replace(self._results[cell], why=str(error))
                 continue
-            name = f"build{list(self._subjects).index(cell.model)}-{compiled.plan.hash}"
-            if name not in names.values():
-                session.load(name, compiled.save(folder / name))
-            names[cell] = name
+            folders[cell] = folder / f"build{list(self._subjects).index(cell.model)}-{compiled.plan.hash}"
+            if not folders[cell].exists():
+                compiled.save(folders[cell])
             self._results[cell] = replace(self._results[cell], plan=compiled.plan.to_json(), predicted=predicted)
-        return names
+        return folders
 
-    def _measure(self, session: Session, cell: Cell, name: str) -> Run:
-        """One run of a cell that other processes left alone, or the one that they disturbed the least."""
+    def _measure(self, session: Session, cell: Cell, folder: Path) -> Run:
+        """One run of a cell that other processes left alone, or the one that they disturbed the least.
+
+        Its build alone is open meanwhile: with thirty of them in one process every step took up to twice as long.
+        """
         session.bed.set_rate(rates_of(cell.rate))
+        session.load(folder.name, folder)
         runs = []
         if cell not in self._steps:
-            first = session.run(name, LEAST)
+            first = session.run(folder.name, LEAST, WARM_UP)
             self._steps[cell] = steps_for(first.step_seconds)
             runs = [first] if self._steps[cell] == LEAST else []
         while not runs or (runs[-1].foreign > self.settings.foreign and len(runs) < TRIES):
-            runs.append(session.run(name, self._steps[cell]))
+            runs.append(session.run(folder.name, self._steps[cell], WARM_UP))
+        session.unload(folder.name)
         return min(runs, key=lambda run: run.foreign)
 
     def _write(self) -> None:

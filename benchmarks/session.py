@@ -28,6 +28,7 @@ from benchmarks.lockstep import TIMEOUT, Lockstep
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps; TCP finds the rate of the links, and processors their caches
+UNEVEN = 0.1  # fraction of their speed that processors may lose by themselves
 LEAVING = 10.0  # seconds that ranks may take to leave when they are told to stop
 
 
@@ -37,7 +38,8 @@ class Run:
 
     begins, ends: the clock around each step (s), the same for all ranks, 0 at the first begin.  sent: payload bytes
     of a step.  processor: seconds on processors of a step.  carried: bytes of the frames that the link took from the
-    rank, of a step, the mean with those that warm up.  foreign: fraction of the processors that other processes took.
+    rank, of a step, the mean with those that warm up.  foreign: fraction of the processors that other processes took,
+    or of their speed that other machines on the same host took, which only the pace of the ranks shows.
     """
 
     begins: tuple[tuple[float, ...], ...]
@@ -73,6 +75,7 @@ class Session:
     """
 
     def __init__(self, bed: Bed) -> None:
+        self._best: list[float] = []  # seconds of the ranks' pace
         self.bed = bed
         self._files = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -122,7 +125,7 @@ class Session:
         self.bed.watch_load()
         before = [self.bed.bytes_sent(rank) for rank in ranks]
         said = self._do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
-        foreign = self.bed.foreign_load()
+        foreign = max(self.bed.foreign_load(), self._lost([each["pace"] for each in said]))
         after = [self.bed.bytes_sent(rank) for rank in ranks]
         first = min(each["begins"][0] for each in said)
         begins, ends = (
@@ -137,6 +140,12 @@ class Session:
             carried=tuple((after[rank] - before[rank]) / (steps + warm_up) for rank in ranks),
             foreign=foreign,
         )
+
+    def _lost(self, paces: list[float]) -> float:
+        """The fraction of their best speed so far that the ranks have lost, where it is more than they do alone."""
+        self._best = [min(pair) for pair in zip(self._best or paces, paces, strict=True)]
+        lost = max(1 - best / pace for best, pace in zip(self._best, paces, strict=True))
+        return lost if lost > UNEVEN else 0.0
 
     def calibrate(
         self, budget: float, progress: Callable[[str], None] = lambda text: None

@@ -12,6 +12,7 @@ Every rank gets the same commands in the same order, so what is collective in th
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -36,6 +37,7 @@ class SessionRank:
 
     def __init__(self, transport: Transport, progress: Callable[[str], None]) -> None:
         self._transport, self._progress = transport, progress
+        self._images, self._kernels = torch.ones(16, 16, 64, 64), torch.ones(16, 16, 3, 3)
         self._builds: dict[str, tuple[Worker, tuple[Tensor, ...]]] = {}
 
     def load(self, name: str, folder: str) -> dict[str, Any]:
@@ -52,10 +54,12 @@ class SessionRank:
         """Train `warm_up` and `steps` steps; apart: with a barrier before each.
 
         begins, ends: the clock around each step that counts (s); it is the same for all ranks of a machine.
-        sent: payload bytes and processor: this process's seconds on processors, over all of them.
+        sent: payload bytes and processor: this process's seconds on processors, over all of them.  pace: processor
+        seconds of a fixed piece of work, before or after, whichever was slower.
         """
         worker, batch = self._builds[name]
         begins, ends = [], []
+        before = self._pace()
         self._transport.barrier()
         for _ in range(warm_up):
             worker.step(*batch)
@@ -67,7 +71,18 @@ class SessionRank:
             worker.step(*batch)
             ends.append(time.perf_counter())
         used = time.process_time() - used
-        return {"begins": begins, "ends": ends, "sent": worker.rank.sent_bytes - sent, "processor": used}
+        sent = worker.rank.sent_bytes - sent
+        return {"begins": begins, "ends": ends, "sent": sent, "processor": used, "pace": max(before, self._pace())}
+
+    def _pace(self) -> float:
+        """Seconds of a convolution and a pooling of images that no cache of a core holds, the median of some."""
+
+        def once() -> float:
+            begin = time.thread_time()
+            torch.max_pool2d(torch.conv2d(self._images, self._kernels, padding=1), 2)
+            return time.thread_time() - begin
+
+        return statistics.median(once() for _ in range(5))
 
     def unload(self, name: str) -> dict[str, Any]:
         """Forget the worker of a build; the connections stay."""

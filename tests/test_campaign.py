@@ -201,7 +201,14 @@ class Rehearsal:
     def set_rate(self, rate: object) -> None:
         self.rates.append(rate)
 
-    def run(self, name: str, steps: int) -> Run:
+    def load(self, name: str, folder: Path) -> None:
+        self.loaded = [name]
+
+    def unload(self, name: str) -> None:
+        self.loaded.remove(name)
+
+    def run(self, name: str, steps: int, warm_up: int) -> Run:
+        assert name in self.loaded
         self.asked.append(steps)
         return run(self.seconds, self.loads.pop(0) if self.loads else 0.0, steps)
 
@@ -211,7 +218,7 @@ def campaign(tmp_path: Path) -> Campaign:
 
 
 def measure(made: Campaign, session: Rehearsal) -> Run:
-    return made._measure(cast(Session, session), CELL, "build")
+    return made._measure(cast(Session, session), CELL, Path("build"))
 
 
 def test_a_run_is_repeated_while_others_disturb_it_and_the_rate_is_the_cells(tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ class Launched:
         several = self.per_host > 1 and not self.separate
         return several and (not self.gpus or self.slots < self.per_host)
 
+    @property
+    def no_core_to_spare(self) -> bool:
+        """Whether ranks compute on all cores that they have, so that transfers take theirs from computing."""
+        return not self.gpus and (self.separate or self.slots <= self.per_host)
+
     def measures(self, rank: int) -> bool:
         """Whether a rank's device is measured: ranks that shared theirs meanwhile would show less of it."""
         return self.separate or rank % self.per_host < self.slots

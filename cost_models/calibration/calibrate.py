@@ -64,7 +64,7 @@ def calibrate(
         if separate and not ranks.gpus:
             own = replace(own, device=part_of(own.device, _share(budget / 20)))
     fits = bench.everyone(own)
-    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart)
+    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart, ranks.no_core_to_spare)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())

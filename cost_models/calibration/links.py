@@ -45,12 +45,16 @@ _BESIDE = 2.0  # the computing beside a transfer takes so many times as long as 
 
 
 def measure_links(
-    transport: Transport, budget: float, progress: Progress = quiet, ranks_per_host: int | None = None
+    transport: Transport,
+    budget: float,
+    progress: Progress = quiet,
+    ranks_per_host: int | None = None,
+    one_core: bool = False,
 ) -> LinkSamples:
     """Time the links between the ranks of `transport`: collective, and the result is the same on every rank.
 
     budget: seconds, about.  ranks_per_host: where ranks of a host talk over another link than those of different hosts;
-    all hosts have as many.
+    all hosts have as many.  one_core: every rank has no more cores than it computes on, so that transfers take theirs.
     """
     bench = Bench(transport, progress)
     hosts = _Hosts(transport.world, ranks_per_host or 1)
@@ -60,7 +64,8 @@ def measure_links(
     samples += _pairs_at_once(bench, hosts, budget * _SHARES["pairs"])
     samples += _many(bench, hosts, hub, budget * _SHARES["many"])
     samples += _collectives(bench, hosts, samples, budget * _SHARES["collectives"])
-    overlaps = computing(bench, budget * _SHARES["computing"])
+    measure = taken if one_core else computing
+    overlaps = measure(bench, budget * _SHARES["computing"])
     return LinkSamples(transport.world, tuple(samples), overlaps, ranks_per_host)
 
 
@@ -232,6 +237,37 @@ def computing(bench: Bench, budget: float) -> tuple[Overlap, ...]:
     return tuple(overlaps)
 
 
+def taken(bench: Bench, budget: float) -> tuple[Overlap, ...]:
+    """Every rank takes part in an all-reduce, and its processor time is what that takes.
+
+    It is all taken from computing where a rank has no core to spare; and it is steadier than the clock.
+    """
+    bench.say("what transfers take from computing")
+    ranks = tuple(range(bench.world))
+    overlaps: list[Overlap] = []
+    for nbytes in BESIDE:
+        tensor = torch.ones(nbytes // 4, device=bench.device)
+        moved = 4 * (bench.world - 1) / bench.world * tensor.nbytes  # sent and received, as on a ring
+
+        def timed(tensor: Tensor = tensor) -> tuple[float, float]:
+            begin, used = time.perf_counter(), time.process_time()
+            bench.transport.all_reduce(tensor, ranks).wait()
+            return time.perf_counter() - begin, time.process_time() - used
+
+        figures = bench.figures(ranks, timed, budget / len(BESIDE))
+        overlaps += [Overlap(rank, nbytes, moved, clock, clock + used) for rank, (clock, used) in enumerate(figures)]
+    return tuple(overlaps)
+
+
+def _to_the_next(bench: Bench, nbytes: int) -> Callable[[], Work]:
+    """Starts to send so much to the next rank, and to receive it from the one before."""
+    after, before = (bench.rank + 1) % bench.world, (bench.rank - 1) % bench.world
+    message = torch.ones(nbytes // 4, device=bench.device)
+    received = torch.empty_like(message)
+    ranks = tuple(range(bench.world))
+    return lambda: bench.transport.exchange([(message, after)], [(received, before)], ranks)
+
+
 def _products(bench: Bench, times: int) -> float:
     """Seconds of matrix products."""
     edge = 2048 if bench.device.type == "cuda" else 192
@@ -248,13 +284,7 @@ def _products(bench: Bench, times: int) -> float:
 def _beside(bench: Bench, nbytes: int, once: float, budget: float) -> list[Overlap]:
     """Products that take `once` each, beside messages of `nbytes`; none where that would take too long."""
     ranks = tuple(range(bench.world))
-    after, before = (bench.rank + 1) % bench.world, (bench.rank - 1) % bench.world
-    message = torch.ones(nbytes // 4, device=bench.device)
-    received = torch.empty_like(message)
-
-    def transfer() -> Work:
-        return bench.transport.exchange([(message, after)], [(received, before)], ranks)
-
+    transfer = _to_the_next(bench, nbytes)
     moving = bench.seconds(ranks, lambda: transfer().wait(), budget / 5)
     times = max(1, round(_BESIDE * moving / once))
     if 2 * (1 + LEAST) * times * once > budget and nbytes > BESIDE[0]:
