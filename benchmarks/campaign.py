@@ -30,10 +30,10 @@ from splitc.cluster import Cluster
 from splitc.cluster_file import parse_cluster
 from splitc.errors import SplitcError
 
-LEAST, MOST = 4, 200  # steps that count in a run
+LEAST, MOST = 3, 200  # steps that count in a run
 LONG = 1.0  # seconds that they take, where `MOST` allows it
 TRIES = 4
-WARM_UP = 3  # steps of a run before those that count
+WARM_UP = 2  # steps of a run before those that count
 
 Say = Callable[[str], None]
 
