@@ -28,7 +28,7 @@ from benchmarks.lockstep import TIMEOUT, Lockstep
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps; TCP finds the rate of the links, and processors their caches
-UNEVEN = 0.1  # fraction of their speed that processors may lose by themselves
+UNEVEN = 0.25  # fraction of their speed that processors may lose by themselves
 LEAVING = 10.0  # seconds that ranks may take to leave when they are told to stop
 
 

@@ -25,7 +25,7 @@ def computing(program: Any, rank: int, *names: str) -> float:
     return sum(op.seconds for op in operations if not names or op.name.startswith(names))
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(2, 4, slow=(3,)))
+@pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4)))
 def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world, asked):
     program = planned(world, asked).program
     timeline = simulate(program, toy())
