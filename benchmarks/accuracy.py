@@ -30,10 +30,10 @@ from benchmarks.figures import MEDIAN, WORST, Cell, Figures, report
 from benchmarks.layout import for_each
 from benchmarks.subjects import MODELS, Subject, predictions
 from splitc.cli.options import positive
-from splitc.cluster_file import parse_cluster
 from splitc.errors import SplitcError
-from splitc.plan import Plan
-from splitc.strategies import parse_strategy
+from splitc.ir.cluster_file import parse_cluster
+from splitc.ir.plan import Plan
+from splitc.ir.strategies import parse_strategy
 
 STRATEGIES = ("data_parallel", "layer_separation", "late_multiply", "modulo_shard")
 RATES = ("230Mbit", "none")

@@ -26,9 +26,9 @@ from benchmarks.layout import parse_rates
 from benchmarks.session import Run, Session
 from benchmarks.subjects import Subject, predictions
 from splitc import units
-from splitc.cluster import Cluster
-from splitc.cluster_file import parse_cluster
 from splitc.errors import SplitcError
+from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import parse_cluster
 
 LEAST, MOST = 3, 200  # steps that count in a run
 LONG = 1.0  # seconds that they take, where `MOST` allows it

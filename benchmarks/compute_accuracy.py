@@ -1,7 +1,7 @@
 """How wrong are the prices of computing?  A device is measured, and models that it was not measured on train beside it.
 
 One process, one thread, no network.  The models take turns with the exercises of `splitc calibrate`, so that whatever
-else the machine does is the same for both.  Forward and backward are predicted op by op (`cost_models.roofline`); the
+else the machine does is the same for both.  Forward and backward are predicted op by op (`roofline`); the
 optimizer is left out.
 
     python -m benchmarks.compute_accuracy
@@ -19,16 +19,16 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from cost_models.calibration.compute import time_exercises
-from cost_models.calibration.compute_fit import fit_rates
-from cost_models.calibration.exercises import Exercise, exercises
-from cost_models.roofline import backward_seconds, forward_seconds
-from splitc.api import analyse
+from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.options import positive
-from splitc.cluster import Device
+from splitc.compiled import analyse
+from splitc.cost_models.calibration.compute import time_exercises
+from splitc.cost_models.calibration.compute_fit import fit_rates
+from splitc.cost_models.calibration.exercises import Exercise, exercises
+from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
 from splitc.errors import SplitcError
-from splitc.model_file import ModelFile, load_model
-from splitc.program import Program
+from splitc.ir.cluster import Device
+from splitc.ir.program import Program
 from splitc.runtime.heap import keep_memory
 
 MODELS = (

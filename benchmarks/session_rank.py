@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.lockstep import Marks
-from cost_models.calibration.calibrate import calibrate
-from splitc.cluster_file import to_toml
-from splitc.runtime.distributed import init
-from splitc.runtime.launch import guarded, load_weights, synthetic
-from splitc.runtime.loader import load_rank
-from splitc.runtime.transport import Transport
+from splitc.cost_models.calibration.calibrate import calibrate
+from splitc.ir.cluster_file import to_toml
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.launch.main import guarded, load_weights, synthetic
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.worker import Worker
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Cell
-from cost_models.measured import measure_layers
-from cost_models.timeline import simulate
-from splitc.api import CompiledProgram, Settings, analyse, specialise
-from splitc.cluster import Cluster
-from splitc.model_file import load_model
-from splitc.plan import Plan
-from splitc.program import CostLine, Program
-from splitc.strategies import parse_strategy
+from splitc.cli.model_file import load_model
+from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+from splitc.cost_models.profiling.measured import measure_layers
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.ir.cluster import Cluster
+from splitc.ir.costs import CostLine
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
+from splitc.ir.strategies import parse_strategy
 
 _HERE = Path(__file__).resolve().parent / "models"
 MODELS = {

@@ -24,10 +24,10 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from splitc.api import CompiledProgram, Settings, analyse, specialise
+from splitc.compiled import CompiledProgram, Settings, analyse, specialise
 from splitc.errors import PlacementError, SplitcError
-from splitc.program import Program
-from splitc.strategies import parse_strategy
+from splitc.ir.program import Program
+from splitc.ir.strategies import parse_strategy
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (2, 3, 4, 6, 8)

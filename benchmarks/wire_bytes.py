@@ -5,7 +5,7 @@
 Compiles each plan, runs its generated programs with gloo on a bed, and reads the kernel's counters of each rank's link
 before and after a few steps: connections, the first steps and all other traffic cancel out.
 
-    defined    what `splitc.wire.wire` says that the rank sends, summed
+    defined    what `splitc.ir.wire.wire` says that the rank sends, summed
     counted    what the rank's own program counted, `rank.sent_bytes`
     measured   what passed the rank's link: whole frames of at most 9000 bytes, with the headers of Ethernet, IP and
                TCP, and with its acknowledgements of what it received; that makes about 1 % of the bytes
@@ -31,11 +31,11 @@ from benchmarks.bed import Bed
 from benchmarks.errors import BedError
 from benchmarks.layout import parse_rates
 from benchmarks.lockstep import Lockstep
-from splitc.api import CompiledProgram
+from splitc.cli.model_file import load_model
 from splitc.cli.options import positive
+from splitc.compiled import CompiledProgram
 from splitc.errors import SplitcError
-from splitc.model_file import load_model
-from splitc.wire import wire
+from splitc.ir.wire import wire
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "benchmarks/models/alexnet_quarter.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.lockstep import Marks
-from splitc.runtime.launch import guarded, open_worker, synthetic
+from splitc.runtime.launch.main import guarded, open_worker, synthetic
 
 WARM_UP = 2  # steps; connections are made and buffers found in the first
 

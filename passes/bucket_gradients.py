@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc import comm_ops
-from splitc.checks import buckets_hold_every_gradient, stages_cover_the_graph
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, Stage
+from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
+from splitc.ir import comm_ops
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program, Stage
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from splitc import comm_ops
-from splitc.checks import cuts_are_communicated, graph_is_sound, has_plan
+from splitc.checks.graph import cuts_are_communicated, graph_is_sound, has_plan
 from splitc.errors import InternalError
-from splitc.pipeline import Check, Pass
-from splitc.plan import Plan
-from splitc.program import Cut, Program, SizeSpec, TensorSpec, copy_graph, rename
-from splitc.served import pushable
-from splitc.tied import tied
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_graph, rename
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import Plan
+from splitc.ir.program import Cut, Program, SizeSpec, TensorSpec
+from splitc.ir.server_rows import pushable
+from splitc.ir.tied import tied
 
 
 @dataclass(frozen=True)

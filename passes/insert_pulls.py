@@ -16,11 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc import comm_ops
-from splitc.checks import buckets_hold_every_gradient, served_parameters_are_pulled, stages_cover_the_graph
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, Stage, copy_graph
-from splitc.served import read_by
+from splitc.checks.graph import buckets_hold_every_gradient, served_parameters_are_pulled, stages_cover_the_graph
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_graph
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program, Stage
+from splitc.ir.server_rows import read_by
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc import comm_ops
-from splitc.checks import graph_is_sound, has_plan
-from splitc.linears import as_linear, parameter_nodes
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, copy_graph
+from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_graph
+from splitc.ir.linears import as_linear, parameter_nodes
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program
 
 
 @dataclass(frozen=True)

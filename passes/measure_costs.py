@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cost_models.flops import layer_costs
-from cost_models.measured import measure_layers
-from splitc.checks import graph_is_sound, has_costs
+from splitc.checks.graph import graph_is_sound, has_costs
+from splitc.cost_models.compute.flops import layer_costs
+from splitc.cost_models.profiling.measured import measure_layers
 from splitc.errors import CostError
-from splitc.pipeline import Check, Pass
-from splitc.program import Program
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program
 
 COUNTED, MEASURED = "counted", "measured"
 """What layers are priced by: their FLOPs and bytes, or the time that they take on this machine."""

@@ -11,7 +11,7 @@ This pass only decides: it prices the best plan of every strategy and fills `pro
 
     maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
 
-compute is the roofline of `cost_models.roofline`, ring and exchange are `cost_models.alpha_beta`;
+compute is the roofline of `cost_models/compute/roofline.py`, ring and exchange are `alpha_beta`;
 the layers of a separation come from an integer program whose equations are in `separation_ilp`
 (Stanza, Wu et al. 2018, equations 2 to 5, layer by layer).  `program.batch` is one reader's batch:
 without `global_batch` more readers make a larger one, as in the paper.
@@ -24,26 +24,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-from cost_models.devices import load_cluster
-from cost_models.measured import is_measured, require_this_machine
-from passes.families import Offer, Request, data_parallel, single_device, unsummed
-from passes.late_family import late_multiply
-from passes.mixed_family import mixed
-from passes.modulo_family import modulo_shard
-from passes.parameter_server import parameter_server
-from passes.pins import MIXED, resolve_pins
-from passes.pricing import Pricing
-from passes.reasons import reasons
-from passes.rewriting import rewrites
-from passes.separate_layers import hybrid_single, layer_separation
-from passes.wire_price import layer_seconds
-from splitc.checks import every_layer_placed, has_costs
-from splitc.cluster import Cluster
+from splitc.checks.graph import every_layer_placed, has_costs
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.profiling.measured import is_measured, require_this_machine
 from splitc.errors import PlacementError, bullets
-from splitc.pipeline import Check, Pass
-from splitc.plan import SERVER, Candidate, Placement, Plan
-from splitc.program import Program
-from splitc.strategies import (
+from splitc.ir.cluster import Cluster
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import SERVER, Candidate, Placement, Plan
+from splitc.ir.program import Program
+from splitc.ir.strategies import (
     Auto,
     DataParallel,
     HybridSingle,
@@ -55,6 +44,17 @@ from splitc.strategies import (
     Strategy,
     parse_strategy,
 )
+from splitc.passes.planner.late_family import late_multiply
+from splitc.passes.planner.mixed_family import mixed
+from splitc.passes.planner.modulo_family import modulo_shard
+from splitc.passes.planner.parameter_server import parameter_server
+from splitc.passes.planner.pins import MIXED, resolve_pins
+from splitc.passes.planner.pricing import Pricing
+from splitc.passes.planner.reasons import reasons
+from splitc.passes.planner.request import Offer, Request, data_parallel, single_device, unsummed
+from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
+from splitc.passes.planner.wire_price import layer_seconds
+from splitc.passes.rewriting import rewrites
 
 _EXACT = 1e-9  # a smaller gap is none
 

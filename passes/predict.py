@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cost_models.timeline import simulate
-from splitc.action_checks import actions_are_complete
-from splitc.cluster import Cluster
-from splitc.pipeline import Check, Pass
-from splitc.program import Program
+from splitc.checks.actions import actions_are_complete
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.ir.cluster import Cluster
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program
 
 
 @dataclass(frozen=True)

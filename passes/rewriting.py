@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from passes.bucket_gradients import BucketGradients
-from passes.insert_comm import InsertComm
-from passes.insert_pulls import InsertPulls
-from passes.late_multiply import LateMultiply
-from passes.scale_loss import ScaleLoss
-from passes.schedule import Schedule
-from passes.seed_dropout import SeedDropout
-from passes.shard_layers import ShardLayers
-from passes.split_ranks import SplitRanks
-from passes.synchronise_norms import SynchroniseNorms
-from splitc.pipeline import Pass
+from splitc.ir.pass_manager import Pass
+from splitc.passes.bucket_gradients import BucketGradients
+from splitc.passes.insert_comm import InsertComm
+from splitc.passes.insert_pulls import InsertPulls
+from splitc.passes.late_multiply import LateMultiply
+from splitc.passes.scale_loss import ScaleLoss
+from splitc.passes.schedule import Schedule
+from splitc.passes.seed_dropout import SeedDropout
+from splitc.passes.shard_layers import ShardLayers
+from splitc.passes.split_ranks import SplitRanks
+from splitc.passes.synchronise_norms import SynchroniseNorms
 
 
 def rewrites() -> list[Pass]:

@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from splitc import comm_ops
-from splitc.checks import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound, has_plan
 from splitc.errors import PlacementError
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, TensorSpec, copy_graph, rename
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_graph, rename
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc import comm_ops
-from splitc.action_checks import actions_are_complete
-from splitc.actions import Action
-from splitc.checks import no_deadlock, sends_meet_receives, served_buckets_travel, stages_cover_the_graph
-from splitc.pipeline import Check, Pass
-from splitc.plan import SERVER
-from splitc.program import Cut, Part, Program, Stage
-from splitc.tied import tied
+from splitc.checks.actions import actions_are_complete
+from splitc.checks.graph import no_deadlock, sends_meet_receives, served_buckets_travel, stages_cover_the_graph
+from splitc.ir import comm_ops
+from splitc.ir.actions import Action
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import SERVER
+from splitc.ir.program import Cut, Part, Program, Stage
+from splitc.ir.tied import tied
 
 
 @dataclass(frozen=True)

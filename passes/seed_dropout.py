@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from splitc import comm_ops
-from splitc.checks import graph_is_sound
-from splitc.dropouts import DROPOUTS
+from splitc.checks.graph import graph_is_sound
 from splitc.errors import CaptureError
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, copy_graph
+from splitc.ir import comm_ops
+from splitc.ir.elementwise import DROPOUTS
+from splitc.ir.graph import copy_graph
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program
 
 _RANDOM = {
     "rand",

@@ -27,14 +27,15 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import fx
 
-from splitc import comm_ops
-from splitc.checks import graph_is_sound, has_plan
-from splitc.elementwise import is_elementwise
+from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.checks.sharding import partial_gradients_are_summed, parts_are_gathered
 from splitc.errors import PlacementError
-from splitc.linears import Linear, as_linear, parameter_nodes
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, TensorSpec, copy_graph, rename
-from splitc.shard_checks import partial_gradients_are_summed, parts_are_gathered
+from splitc.ir import comm_ops
+from splitc.ir.elementwise import is_elementwise
+from splitc.ir.graph import copy_graph, rename
+from splitc.ir.linears import Linear, as_linear, parameter_nodes
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from splitc import comm_ops
-from splitc.checks import cuts_are_communicated, has_plan, stages_cover_the_graph
-from splitc.layers import holdings_of_node
-from splitc.pipeline import Check, Pass
-from splitc.program import Part, Program, Stage, copy_node
+from splitc.checks.graph import cuts_are_communicated, has_plan, stages_cover_the_graph
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_node, holdings_of_node
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Part, Program, Stage
 
 
 @dataclass(frozen=True)

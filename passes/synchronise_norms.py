@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from splitc import comm_ops
-from splitc.checks import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound, has_plan
 from splitc.errors import PlacementError
-from splitc.pipeline import Check, Pass
-from splitc.program import Program, copy_graph
+from splitc.ir import comm_ops
+from splitc.ir.graph import copy_graph
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.program import Program
 
 
 @dataclass(frozen=True)

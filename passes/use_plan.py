@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc.checks import every_layer_placed, has_costs
+from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import PlacementError
-from splitc.pipeline import Check, Pass
-from splitc.plan import Plan
-from splitc.program import Program
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from splitc.version import __version__
 
 if TYPE_CHECKING:
-    from splitc.api import CompiledProgram, compile
-    from splitc.cluster import Cluster, Device, Link
+    from splitc.api import compile
+    from splitc.compiled import CompiledProgram
     from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
-    from splitc.plan import Candidate, Grouping, Placement, Plan
-    from splitc.strategies import (
+    from splitc.ir.cluster import Cluster, Device, Link
+    from splitc.ir.plan import Candidate, Grouping, Placement, Plan
+    from splitc.ir.strategies import (
         Auto,
         DataParallel,
         HybridSingle,
@@ -28,33 +29,33 @@ if TYPE_CHECKING:
         ParameterServer,
         SingleDevice,
     )
-    from splitc.verify import Verification
+    from splitc.verify.verify import Verification
 
 _HOMES = {
     "compile": "api",
-    "CompiledProgram": "api",
-    "Cluster": "cluster",
-    "Device": "cluster",
-    "Link": "cluster",
+    "CompiledProgram": "compiled",
+    "Cluster": "ir.cluster",
+    "Device": "ir.cluster",
+    "Link": "ir.cluster",
     "SplitcError": "errors",
     "CaptureError": "errors",
     "CostError": "errors",
     "PlacementError": "errors",
     "LaunchError": "errors",
     "InternalError": "errors",
-    "Plan": "plan",
-    "Placement": "plan",
-    "Candidate": "plan",
-    "Grouping": "plan",
-    "Auto": "strategies",
-    "SingleDevice": "strategies",
-    "DataParallel": "strategies",
-    "LayerSeparation": "strategies",
-    "HybridSingle": "strategies",
-    "LateMultiply": "strategies",
-    "ModuloShard": "strategies",
-    "ParameterServer": "strategies",
-    "Verification": "verify",
+    "Plan": "ir.plan",
+    "Placement": "ir.plan",
+    "Candidate": "ir.plan",
+    "Grouping": "ir.plan",
+    "Auto": "ir.strategies",
+    "SingleDevice": "ir.strategies",
+    "DataParallel": "ir.strategies",
+    "LayerSeparation": "ir.strategies",
+    "HybridSingle": "ir.strategies",
+    "LateMultiply": "ir.strategies",
+    "ModuloShard": "ir.strategies",
+    "ParameterServer": "ir.strategies",
+    "Verification": "verify.verify",
 }
 
 __all__ = [

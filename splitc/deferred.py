@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from splitc.api import CompiledProgram, Settings, compile_example
-from splitc.capture import Loss
+from splitc.capture.capture import Loss
+from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.checkpoint import hand_out
-from splitc.runtime.distributed import init
-from splitc.runtime.loader import load_rank
-from splitc.runtime.transport import Transport
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import OptimizerFactory, Worker
 

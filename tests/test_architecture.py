@@ -10,7 +10,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 FILES = sorted(p for room in ("splitc", "cost_models", "passes") for p in (ROOT / room).rglob("*.py"))
 UPPER = {
     "api",
@@ -35,7 +36,7 @@ UPPER = {
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = path.relative_toROOT.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

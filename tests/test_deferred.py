@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, TensorDataset
 import splitc
 from splitc.deferred import DeferredProgram, DeferredWorker
 from splitc.errors import LaunchError
-from splitc.runtime.transport import Transport
+from splitc.runtime.transport.base import Transport
 from splitc.runtime.weights import first_names
-from tests.compiled import CLUSTER
-from tests.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on_ranks, one_process, sgd
+from tests.support.compiled import CLUSTER
+from tests.support.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on_ranks, one_process, sgd
 
 
 def deferred(

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models.calibration.compute import DeviceFit, Residual
-from cost_models.calibration.fit import LinkFit
-from cost_models.calibration.samples import LIKE
-from splitc.cluster import Cluster, Device, Link, Rate, Unlike
+from splitc.cost_models.calibration.compute import DeviceFit, Residual
+from splitc.cost_models.calibration.fit import LinkFit
+from splitc.cost_models.calibration.samples import LIKE
+from splitc.ir.cluster import Cluster, Device, Link, Rate, Unlike
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from splitc.runtime.transport import Transport
+from splitc.runtime.transport.base import Transport
 
 Progress = Callable[[str], None]
 Value = TypeVar("Value")

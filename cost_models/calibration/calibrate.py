@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
-from cost_models.calibration.bench import Bench, Progress, quiet
-from cost_models.calibration.compute import Residual, measure_device
-from cost_models.calibration.fit import LinkFit, fit_links
-from cost_models.calibration.links import measure_links
-from cost_models.calibration.loopback import gpu_link, loopback_link
-from splitc.cluster import Cluster
+from splitc.cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
+from splitc.cost_models.calibration.bench import Bench, Progress, quiet
+from splitc.cost_models.calibration.compute import Residual, measure_device
+from splitc.cost_models.calibration.fit import LinkFit, fit_links
+from splitc.cost_models.calibration.links import measure_links
+from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
 from splitc.errors import LaunchError
-from splitc.runtime.transport import Transport
+from splitc.ir.cluster import Cluster
+from splitc.runtime.transport.base import Transport
 
 BUDGET = 90.0  # seconds
 _DEVICES = 0.35  # of the budget; the rest is for the links

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
-from cost_models.calibration.exercises import Exercise, exercises, products
-from cost_models.counting import OpCounter, merged
-from splitc.cluster import Device
-from splitc.program import OpCost
+from splitc.cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
+from splitc.cost_models.calibration.exercises import Exercise, exercises, products
+from splitc.cost_models.compute.counting import OpCounter, merged
+from splitc.ir.cluster import Device
+from splitc.ir.costs import OpCost
 from splitc.runtime.heap import kept_memory
 
 _LEAST, _MOST = 3, 25  # rounds

@@ -1,7 +1,7 @@
 """A device's rates from timed ops: least squares of relative errors.
 
 A sample is a few ops that took some seconds together.  With the unknowns s, seconds for each FLOP of a class of
-products, for each byte of a class, and for each launch, `cost_models.roofline` says
+products, for each byte of a class, and for each launch, `splitc.cost_models.compute.roofline` says
 
     fitted = sum over ops of  a + m - overlap * min(a, m) + launches * s[launch]               (1)
              a = (flops + filling) s[class],  m = moved s[class, or class_moved of a product]
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.roofline import ops_seconds
-from splitc.cluster import Device
-from splitc.program import OpCost
+from splitc.cost_models.compute.roofline import ops_seconds
+from splitc.ir.cluster import Device
+from splitc.ir.costs import OpCost
 
 Vector = NDArray[np.float64]
 

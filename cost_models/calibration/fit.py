@@ -3,7 +3,7 @@
     seconds = latency * rounds + bytes / bandwidth                       (1)
     minimise the sum of (fitted / measured - 1)^2,  latency >= 0  (2)
 
-`cost_models.alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
+`alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
 of the ring for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
 pair, and a sample counts for the slowest of its ranks.
 
@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models import alpha_beta
-from cost_models.calibration.compute import Residual
-from cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
 from splitc import units
-from splitc.cluster import COLLECTIVES, Link, Rate
+from splitc.cost_models.calibration.compute import Residual
+from splitc.cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
+from splitc.cost_models.network import alpha_beta
+from splitc.ir.cluster import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
 

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cost_models.calibration.bench import LEAST, Bench, Progress, quiet
-from cost_models.calibration.samples import (
+from splitc.cost_models.calibration.bench import LEAST, Bench, Progress, quiet
+from splitc.cost_models.calibration.samples import (
     LIKE,
     LinkSamples,
     Overlap,
@@ -32,8 +32,8 @@ from cost_models.calibration.samples import (
     between_hosts,
     groups_of,
 )
-from splitc.cluster import COLLECTIVES
-from splitc.runtime.transport import Transport, Work
+from splitc.ir.cluster import COLLECTIVES
+from splitc.runtime.transport.base import Transport, Work
 
 MESSAGES = (64, 2048, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes
 LARGE = MESSAGES[2:]

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_models.calibration.bench import middle
-from cost_models.calibration.fit import LinkFit, fit_line, fit_links
-from cost_models.calibration.links import measure_links
-from splitc.cluster import Link
-from splitc.runtime.simulated import run_ranks
-from splitc.runtime.transport import Together, Transport, Work
+from splitc.cost_models.calibration.bench import middle
+from splitc.cost_models.calibration.fit import LinkFit, fit_line, fit_links
+from splitc.cost_models.calibration.links import measure_links
+from splitc.ir.cluster import Link
+from splitc.runtime.transport.base import Together, Transport, Work
+from splitc.runtime.transport.simulated import run_ranks
 
 _TAG = 1  # of the messages that a reduce-scatter is made of
 _TIMEOUT = timedelta(seconds=30)

@@ -14,7 +14,7 @@ LIKE = 1.15  # ranks are alike whose numbers differ by less than this factor
 class Sample:
     """Seconds that something took `ranks`.
 
-    nbytes: of each message, or of the tensor of a collective as `cost_models.alpha_beta` counts it.
+    nbytes: of each message, or of the tensor of a collective as `splitc.cost_models.network.alpha_beta` counts it.
     """
 
     kind: str

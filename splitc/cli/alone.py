@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import splitc
-from splitc.capture import as_arguments, target_names
+from splitc.capture.capture import as_arguments, target_names
+from splitc.cli.model_file import ModelFile
 from splitc.errors import CaptureError
-from splitc.model_file import ModelFile
-from splitc.program import under_autocast
+from splitc.ir.program import under_autocast
 
 _LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, splitc.__file__))
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from splitc import units
 from splitc.cli.progress import Step
-from splitc.cluster_file import parse_cluster, to_toml
 from splitc.errors import CostError, LaunchError
+from splitc.ir.cluster_file import parse_cluster, to_toml
 
 if TYPE_CHECKING:
-    from cost_models.calibration.calibrate import Calibration
-    from cost_models.calibration.compute import Residual
-    from splitc.cluster import Cluster, Device, Link
+    from splitc.cost_models.calibration.calibrate import Calibration
+    from splitc.cost_models.calibration.compute import Residual
+    from splitc.ir.cluster import Cluster, Device, Link
 
 MOST = 16  # ranks that are started where there are no GPUs, however many cores there are
 _BUSY = 0.3  # other processes for each core, beyond which they make the numbers worse
@@ -43,7 +43,7 @@ def calibrate(args: argparse.Namespace) -> int:
     if not args.quiet:
         _say(f"measuring {world} rank{'s' * (world > 1)} for about {args.budget:g} s")
         _warn_when_busy()
-    from splitc.runtime.torchrun import torchrun
+    from splitc.runtime.launch.torchrun import torchrun
 
     options = ["--output", args.output, "--budget", str(args.budget)]
     options += ["--backend", args.backend] if args.backend else []
@@ -88,13 +88,13 @@ def ranks_to_start(asked: int | None, backend: str | None) -> int:
         )
     if asked == 1 and not gpus:
         raise LaunchError("--ranks 1: a link has two ends; start 2 ranks or more")
-    from cost_models.calibration.calibrate import cores
+    from splitc.cost_models.calibration.calibrate import cores
 
     return asked or gpus or min(max(2, cores()), MOST)
 
 
 def _as_rank(args: argparse.Namespace, output: Path) -> int:
-    from splitc.runtime.launch import guarded
+    from splitc.runtime.launch.main import guarded
 
     guarded(lambda: _measure(args, output))
     return 0
@@ -103,8 +103,8 @@ def _as_rank(args: argparse.Namespace, output: Path) -> int:
 def _measure(args: argparse.Namespace, output: Path) -> None:
     if args.ranks is not None:
         raise LaunchError(f"--ranks {args.ranks}: torchrun has started {os.environ['WORLD_SIZE']} ranks; leave it out")
-    from cost_models.calibration.calibrate import calibrate as measure
-    from splitc.runtime.distributed import init
+    from splitc.cost_models.calibration.calibrate import calibrate as measure
+    from splitc.runtime.transport.distributed import init
 
     transport = init(backend=args.backend, timeout=_PATIENCE + 2 * args.budget)
     about = f"measuring for about {args.budget:g} s"
@@ -133,7 +133,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _warn_when_busy() -> None:
-    from cost_models.calibration.calibrate import cores
+    from splitc.cost_models.calibration.calibrate import cores
 
     busy, here = os.getloadavg()[0], cores()
     if busy > _BUSY * here:

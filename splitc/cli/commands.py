@@ -14,7 +14,7 @@ from splitc.cli.progress import Step
 from splitc.errors import LaunchError
 
 if TYPE_CHECKING:
-    from splitc.cluster import Cluster, Link
+    from splitc.ir.cluster import Cluster, Link
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,8 +130,8 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def clusters(args: argparse.Namespace) -> int:
     """List the clusters by name."""
-    from cost_models.devices import known_clusters, load_cluster
-    from cost_models.local import THIS_MACHINE, measured_before
+    from splitc.cost_models.clusters.named import known_clusters, load_cluster
+    from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
 
     for name in known_clusters():
         print(_described(load_cluster(name)))

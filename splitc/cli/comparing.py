@@ -18,8 +18,8 @@ import tabulate as tables
 from splitc import units
 from splitc.cli.correcting import Factors
 from splitc.errors import LaunchError
-from splitc.phases import Phases, Span
-from splitc.plan import SERVER, Plan
+from splitc.ir.phases import Phases, Span
+from splitc.ir.plan import SERVER, Plan
 
 WIDTH = 80
 _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {

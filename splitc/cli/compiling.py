@@ -18,26 +18,26 @@ from typing import Any
 
 import torch
 
-from cost_models.devices import load_cluster
-from cost_models.local import THIS_MACHINE, measured_before
-from cost_models.measured import require_this_machine
-from passes.measure_costs import COUNTED, MEASURED
-from passes.pins import unknown_words
-from passes.place import Place
-from splitc.api import CompiledProgram, Settings, analyse, autocast_for, require_autocast, specialise
-from splitc.build import WEIGHTS
 from splitc.cli.alone import runs_alone
+from splitc.cli.model_file import ModelFile, load_model
+from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
-from splitc.cluster import Cluster
+from splitc.codegen.save import WEIGHTS
+from splitc.compiled import CompiledProgram, Settings, analyse, autocast_for, require_autocast, specialise
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
+from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
-from splitc.model_file import ModelFile, load_model
-from splitc.names import near_name
-from splitc.pipeline import Pass
-from splitc.plan import Placement, Plan
-from splitc.plan_file import read_plan_file
-from splitc.printer import print_program
-from splitc.program import Program
-from splitc.strategies import Strategy, parse_strategy
+from splitc.ir.cluster import Cluster
+from splitc.ir.names import near_name
+from splitc.ir.pass_manager import Pass
+from splitc.ir.plan import Placement, Plan
+from splitc.ir.printer import print_program
+from splitc.ir.program import Program
+from splitc.ir.strategies import Strategy, parse_strategy
+from splitc.passes.measure_costs import COUNTED, MEASURED
+from splitc.passes.place import Place
+from splitc.passes.planner.pins import unknown_words
 
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitc import units
-from splitc.cluster import Cluster, Device, Link
-from splitc.cluster_file import digest, parse_cluster, to_toml
 from splitc.errors import CostError, LaunchError
-from splitc.phases import Phases
-from splitc.plan import Plan
+from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.cluster_file import digest, parse_cluster, to_toml
+from splitc.ir.phases import Phases
+from splitc.ir.plan import Plan
 
 LEAST = 1e-3
 """Seconds of predicted communication below which its error says nothing about a link."""
@@ -109,7 +109,7 @@ def _read(path: Path, plan: Plan) -> Cluster:
 
 
 def _by_name(path: Path, plan: Plan) -> Cluster:
-    from cost_models.devices import load_cluster
+    from splitc.cost_models.clusters.named import load_cluster
 
     try:
         return load_cluster(plan.cluster)
@@ -191,8 +191,8 @@ def _keep(path: Path) -> Path:
 
 def offer(folder: Path, plan: Plan) -> str:
     """The command that writes the correction."""
-    from cost_models.devices import known_clusters
-    from cost_models.local import THIS_MACHINE
+    from splitc.cost_models.clusters.named import known_clusters
+    from splitc.cost_models.clusters.this_machine import THIS_MACHINE
 
     if plan.cluster in (*known_clusters(), THIS_MACHINE):
         file, where = f"{plan.cluster}-measured.toml", "a new cluster file"

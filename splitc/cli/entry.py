@@ -14,7 +14,6 @@ from splitc.cli.commands import run
 from splitc.cli.options import parse
 from splitc.errors import InternalError, RanksFailed, SplitcError
 
-_LIBRARIES = ("splitc", "passes", "cost_models")
 _REPORT = "this is a bug of splitc, not of your input; please report it with the command and the text above"
 
 
@@ -57,7 +56,7 @@ def _with_notes(error: BaseException) -> str:
 
 def _is_of_the_wire(error: Exception) -> bool:
     """Whether ranks lost each other; those errors are loaded with torch only, so they are known by their home."""
-    return any(kind.__module__ == "splitc.runtime.transport" for kind in type(error).__mro__)
+    return any(kind.__module__ == "splitc.runtime.transport.base" for kind in type(error).__mro__)
 
 
 def _bug(error: Exception) -> str:
@@ -68,11 +67,11 @@ def _bug(error: Exception) -> str:
 
 
 def _where(traceback: TracebackType | None) -> str | None:
-    """`splitc/capture.py:120 in capture`: the innermost line of our own."""
+    """`splitc/capture/capture.py:120 in capture`: the innermost line of our own."""
     found = None
     while traceback is not None:
         frame = traceback.tb_frame
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] in _LIBRARIES:
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] == "splitc":
             path = frame.f_globals["__name__"].replace(".", "/")
             found = f"{path}.py:{traceback.tb_lineno} in {frame.f_code.co_name}"
         traceback = traceback.tb_next

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from splitc.cli.measuring import measure, measuring_options
 from splitc.cli.options import Parser, positive
+from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
-from splitc.names import near_name
-from splitc.plan import Plan
-from splitc.plan_file import read_plan_file
+from splitc.ir.names import near_name
+from splitc.ir.plan import Plan
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
         args = _check_arguments(arguments)
         if args.measure:
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
-    from splitc.runtime.torchrun import torchrun
+    from splitc.runtime.launch.torchrun import torchrun
 
     return torchrun([str(script), *arguments], plan.world).returncode and 1
 
@@ -50,7 +50,7 @@ def _checked(folder: Path) -> Plan:
 
 
 def _same_plan(folder: Path, plan: Plan) -> None:
-    from splitc.runtime.loader import one_plan
+    from splitc.runtime.launch.loader import one_plan
 
     try:
         one_plan(folder)

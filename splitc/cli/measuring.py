@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from cost_models.trace import chrome_trace
 from splitc.cli.comparing import WIDTH, Measurement, as_data, as_text, read_measurement, roles_of
 from splitc.cli.correcting import check_writable, factors_of, in_words, offer, to_correct, write_correction
 from splitc.cli.options import Parser
 from splitc.cli.progress import Step
+from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
-from splitc.plan import Plan
+from splitc.ir.plan import Plan
 
 STEPS = 10
 
@@ -81,7 +81,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
 
 def _can_measure(folder: Path, steps: int | None) -> None:
-    from splitc.runtime.measured import WARM_UP
+    from splitc.runtime.transport.phases import WARM_UP
 
     if steps is not None and steps <= WARM_UP:
         raise LaunchError(
@@ -96,7 +96,7 @@ def _can_measure(folder: Path, steps: int | None) -> None:
 
 def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> Measurement | None:
     """What was measured; None when a rank failed.  With --json the ranks print nothing but their errors."""
-    from splitc.runtime.torchrun import torchrun
+    from splitc.runtime.launch.torchrun import torchrun
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
         found = Path(temporary) / "measured.json"

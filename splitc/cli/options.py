@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from splitc.errors import LaunchError
-from splitc.names import near_name
+from splitc.ir.names import near_name
 from splitc.version import __version__
 
 _EXIT = """exit codes

@@ -11,18 +11,18 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from cost_models.devices import load_cluster
-from cost_models.timeline import simulate as simulate_timeline
-from cost_models.trace import chrome_trace
 from splitc import units
-from splitc.api import Settings, analyse, specialise
+from splitc.cli.model_file import load_model
 from splitc.cli.progress import Step
-from splitc.cluster import Cluster
+from splitc.cli.sweep import Cell, sweep
+from splitc.compiled import Settings, analyse, specialise
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.simulation.timeline import simulate as simulate_timeline
+from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
-from splitc.model_file import load_model
-from splitc.program import Program
-from splitc.strategies import parse_strategy
-from splitc.sweep import Cell, sweep
+from splitc.ir.cluster import Cluster
+from splitc.ir.program import Program
+from splitc.ir.strategies import parse_strategy
 
 _MOST_WORLDS = 16  # of a range that says no step
 _SHOWN = 8  # reasons

@@ -24,7 +24,7 @@ from splitc import units
 from splitc.demo import model as digits
 from splitc.demo.train import Training, train_alone
 from splitc.errors import LaunchError, SplitcError
-from splitc.runtime.torchrun import torchrun
+from splitc.runtime.launch.torchrun import torchrun
 
 CLUSTER = (
     "v100-100gbe"  # where the plan is priced; on slower networks a model so small is best trained by one of its GPUs

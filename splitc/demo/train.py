@@ -22,10 +22,10 @@ from torch.utils.data import TensorDataset
 
 from splitc.demo.model import GLOBAL_BATCH, SEED, WORLD, Digits, loss, model
 from splitc.runtime.data import order
-from splitc.runtime.distributed import init
-from splitc.runtime.launch import guarded, load_weights
-from splitc.runtime.loader import load_rank
-from splitc.runtime.transport import Transport
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.launch.main import guarded, load_weights
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.worker import Worker
 
 Batches = Callable[[int], Iterable[tuple[Tensor, ...]]]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from cost_models.measured import is_measured
-from cost_models.memory import RankMemory
-from splitc.fits import memory_of_all
-from splitc.plan import SERVER, Candidate, Plan
-from splitc.program import Layer, Program
-from splitc.wire import WireOp, wire
+from splitc.cost_models.memory.memory import RankMemory
+from splitc.cost_models.memory.memory_check import memory_of_all
+from splitc.cost_models.profiling.measured import is_measured
+from splitc.ir.plan import SERVER, Candidate, Plan
+from splitc.ir.program import Layer, Program
+from splitc.ir.wire import WireOp, wire
 
 
 def as_json(program: Program) -> dict[str, Any]:

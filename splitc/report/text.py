@@ -8,10 +8,10 @@ from typing import Any
 
 import tabulate as tables
 
-from cost_models.measured import is_measured
 from splitc import units
-from splitc.plan import Candidate, Plan
-from splitc.program import Program
+from splitc.cost_models.profiling.measured import is_measured
+from splitc.ir.plan import Candidate, Plan
+from splitc.ir.program import Program
 from splitc.report.blocks import Hidden, Row, Shown, sum_up
 from splitc.report.figures import Figures, by_bytes, roles_of
 

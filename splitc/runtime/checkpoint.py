@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError
-from .transport import Transport
+from .transport.base import Transport
 from .weights import misfits, part_of
 
 Share = tuple[int, int, int]

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .collectives.loss import Loss
 from .errors import LaunchError
-from .loss import Loss
-from .seat import Seat
-from .transport import Transport, Work
+from .role_comm import Seat
+from .transport.base import Transport, Work
 
 
 class Rank:

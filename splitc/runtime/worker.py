@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from . import data
 from .checkpoint import Share, agree, gather_state, spread_state
+from .collectives.parameter_server import Bucket
 from .errors import LaunchError
 from .rank import Rank
-from .servers import Bucket
-from .transport import Transport
+from .transport.base import Transport
 from .weights import build, part_of
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

@@ -1,0 +1,1 @@
+"""Clusters by name, from a file, or measured on this machine."""

@@ -1,0 +1,91 @@
+"""This machine as a cluster: measured in a few seconds by one process, and cached.
+
+`calibration.calibrate` says how.  On a CPU the device is one core, since torchrun gives each rank one thread, and ranks
+share as many as there are; with CUDA each rank has a GPU of its own, and a world of more ranks than GPUs is priced as
+if all were on one such host.  `splitc calibrate` takes longer, starts real ranks, and is nearer to the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from splitc.cost_models.calibration.bench import quiet
+from splitc.cost_models.calibration.calibrate import alone, cores
+from splitc.cost_models.calibration.compute import cpu_model
+from splitc.errors import CostError
+from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import parse_cluster, to_toml
+
+THIS_MACHINE = "this-machine"
+_FORMAT = 3  # of the cache; a higher one measures again
+
+
+def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> Cluster:
+    """The cluster "this-machine", from the cache when this machine was measured before.
+
+    budget: seconds that measuring may take, about.  cache_dir: default `$XDG_CACHE_HOME/splitc` or
+    `~/.cache/splitc`. The cache is keyed by processor, cores and torch version; one that cannot be
+    read is measured anew.
+    """
+    here = measured_before(cache_dir)
+    if here is None:
+        key = _key()
+        here = _measure(budget, key)
+        _write(_cache(cache_dir, key), to_toml(here))
+    return here
+
+
+def measured_before(cache_dir: Path | None = None) -> Cluster | None:
+    """This machine from the cache; None when it was not measured yet, or the cache cannot be read."""
+    path = _cache(cache_dir, _key())
+    with contextlib.suppress(OSError, UnicodeDecodeError, CostError):
+        return parse_cluster(path.read_text(encoding="utf-8"), str(path))
+    return None
+
+
+def device_name() -> str:
+    """What a rank of this machine computes on, as its cluster calls it."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_model()
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: `$XDG_CACHE_HOME/splitc` or `~/.cache/splitc`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
+
+
+def _cache(cache_dir: Path | None, key: str) -> Path:
+    return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+
+
+def _key() -> str:
+    device = _cuda_names() or f"{cpu_model()}, {cores()} cores"
+    return f"{device}, torch {torch.__version__}, measured by splitc (format {_FORMAT})"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write at once or not at all: other ranks may read meanwhile.
+
+    A cache that cannot be written is done without.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+
+
+def _measure(budget: float, key: str) -> Cluster:
+    return alone(None, budget, quiet, THIS_MACHINE, source=key).cluster
+
+
+def _cuda_names() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
+    return f"{len(names)} x {names[0]}"

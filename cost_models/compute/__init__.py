@@ -1,0 +1,1 @@
+"""Price computing: count what layers compute, and turn it into seconds."""

@@ -1,0 +1,89 @@
+"""Record the ops that torch runs: their FLOPs, their bytes, their class.
+
+A dispatch mode sees what autograd and torch's composite functions become, so what is recorded is what is executed,
+forward and backward, on fake tensors and on real ones alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitc.cost_models.compute.op_bytes import moved, name_of
+from splitc.cost_models.compute.op_classes import known, op_class
+from splitc.cost_models.compute.op_flops import filling, formula_of
+from splitc.ir.costs import OpCost
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One op as it ran.  guessed: it has no FLOP formula, and is not known to be bound by memory."""
+
+    cost: OpCost
+    guessed: bool = False
+
+
+class OpCounter(TorchDispatchMode):
+    """Hands every op that is not free to `record`; `backward` is what the ops are marked with."""
+
+    def __init__(self, record: Callable[[Recorded], None], backward: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.backward = backward
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverload) and func.namespace not in ("prim", "prims"):
+            nbytes = moved(func, args, kwargs or {}, out)
+            if nbytes is not None:
+                formula = formula_of(func)
+                flops = formula(args, kwargs or {}, out) if formula else 0.0
+                cost = OpCost(
+                    name_of(func),
+                    op_class(func, formula is not None),
+                    self.backward,
+                    flops,
+                    nbytes,
+                    filling=filling(func, args, flops),
+                )
+                self._record(Recorded(cost, formula is None and not known(func)))
+        return out
+
+
+def merged(ops: Iterable[OpCost]) -> tuple[OpCost, ...]:
+    """Equal ops as one that is launched as often as they are."""
+    return tuple(sum_of([op] * n) for op, n in Counter(ops).items())
+
+
+def merged_pairs(small: Sequence[OpCost], large: Sequence[OpCost]) -> list[tuple[OpCost, OpCost]]:
+    """The ops of one layer at two batch sizes, side by side; those that are equal at both are one.
+
+    Where torch runs other ops at another size, all of a name are taken together.
+    """
+    if [_kind(op) for op in small] == [_kind(op) for op in large]:
+        pairs = Counter(zip(small, large, strict=True))
+        return [(sum_of([a] * n), sum_of([b] * n)) for (a, b), n in pairs.items()]
+    kinds = dict.fromkeys(map(_kind, (*small, *large)))
+    nothing = {kind: OpCost(*kind, 0.0, 0.0, 0.0) for kind in kinds}
+    return [
+        (
+            sum_of([none, *(op for op in small if _kind(op) == kind)]),
+            sum_of([none, *(op for op in large if _kind(op) == kind)]),
+        )
+        for kind, none in nothing.items()
+    ]
+
+
+def sum_of(ops: Sequence[OpCost]) -> OpCost:
+    """Ops of one kind as one."""
+    flops, moved, launches, filling = map(sum, zip(*(op.numbers for op in ops), strict=True))
+    return replace(ops[0], flops=flops, moved=moved, launches=launches, filling=filling)
+
+
+def _kind(op: OpCost) -> tuple[str, str, bool]:
+    return op.name, op.op_class, op.backward

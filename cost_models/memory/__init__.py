@@ -1,0 +1,1 @@
+"""Count what a rank needs in memory."""

@@ -1,0 +1,86 @@
+"""A transport for one rank alone, to run its step on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitc.ir.plan import Plan
+from splitc.runtime.transport.base import Transport, Work
+
+
+class NoPeers(Transport):
+    """What is sent is gone, and what is expected has arrived.
+
+    It takes the memory that `runtime.TorchTransport` takes on the rank's own device, and gives it back when that does.
+    travels: called with the tensors of each operation.
+    """
+
+    def __init__(self, rank: int, plan: Plan, travels: Callable[[Sequence[Tensor]], None]) -> None:
+        self.rank, self.world, self.device = rank, plan.world, torch.device("cpu")
+        self._travels = travels
+        self._examples = [{(r, role): plan.interval(role, r) for role, ranks in plan.roles.items() for r in ranks}]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return value
+
+    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
+        """All ranks first tell their examples, which the plan knows; after that a rank hears itself only."""
+        return [self._examples.pop()] if self._examples else [value]
+
+    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
+        self._check_scatter(values, src)
+        return None if values is None else values[self.rank]
+
+    def barrier(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._flight(tensor.contiguous())
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        return self._flight(_buffer(tensor))
+
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        return self._flight(tensor.contiguous())
+
+    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+        return self._flight(tensor.contiguous() if src == self.rank else _buffer(tensor))
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        return self._flight(*map(_buffer, outputs), tensor.contiguous())
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        leaving = [piece.contiguous() for piece in pieces]
+        summands = [leaving[ranks.index(self.rank)], *(output.new_empty(output.shape) for _ in ranks[1:])]
+        output.copy_(reduce(torch.add, summands))
+        return self._flight(output, *leaving, *summands)
+
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        return
+
+    def _flight(self, *tensors: Tensor) -> Work:
+        self._travels(tensors)
+        return _Flight(tensors)
+
+
+def _buffer(tensor: Tensor) -> Tensor:
+    """What a tensor arrives in."""
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+class _Flight:
+    """An operation under way: its tensors stay until it is waited for."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        self._tensors = ()

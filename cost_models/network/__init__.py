@@ -1,0 +1,1 @@
+"""Price messages and collectives."""

@@ -1,0 +1,116 @@
+"""Seconds of messages and collectives: latency + bytes / bandwidth for each message.
+
+The model is Hockney's, with its alpha and beta.  `nbytes` is what the docstring says, `n` a number of
+ranks; n = 1 costs nothing.  A link that is not duplex takes twice as long wherever a rank sends and
+receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.  Where a link has a measured `Rate` of
+one, that is the alpha and the beta of its rounds: a backend adds up, copies and waits besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from splitc.ir.cluster import Link
+
+
+def point_to_point(nbytes: float, link: Link) -> float:
+    """One message of `nbytes` from one rank to another."""
+    return link.latency + nbytes / link.bandwidth
+
+
+def many_to_one(nbytes: float, n: int, link: Link) -> float:
+    """`n` ranks send `nbytes` each to one other rank, whose link carries it all (Stanza 4.1.1)."""
+    return n * (link.latency + nbytes / link.bandwidth)
+
+
+def one_to_many(nbytes: float, n: int, link: Link) -> float:
+    """One rank sends `nbytes` to each of `n` others: `many_to_one` reversed."""
+    return many_to_one(nbytes, n, link)
+
+
+def concurrent(nbytes: Iterable[float], link: Link) -> float:
+    """Messages that begin together and share a link in one direction, until the last of them is there.
+
+    The link is never idle before that, however they share it.
+    """
+    sizes = list(nbytes)
+    return link.latency + sum(sizes) / link.bandwidth if sizes else 0.0
+
+
+def exposed(transfers: Iterable[tuple[float, float]], computing: float) -> float:
+    """Seconds of `transfers` that `computing` does not hide.
+
+    A transfer is (when it is ready, seconds it takes), both from the beginning of the computing, as backward fills one
+    bucket of gradients after the other; they take the link in this order, each when it is ready and the one before has
+    ended:
+
+        end = max(end, ready) + seconds        exposed = max(0, end - computing)
+    """
+    end = 0.0
+    for ready, seconds in transfers:
+        end = max(end, ready) + seconds
+    return max(0.0, end - computing)
+
+
+def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
+    return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
+
+
+def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n.
+
+    By rounds of a ring, or as on gloo by a message straight to every other rank, which sums them: as many bytes.
+    """
+    return (n - 1) * _round("reduce_scatter", nbytes / n, link)
+
+
+def all_gather(nbytes: float, n: int, link: Link) -> float:
+    """Give all `n` ranks a tensor of `nbytes` of which each has 1/n: n - 1 rounds of nbytes / n.
+
+    By rounds of a ring, or, where parts are unequal on gloo, by a message straight to every other rank.
+    """
+    return (n - 1) * _round("all_gather", nbytes / n, link)
+
+
+def recursive_doubling_rounds(n: int) -> int:
+    """log2 n; floor(log2 n) + 2 when n is no power of two.
+
+    Stanza 4.1.2 says floor and means it: the surplus ranks send to others in one round, get the
+    result in one more, and 2^floor(log2 n) ranks do the doubling.  The ceil in the paper's equation
+    (3) is taken for a slip.
+    """
+    rounds = n.bit_length() - 1
+    return rounds if n == 1 << rounds else rounds + 2
+
+
+def recursive_doubling(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks, all of it in every round (Stanza 4.1.2)."""
+    doubling = int(math.log2(n))
+    surplus = recursive_doubling_rounds(n) - doubling  # 0 or 2 rounds, in one direction
+    return doubling * _exchange(nbytes, link) + surplus * point_to_point(nbytes, link)
+
+
+def halving_doubling(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks: a reduce-scatter by halving, an all-gather by doubling (Rabenseifner).
+
+    2 log2 n rounds and 2 (n - 1) / n of the bytes; ranks beyond a power of two add theirs to others' in one round
+    before, and get the result in one after.
+    """
+    doubling = int(math.log2(n))
+    surplus = recursive_doubling_rounds(n) - doubling
+    halves = sum(2 * _exchange(nbytes / (1 << k), link) for k in range(1, doubling + 1))
+    return halves + surplus * point_to_point(nbytes, link)
+
+
+def _round(collective: str, nbytes: float, link: Link) -> float:
+    """One round of a ring: at the collective's measured rate, else an exchange on the link."""
+    rate = link.collectives.get(collective)
+    return _exchange(nbytes, link) if rate is None else rate.latency + nbytes / rate.bandwidth
+
+
+def _exchange(nbytes: float, link: Link) -> float:
+    """A rank sends `nbytes` and receives as many at the same time."""
+    directions = 1 if link.duplex else 2
+    return link.latency + directions * nbytes / link.bandwidth

@@ -1,0 +1,1 @@
+"""The performance models of the papers, under their equation numbers."""

@@ -1,0 +1,85 @@
+"""A captured model as the papers see it: convolutional layers, then fully connected ones.
+
+Here is counted what their equations take as given: parameters, the numbers that cross from the first part to the
+second, FLOPs, kept activations, and seconds on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from splitc.cost_models.compute.roofline import layer_seconds
+from splitc.errors import CostError
+from splitc.ir.cluster import Device
+from splitc.ir.linears import linear_layers
+from splitc.ir.program import Program, TensorSpec
+
+
+@dataclass(frozen=True)
+class TwoParts:
+    """The layers of `program`, an analysed one: `conv` and then `fc`.  See `two_parts`."""
+
+    program: Program
+    conv: tuple[str, ...]
+    fc: tuple[str, ...]
+
+    @property
+    def P(self) -> int:
+        """Parameters of the model."""
+        return self.parameters((*self.conv, *self.fc))
+
+    @property
+    def P_c(self) -> int:
+        """Parameters of the conv layers."""
+        return self.parameters(self.conv)
+
+    @property
+    def A(self) -> int:
+        """Numbers that the conv layers hand to the fc layers for one example: those after the last pooling."""
+        layer_of = self.program.layer_of
+        crossing = {
+            value
+            for value, reader in self.program.edges()
+            if layer_of.get(value.name) in self.conv and layer_of.get(reader.name) in self.fc
+        }
+        specs = [value.meta["spec"] for value in crossing]
+        return sum(math.prod(spec.at(1)) for spec in specs if isinstance(spec, TensorSpec))
+
+    def parameters(self, layers: Iterable[str]) -> int:
+        """How many numbers the trained parameters of `layers` have."""
+        names = dict.fromkeys(name for layer in layers for name in self.program.layer(layer).holdings)
+        return sum(self.program.holdings[name].numel for name in names if self.program.holdings[name].trainable)
+
+    def forward_flops(self, layers: Iterable[str]) -> float:
+        """FLOPs of forward for one example, a multiply-add as two."""
+        return sum(self.program.costs[layer].at(1).forward_flops for layer in layers)
+
+    def kept(self, layers: Iterable[str], batch: int) -> float:
+        """Bytes of activations that `layers` keep until backward."""
+        return sum(self.program.costs[layer].at(batch).kept for layer in layers)
+
+    def seconds(self, layers: Iterable[str], batch: int, device: Device, dtype: str = "float32") -> float:
+        """Seconds of forward and backward.  Raises CostError where the device has no rate for `dtype`."""
+        return sum(layer_seconds(self.program.costs[layer].at(batch), device, dtype) for layer in layers)
+
+
+def two_parts(program: Program, fc: Collection[str] | None = None) -> TwoParts:
+    """Part the layers of an analysed program; fc: names of the upper ones, None: all linear layers.
+
+    Raises CostError where one of the parts is empty.
+    """
+    layers = [layer.name for layer in program.layers]
+    upper = set(linear_layers(program) if fc is None else fc)
+    parts = TwoParts(
+        program,
+        conv=tuple(layer for layer in layers if layer not in upper),
+        fc=tuple(layer for layer in layers if layer in upper),
+    )
+    if not parts.conv or not parts.fc:
+        raise CostError(
+            f"{program.name}: {len(parts.fc)} of {len(layers)} layers are fully connected, {len(parts.conv)} are not; "
+            f"the papers' models need both, so say which layers are the upper part"
+        )
+    return parts

@@ -1,0 +1,182 @@
+"""The performance model of Stanza (Wu et al. 2018), equations (2) to (7), in the paper's symbols.
+
+It is kept beside splitc's own prices to reproduce the paper's numbers.  P, A and P_c count numbers
+of `itemsize` bytes, B is in bytes/s and times are in seconds.
+
+    t_s^c = T_c + (n_c / n_f) T_f                                                  (2)
+    t_s   = t_s^c + 2 n_c A K / (n_f B) + P_c rounds(n_c) / B                      (3)
+    throughput_s(n_c, n_f) = n_c K / t_s                                           (4)
+    maximise throughput_s  subject to  N = n_c + n_f,  n_c > 0,  n_f > 0           (5)
+    t_ps  = 2 n_w P / (n_s B) + T_ps                                               (6)
+    throughput_ps(n_w, n_s) = n_w K / t_ps                                         (7)
+
+Equation (3) writes ceil(log2 n_c) + 2 rounds for an n_c that is no power of two; section 4.1.2, and
+equation (3) in an earlier version of the paper, floor(log2 n_c) + 2.  Here it is floor, which is what
+the algorithm of section 4.1.2 takes.
+
+Footnotes 4 and 6 say that node assignment considers the memory of a GPU, without an equation.  Here
+a division fits where
+
+    3 P_c itemsize + conv_kept                                        <=  capacity    a CONV worker
+    3 (P - P_c) itemsize + ceil(n_c / n_f) (fc_kept + 2 A K itemsize) <=  capacity    an FC worker
+
+3: parameters, gradients and the momentum of the paper's SGD; 2 A K: activations that came in and
+gradients that go back.  The fullest FC worker serves ceil(n_c / n_f) CONV workers (4.1.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from splitc import units
+from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
+from splitc.cost_models.papers.conv_fc_split import TwoParts
+from splitc.errors import CostError
+from splitc.ir.cluster import Device
+
+_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """Table 3.
+
+    K: examples of one worker.  P: parameters of the model; P_c: of its conv layers.  A: activations
+    of the last conv layer for one example.  B: bandwidth of a node (bytes/s).  T_c, T_f: seconds
+    that one worker's conv layers, and the fc layers on one worker's activations, take in a step.
+    T_ps: seconds of a whole step on one parameter-server worker; T_c + T_f when it is left out.
+    """
+
+    K: int
+    P: float
+    A: float
+    P_c: float
+    B: float
+    T_c: float
+    T_f: float
+    T_ps: float | None = None
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: of a node's GPU; and of activations kept until backward for the K examples of one CONV worker.
+
+    conv_kept: by the conv layers.  fc_kept: by the fc layers.
+    """
+
+    capacity: float
+    conv_kept: float
+    fc_kept: float
+
+
+def symbols_of(parts: TwoParts, K: int, B: float, device: Device) -> Symbols:
+    """The symbols of a captured model, its times by the roofline of `device` in float32."""
+    return Symbols(
+        K=K,
+        P=parts.P,
+        A=parts.A,
+        P_c=parts.P_c,
+        B=B,
+        T_c=parts.seconds(parts.conv, K, device),
+        T_f=parts.seconds(parts.fc, K, device),
+    )
+
+
+def memory_of(parts: TwoParts, K: int, device: Device) -> Memory:
+    """What limits the assignment of a captured model."""
+    return Memory(device.memory, parts.kept(parts.conv, K), parts.kept(parts.fc, K))
+
+
+def compute_seconds(s: Symbols, n_c: int, n_f: int) -> float:
+    """t_s^c = T_c + (n_c / n_f) T_f   (2)."""
+    return s.T_c + n_c / n_f * s.T_f
+
+
+def step_seconds(s: Symbols, n_c: int, n_f: int) -> float:
+    """t_s = t_s^c + 2 n_c A K / (n_f B) + P_c rounds(n_c) / B   (3).
+
+    The fc ranks' own exchange overlaps the conv ranks' and is left out, as in the paper.
+    """
+    exchange = 2 * n_c * s.A * s.K * s.itemsize / (n_f * s.B)
+    conv_sync = s.P_c * s.itemsize * recursive_doubling_rounds(n_c) / s.B
+    return compute_seconds(s, n_c, n_f) + exchange + conv_sync
+
+
+def throughput(s: Symbols, n_c: int, n_f: int) -> float:
+    """Samples per second, n_c K / t_s   (4)."""
+    return n_c * s.K / step_seconds(s, n_c, n_f)
+
+
+def conv_nbytes(s: Symbols, memory: Memory) -> float:
+    """Bytes that a CONV worker needs."""
+    return _COPIES * s.P_c * s.itemsize + memory.conv_kept
+
+
+def fc_nbytes(s: Symbols, memory: Memory, n_c: int, n_f: int) -> float:
+    """Bytes that the fullest FC worker needs."""
+    served = -(-n_c // n_f)
+    return _COPIES * (s.P - s.P_c) * s.itemsize + served * (memory.fc_kept + 2 * s.A * s.K * s.itemsize)
+
+
+def fits(s: Symbols, memory: Memory, n_c: int, n_f: int) -> bool:
+    """Whether every worker of a division has the memory that it needs."""
+    return max(conv_nbytes(s, memory), fc_nbytes(s, memory, n_c, n_f)) <= memory.capacity
+
+
+def assign_nodes(s: Symbols, nodes: int, memory: Memory | None = None) -> tuple[int, int]:
+    """The (n_c, n_f) with n_c + n_f = nodes of the largest throughput, by trying all   (5).
+
+    memory: leaves out divisions that do not fit.  Raises CostError for fewer than two nodes, and where none fits.
+    """
+
+    def allowed(n_c: int, n_f: int) -> bool:
+        return memory is None or fits(s, memory, n_c, n_f)
+
+    best = _best(nodes, lambda n_c, n_f: throughput(s, n_c, n_f), allowed)
+    if best is None:
+        assert memory is not None
+        raise CostError(
+            f"no division of {nodes} nodes with {units.nbytes(memory.capacity)} each fits: a CONV worker needs "
+            f"{units.nbytes(conv_nbytes(s, memory))}, an FC worker that serves one of them "
+            f"{units.nbytes(fc_nbytes(s, memory, 1, 1))}; take a batch K smaller than {s.K}"
+        )
+    return best
+
+
+def ps_step_seconds(s: Symbols, n_w: int, n_s: int) -> float:
+    """t_ps = 2 n_w P / (n_s B) + T_ps   (6): n_w workers, n_s parameter servers."""
+    t_ps = s.T_c + s.T_f if s.T_ps is None else s.T_ps
+    return 2 * n_w * s.P * s.itemsize / (n_s * s.B) + t_ps
+
+
+def ps_throughput(s: Symbols, n_w: int, n_s: int) -> float:
+    """Samples per second, n_w K / t_ps   (7)."""
+    return n_w * s.K / ps_step_seconds(s, n_w, n_s)
+
+
+def assign_ps_nodes(s: Symbols, nodes: int) -> tuple[int, int]:
+    """The (n_w, n_s) with n_w + n_s = nodes of the largest throughput, by trying all (7.2).
+
+    Twice the nodes have at least twice the throughput, since (6) depends on n_w / n_s only.
+    Raises CostError for fewer than two nodes.
+    """
+    best = _best(nodes, lambda n_w, n_s: ps_throughput(s, n_w, n_s), lambda n_w, n_s: True)
+    assert best is not None
+    return best
+
+
+def speedup(s: Symbols, nodes: int, memory: Memory | None = None) -> float:
+    """Throughput of Stanza over that of the parameter server, each with its best assignment: figure 8."""
+    return throughput(s, *assign_nodes(s, nodes, memory)) / ps_throughput(s, *assign_ps_nodes(s, nodes))
+
+
+def _best(
+    nodes: int, value: Callable[[int, int], float], allowed: Callable[[int, int], bool]
+) -> tuple[int, int] | None:
+    """The division of `nodes` with the largest value, among equals that of the most workers; None: none is allowed."""
+    if nodes < 2:
+        raise CostError(f"{nodes} nodes cannot be divided into two roles; there must be at least 2")
+    divisions = [(n, nodes - n) for n in range(nodes - 1, 0, -1) if allowed(n, nodes - n)]
+    return max(divisions, key=lambda n: value(*n), default=None)

@@ -1,0 +1,1 @@
+"""Measure layers on this machine."""

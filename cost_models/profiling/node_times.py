@@ -1,0 +1,257 @@
+"""Time every node of a program's graph, forward and backward, in training steps on random numbers on this machine.
+
+The graph runs as the model would, node after node, and values are let go when nothing reads them any more, so that
+caches and memory are as in training.  The backward is one `loss.backward()`: every function that autograd recorded for
+a node says when it begins, and the time until the next one begins is the node's.  So what lies between the functions
+is counted too: gradients of a value with several readers are added up, and parameters receive theirs.
+
+    seconds of a node = median over the passes, less what saying "it begins" takes
+
+On a CPU one thread computes, as torchrun gives each of the ranks that share a host, and seconds are those in which this
+thread ran: other processes count for little.  On a GPU they are those between two events of its stream; where kernels
+are so small that it waits for Python, it waits here for the events too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from splitc.capture.evaluate import perform
+from splitc.capture.proxy import leaves
+from splitc.errors import CostError
+from splitc.ir.program import Program, under_autocast
+
+FIRST, LEAST, MOST = 2, 3, 25
+"""Passes that find memory and choose algorithms; then the fewest and the most that are timed."""
+
+_SHORT, _ROUND = 0.1, 5  # seconds of a pass, so many of which follow one product of matrices
+_KEPT = (32 << 20) - 8192  # bytes; glibc gives larger blocks back at once
+
+Seconds = Mapping[str, float]
+"""By the names of nodes."""
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """What the nodes take at one batch.
+
+    flop_rate: FLOP/s of large float32 matrix products meanwhile.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    flop_rate: float
+
+
+class _ThreadClock:
+    """Seconds in which this thread computed."""
+
+    now = staticmethod(time.thread_time)
+
+    def between(self, begun: float, ended: float) -> float:
+        return ended - begun
+
+    def settle(self) -> None:
+        """Nothing is under way when `now` returns."""
+
+
+class _StreamClock:
+    """Seconds on the stream of a GPU, between events."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return float(begun.elapsed_time(ended)) / 1e3
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+
+class Bench:
+    """A program whose parameters and inputs are real.
+
+    root: the program's modules with real tensors on `where`.
+    """
+
+    def __init__(self, program: Program, root: nn.Module, where: torch.device) -> None:
+        self._program, self._root, self._where = program, root, where
+        self._clock: Any = _StreamClock() if where.type == "cuda" else _ThreadClock()
+        self._nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        self._let_go = _last_reads(program.graph)
+        self._at = ""  # the node that runs
+
+    def times(self, inputs: Mapping[str, torch.Tensor], budget: float) -> NodeTimes:
+        """Time all nodes on `inputs`, for about `budget` seconds, inside `alone`.  Raises CostError when one fails."""
+        begin = time.perf_counter()
+        try:
+            with torch.enable_grad():
+                lag = _mark_seconds(self._clock) if self._where.type == "cpu" else 0.0
+                product = _product(self._clock, self._where)
+                _raise_threshold(self._where)
+                for _ in range(FIRST):
+                    self._pass(inputs, lag)
+                passes: list[tuple[dict[fx.Node, float], ...]] = []
+                rates: list[float] = []
+                while len(passes) < LEAST or (len(passes) < MOST and time.perf_counter() - begin < budget):
+                    rates.append(product())
+                    began = time.perf_counter()
+                    again = self._pass(inputs, lag)
+                    if time.perf_counter() - began < _SHORT:  # it found the caches full of the matrices
+                        passes += [self._pass(inputs, lag) for _ in range(_ROUND)]
+                    else:
+                        passes.append(again)
+        except Exception as error:
+            said = str(error).partition("\n")[0]
+            raise CostError(
+                f"{self._program.name} cannot be measured: {self._at} fails on random numbers with "
+                f'{type(error).__name__}: {said}; use counted costs (costs="counted")'
+            ) from error
+        forward, backward = (
+            {node.name: statistics.median(each[way][node] for each in passes) for node in self._nodes} for way in (0, 1)
+        )
+        return NodeTimes(forward, backward, statistics.median(rates))
+
+    def _pass(self, inputs: Mapping[str, torch.Tensor], lag: float) -> tuple[dict[fx.Node, float], ...]:
+        """Seconds of all nodes in one forward and backward; `lag`: of a mark."""
+        for parameter in self._root.parameters():
+            parameter.grad = None
+        clock, spans, marks = self._clock, dict[fx.Node, tuple[Any, Any]](), list[tuple[fx.Node | None, Any]]()
+        with under_autocast(self._root, self._program.autocast):
+            loss = self._forward(inputs, spans, marks)
+        self._at = "the backward"
+        marks.append((self._program.loss, clock.now()))
+        loss.backward()
+        marks.append((None, clock.now()))
+        clock.settle()
+        backward = dict.fromkeys(self._nodes, 0.0)
+        for (node, begun), (_, ended) in pairwise(marks):
+            assert node is not None
+            backward[node] += max(clock.between(begun, ended) - lag, 0.0)
+        return {node: clock.between(*span) for node, span in spans.items()}, backward
+
+    def _forward(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        spans: dict[fx.Node, tuple[Any, Any]],
+        marks: list[tuple[fx.Node | None, Any]],
+    ) -> torch.Tensor:
+        """The loss.  Fills `spans`, and has autograd fill `marks` in the backward."""
+        values: dict[fx.Node, Any] = {}
+        owners: dict[Any, fx.Node] = {}
+        now = self._clock.now
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = inputs[str(node.target)]
+            elif node.op == "get_attr":
+                owner, _, name = str(node.target).rpartition(".")
+                values[node] = getattr(self._root.get_submodule(owner), name)
+            elif node.op != "output":
+                self._at = f"{node.name} ({node.meta['source']})"
+                target = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                begun = now()
+                values[node] = perform(node.op, target, args, kwargs)
+                del args, kwargs
+                for value in self._let_go[node]:
+                    del values[value]
+                spans[node] = begun, now()
+                self._follow(node, values[node], owners, marks)
+        loss: torch.Tensor = values[self._program.loss]
+        return loss
+
+    def _follow(
+        self, node: fx.Node, value: Any, owners: dict[Any, fx.Node], marks: list[tuple[fx.Node | None, Any]]
+    ) -> None:
+        """Let what autograd recorded for `node`, which no earlier node owns, mark when it begins."""
+        now = self._clock.now
+        waiting = [tensor.grad_fn for tensor in leaves(value) if isinstance(tensor, torch.Tensor)]
+        while waiting:
+            function = waiting.pop()
+            if function is None or function in owners or hasattr(function, "variable"):
+                continue  # of a parameter: it receives its gradient in the time of who made it
+            owners[function] = node
+            function.register_prehook(lambda _: marks.append((node, now())))
+            waiting += [below for below, _ in function.next_functions]
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that nothing reads after it."""
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    seen: set[fx.Node] = set()
+    for reader in reversed(graph.nodes):
+        new = [value for value in reader.all_input_nodes if value not in seen]
+        seen.update(new)
+        found[reader] += new
+    return found
+
+
+def _product(clock: Any, where: torch.device) -> Callable[[], float]:
+    """A function that multiplies two large matrices and returns the FLOP/s."""
+    size = 8192 if where.type == "cuda" else 1024
+    matrix = torch.randn(size, size, device=where)
+    result = torch.empty_like(matrix)
+
+    def rate() -> float:
+        begun = clock.now()
+        torch.mm(matrix, matrix, out=result)
+        ended = clock.now()
+        clock.settle()
+        return 2.0 * size**3 / float(clock.between(begun, ended))
+
+    rate()
+    return rate
+
+
+def _mark_seconds(clock: Any) -> float:
+    """What a mark adds to a backward: the same chain of small functions with marks and without."""
+    ops = 100
+
+    def backward(marked: bool) -> float:
+        marks: list[Any] = []
+        value = torch.ones(1, requires_grad=True)
+        for _ in range(ops):
+            value = value + 1.0
+            if marked and value.grad_fn is not None:
+                value.grad_fn.register_prehook(lambda _: marks.append((None, clock.now())))
+        begun = clock.now()
+        value.backward()
+        return float(clock.between(begun, clock.now()))
+
+    lags = [(backward(True) - backward(False)) / ops for _ in range(11)]
+    return max(statistics.median(lags), 0.0)
+
+
+def _raise_threshold(where: torch.device) -> None:
+    """Let malloc keep what is freed, as it does in a process that has read weights from a file.
+
+    glibc maps blocks anew, page by page, until it has seen one of their size freed: without this, the gradients of a
+    multilayer perceptron cost its backward two thirds more in one process and nothing in another.
+    """
+    if where.type == "cpu":
+        torch.ones(_KEPT, dtype=torch.uint8)
+
+
+@contextmanager
+def alone(where: torch.device) -> Iterator[None]:
+    """One thread, and random numbers of one's own; afterwards both are as they were."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng([where] if where.type == "cuda" else []):
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,1 @@
+"""Simulate the step of every rank, with overlap."""

@@ -1,0 +1,54 @@
+"""Which lines a message or a collective takes through a cluster, and for how long.
+
+Every rank has a line out and a line in, which are one where its link is not duplex; ranks of a host whose link is
+shared have them together.  Within a host they have others (`Cluster.local_link`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from splitc.cost_models.network.alpha_beta import (
+    all_gather,
+    point_to_point,
+    recursive_doubling,
+    reduce_scatter,
+    ring_all_reduce,
+)
+from splitc.cost_models.simulation.events import Transfer
+from splitc.ir.cluster import Cluster, Link
+from splitc.ir.wire import WireOp
+
+_ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
+    "all_reduce": ring_all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "recursive_doubling": recursive_doubling,
+}
+
+
+class Paths:
+    """The lines of a cluster of `world` ranks."""
+
+    def __init__(self, cluster: Cluster, world: int) -> None:
+        self._cluster, self._world = cluster, world
+        self._link_over = cache(cluster.link_over)
+
+    def transfer(self, op: WireOp, ends: tuple[int, ...]) -> Transfer:
+        """An operation as a transfer; `ends`: from and to, or all members."""
+        link = self._link_over(ends, rings=op.algorithm != "recursive_doubling")
+        if op.kind != "collective":
+            seconds = point_to_point(op.nbytes, link)
+            lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
+            return Transfer(op.label, ends, tuple(lines), seconds, link.processor * op.nbytes)
+        seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+        lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
+        return Transfer(op.label, ends, tuple(sorted(lines)), seconds, 2 * link.processor * op.sent)
+
+    def _line(self, rank: int, link: Link, out: bool) -> int:
+        """The number of a rank's line: out and in, of its own, its host's or inside its host."""
+        local = link is self._cluster.local_link
+        place = self._cluster.host_of(rank) if link.shared and not local else rank
+        kind = 2 if local else 1 if link.shared else 0
+        return 2 * (kind * self._world + place) + (out and link.duplex)

@@ -1,0 +1,57 @@
+"""Timelines as Chrome trace JSON, for https://ui.perfetto.dev: a process for each rank, a row for each stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from splitc.ir.phases import Span
+
+_STREAMS = ("compute", "wait", "comm")
+
+
+def chrome_trace(spans: Iterable[Span], roles: Mapping[int, str] | None = None, label: str = "") -> dict[str, Any]:
+    """The spans of ranks as one trace, times from the first span on in microseconds, as the format wants them.
+
+    roles: rank -> what it is, for its name.  label: put after the ranks' names, where two timelines are laid side by
+    side.  Transfers of a rank that overlap get rows of their own.
+    """
+    spans = sorted(spans, key=lambda span: (span.rank, span.start, -span.end))
+    origin = min((span.start for span in spans), default=0.0)
+    rows: dict[tuple[int, str], list[float]] = {}  # when each row of a stream is free again
+    events: list[dict[str, Any]] = []
+    for rank in dict.fromkeys(span.rank for span in spans):
+        role = (roles or {}).get(rank, "")
+        name = " ".join(filter(None, (f"rank {rank}", role, label)))
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+    for span in spans:
+        free = rows.setdefault((span.rank, span.stream), [])
+        row = next((k for k, until in enumerate(free) if until <= span.start), len(free))
+        if row == len(free):
+            free.append(0.0)
+            events.append(_row_name(span, row))
+        free[row] = span.end
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.stream,
+                "pid": span.rank,
+                "tid": _row(span.stream, row),
+                "ts": (span.start - origin) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"bytes": span.nbytes} if span.nbytes else {},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _row(stream: str, row: int) -> int:
+    """The number of a row: streams one below the other."""
+    return 1000 * _STREAMS.index(stream) + row
+
+
+def _row_name(span: Span, row: int) -> dict[str, Any]:
+    name = span.stream if row == 0 else f"{span.stream} {row + 1}"
+    return {"ph": "M", "name": "thread_name", "pid": span.rank, "tid": _row(span.stream, row), "args": {"name": name}}

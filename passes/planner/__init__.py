@@ -1,0 +1,1 @@
+"""Choose a plan: requests, pins, cuts, integer programs, prices."""

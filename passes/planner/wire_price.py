@@ -1,0 +1,160 @@
+"""What a step of a plan costs, from what its program would compute and put on the wire.
+
+    T = sum over roles   compute of the busiest rank                                      (1)
+      + sum over values  the longest that a rank is busy with it                          (2)
+      + sync             of roles that share ranks one after the other, else together     (3)
+
+A rank is busy with a value for latency + bytes / bandwidth of each message, of the direction that takes it longer; with
+a collective for what `alpha_beta` says of it; each on the link that joins its ranks.  A link that the ranks
+of a host share is busy with what all of them send over it.  No transfer is taken to hide behind compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from splitc.cost_models.network.alpha_beta import concurrent
+from splitc.ir.cluster import Cluster, Link
+from splitc.ir.pass_manager import Pass
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
+from splitc.ir.wire import WireOp, wire
+from splitc.passes.planner.request import Request
+
+
+def rewritten(request: Request, plan: Plan, passes: Iterable[Pass]) -> Program:
+    """The program of a plan that is only being considered."""
+    program = replace(request.program, plan=plan)
+    for each in passes:
+        program = each.run(program)
+    return program
+
+
+def step_seconds(request: Request, program: Program) -> float:
+    """Seconds of a step of a rewritten program: equations (1) to (3)."""
+    plan = program.required_plan
+    return compute_seconds(request, plan) + _exchange_seconds(request, program)
+
+
+def compute_seconds(request: Request, plan: Plan) -> float:
+    """Equation (1)."""
+    return sum(layer_seconds(request, plan, layer.name) for layer in request.program.layers)
+
+
+def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
+    """Compute of a layer on the busiest rank of its role in one step.
+
+    Groups of K compute on the examples of all members: a layer they share takes 1/K of it, another one all of it.
+    A late-multiplied layer computes the weight gradient, a third of its work, of all ranks' examples.
+    """
+    place = plan.placements[layer]
+    assert place.role is not None
+    busy = len({rank for ranks in plan.roles.values() for rank in ranks})
+    device = request.cluster.device_for(busy)
+    ranks = plan.roles[place.role]
+    grouping = plan.groups.get(place.role)
+    batch = max(plan.worked(place.role, rank) for rank in (ranks[0], ranks[-1]))
+    if grouping is None:
+        batch = plan.largest_batch(place.role)
+    seconds = request.seconds(layer, batch, device)
+    if grouping is not None:
+        seconds *= grouping.turns
+        if place.holding == "sharded":
+            seconds /= grouping.size
+    if place.sync == "late_multiply":
+        seconds *= 1 + (len(ranks) - 1) / 3
+    return seconds
+
+
+def _exchange_seconds(request: Request, program: Program) -> float:
+    """Equations (2) and (3)."""
+    plan = program.required_plan
+    values: dict[str, float] = defaultdict(float)
+    syncs: dict[str, float] = defaultdict(float)
+    for value, seconds in _each_busy(request.cluster, program):
+        into = syncs if ".bucket" in value else values
+        into[value] = max(into[value], seconds)
+    by_role: dict[str, float] = defaultdict(float)
+    for value, seconds in syncs.items():
+        by_role[value.partition(".")[0]] += seconds
+    shared = len({rank for ranks in plan.roles.values() for rank in ranks}) < sum(map(len, plan.roles.values()))
+    sync = sum(by_role.values()) if shared else max(by_role.values(), default=0.0)
+    return sum(values.values()) + sync
+
+
+def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]]:
+    """(value, seconds) for every value that a rank, or the link of a host, is busy with."""
+    plan = program.required_plan
+    leaving: dict[tuple[int, str], list[WireOp]] = defaultdict(list)
+    for rank in _looked_at(cluster, program):
+        here: dict[str, list[WireOp]] = defaultdict(list)
+        for op in wire(program, rank):
+            here[_value(op)].append(op)
+        for value, ops in here.items():
+            yield value, _busy([(op, _link(cluster, plan, rank, op)) for op in ops])
+            if cluster.link_of(rank).shared:
+                host = cluster.host_of(rank)
+                leaving[host, value] += [
+                    op for op in ops if op.kind != "collective" and cluster.host_of(op.ranks[0]) != host
+                ]
+    for (host, value), ops in leaving.items():
+        ranks = [rank for rank in range(plan.world) if cluster.host_of(rank) == host]
+        link = min(map(cluster.link_of, ranks), key=lambda link: link.bandwidth)
+        sent = concurrent((op.sent for op in ops if op.kind == "send"), link)
+        received = concurrent((op.nbytes for op in ops if op.kind == "recv"), link)
+        yield value, max(sent, received) if link.duplex else sent + received
+
+
+def _looked_at(cluster: Cluster, program: Program) -> list[int]:
+    """Ranks of which one is the busiest: the ends of each part with all of their hosts, and ranks unlike the others."""
+    ends = {rank for part in program.parts for rank in (part.ranks[0], part.ranks[-1])}
+    hosts = {cluster.host_of(rank) for rank in ends}
+    odd = {min({*part.ranks} & {*each.ranks}, default=-1) for part in program.parts for each in cluster.unlike}
+    ranks = dict.fromkeys(rank for part in program.parts for rank in part.ranks)
+    return [rank for rank in ranks if rank in odd or cluster.host_of(rank) in hosts]
+
+
+def _link(cluster: Cluster, plan: Plan, rank: int, op: WireOp) -> Link:
+    """What an operation of `rank` runs on; all groups of a role communicate at once, and so do all sets of replicas."""
+    if op.kind != "collective":
+        return cluster.link_between(rank, op.ranks[0])
+    rings = op.algorithm != "recursive_doubling"
+    if cluster.local_link is not None:
+        for role, grouping in plan.groups.items():
+            ranks, size = plan.roles[role], grouping.size
+            groups = [ranks[k : k + size] for k in range(0, len(ranks), size)]
+            for alike in (groups, [ranks[k::size] for k in range(size)]):
+                if op.ranks in alike:
+                    return cluster.link_over(*alike, rings=rings)
+    return cluster.link_over(op.ranks, rings=rings)
+
+
+def _value(op: WireOp) -> str:
+    """What an operation belongs to: the cut, the node or the bucket, without examples and turn."""
+    return op.label.partition("[")[0] if op.kind != "collective" else op.label
+
+
+def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
+    """Seconds of a rank's operations, each on its link, or at its measured rate."""
+    latency = 0.0
+    sent: dict[tuple[float, bool], float] = defaultdict(float)
+    received: dict[tuple[float, bool], float] = defaultdict(float)
+    for op, link in ops:
+        if rate := link.collectives.get(op.algorithm):
+            latency += rate.latency * (len(op.ranks) - 1) * (2 if op.algorithm == "all_reduce" else 1)
+            sent[rate.bandwidth, True] += op.sent
+            continue
+        kind = link.bandwidth, link.duplex
+        latency += link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
+        if op.kind == "recv":
+            received[kind] += op.nbytes
+        else:
+            sent[kind] += op.sent
+            received[kind] += op.sent if op.kind == "collective" else 0.0
+    seconds = latency
+    for bandwidth, duplex in sent | received:
+        there, back = sent[bandwidth, duplex], received[bandwidth, duplex]
+        seconds += (max(there, back) if duplex else there + back) / bandwidth
+    return seconds

@@ -1,0 +1,1 @@
+"""Capture: from a model, its loss and an example batch to a Program."""

@@ -1,0 +1,87 @@
+"""The names of the tensors that a model uses: parameters, buffers, and constants that become buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from splitc.capture.refusals import Unsupported
+from splitc.capture.source_lines import name_in_user_code
+
+
+class Attributes:
+    """Tensors by name.
+
+    root: the model with fake parameters.  original: the model itself, whose tensors the user's code may meet too (in a
+    loss that closes over the model).  constants: what is used and is no parameter or buffer: plain attributes, globals.
+    """
+
+    def __init__(self, root: nn.Module, original: nn.Module) -> None:
+        self.constants: dict[str, torch.Tensor] = {}
+        self._root, self._original = root, original
+        self._names = {**_names(original), **_names(root)}
+
+    def known(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor that a module owns, or that was used before."""
+        return self._names.get(id(tensor))
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """The name of any tensor; a new one becomes a constant.  Raises Unsupported for one that cannot be held."""
+        name = self._names.get(id(tensor))
+        if name is None:
+            self._names[id(tensor)] = name = self._constant_name(tensor)
+            self.constants[name] = tensor
+        return name
+
+    def traced(self, name: str) -> torch.Tensor:
+        """The tensor of that name in the traced copy: fake, or a constant."""
+        tensor = self.constants[name] if name in self.constants else _get(self._root, name)
+        if not isinstance(tensor, FakeTensor):
+            self.constants[name] = tensor
+        return tensor
+
+    def real(self, name: str) -> torch.Tensor:
+        """The tensor of that name with its data."""
+        return self.constants[name] if name in self.constants else _get(self._original, name)
+
+    def adopt_constants(self) -> None:
+        """Make the constants buffers of the traced copy, so that generated programs hold them."""
+        for name, tensor in self.constants.items():
+            owner, _, last = name.rpartition(".")
+            module = self._root.get_submodule(owner)
+            module.__dict__.pop(last, None)
+            module.register_buffer(last, tensor, persistent=False)
+
+    def _constant_name(self, tensor: torch.Tensor) -> str:
+        shape = tuple(tensor.shape)
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            raise Unsupported(
+                f"a parameter of shape {shape} is used that the model does not own; assign its module to an attribute "
+                f"of the model, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+            )
+        if tensor.requires_grad or isinstance(tensor, FakeTensor):
+            raise Unsupported(f"a tensor of shape {shape} was computed outside of forward; compute it in forward")
+        name = stem = name_in_user_code(tensor) or "constant"
+        number = 0
+        while name == "constant" or hasattr(self._root, name) or name in self.constants:
+            name, number = f"{stem}{number}", number + 1
+        return name
+
+
+def _names(root: nn.Module) -> dict[int, str]:
+    """`id` -> name of every tensor that belongs to a module: parameters, buffers and plain attributes."""
+    names: dict[int, str] = {}
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        names.setdefault(id(tensor), name)
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.requires_grad:
+                names.setdefault(id(value), f"{path}.{name}" if path else name)
+    return names
+
+
+def _get(root: nn.Module, name: str) -> torch.Tensor:
+    owner, _, last = name.rpartition(".")
+    tensor: torch.Tensor = getattr(root.get_submodule(owner), last)
+    return tensor

@@ -1,0 +1,82 @@
+"""One operation as the user's code asks for it, before it becomes a node."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from splitc.capture.proxy import is_proxy, leaves
+from splitc.capture.refusals import RANDOM, Unsupported, hook_text, random_text
+from splitc.ir.op_names import is_nameable
+
+_LITERALS = (bool, int, float, complex, str, type(None), type(...))
+_SETTINGS = (torch.dtype, torch.layout, torch.memory_format)
+_BY_NAME = {
+    F.cross_entropy: ("input", "target"),
+    F.nll_loss: ("input", "target"),
+    F.batch_norm: ("input", "running_mean", "running_var"),
+    F.instance_norm: ("input", "running_mean", "running_var"),
+}
+"""Functions whose options other passes read -> the arguments that stay positional."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """op and target as those of an fx node; tensors are proxies.  written: the proxy that the call writes into."""
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    written: Any = None
+
+    @property
+    def name(self) -> str:
+        """`relu_` of `x.relu_()` and of `F.relu_(x)`."""
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", str(self.target))
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The proxies among the arguments."""
+        return [value for value in leaves((self.args, self.kwargs)) if is_proxy(value)]
+
+
+def require_recordable(call: Call) -> None:
+    """Raise Unsupported for what a graph, or its generated code, cannot hold."""
+    if call.name in RANDOM:
+        raise Unsupported(random_text(call.name))
+    if call.name in ("register_hook", "backward"):
+        raise Unsupported(hook_text(f"{call.name}()"))
+    if call.target is setattr:
+        raise Unsupported(f"sets .{call.args[1]} of a tensor; make a new tensor instead")
+    for value in leaves((call.args, call.kwargs)):
+        if not is_proxy(value) and not isinstance(value, (*_LITERALS, *_SETTINGS, torch.device)):
+            kind = "module" if isinstance(value, nn.Module) else type(value).__name__
+            raise Unsupported(f"{call.name} is given a {kind}, which a graph cannot hold; give it tensors and numbers")
+    if call.op == "call_function" and not is_nameable(call.target):
+        raise Unsupported(f"{call.name} is no function of torch, so generated code cannot call it; use one that is")
+
+
+def in_one_form(call: Call) -> Call:
+    """The call with its options by keyword where others look for them."""
+    if call.op != "call_function" or call.target not in _BY_NAME:
+        return call
+    options = inspect.signature(call.target).bind(*call.args, **call.kwargs).arguments
+    if options.get("size_average") is not None or options.get("reduce") is not None:
+        raise Unsupported(f"{call.name} is given size_average or reduce; write reduction='mean' or 'sum' instead")
+    first = tuple(options.pop(name) for name in _BY_NAME[call.target])
+    return replace(call, args=first, kwargs=options)
+
+
+def is_plain(values: tuple[Any, ...]) -> bool:
+    """Whether a value is plain Python, and the same at every batch size."""
+    first = values[0]
+    if not all(isinstance(leaf, (*_LITERALS, *_SETTINGS)) for leaf in leaves(first)):
+        return False
+    return all(value == first or (value != value and first != first) for value in values)

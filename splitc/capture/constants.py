@@ -1,0 +1,55 @@
+"""The values of nodes that depend on no input and on nothing that is trained: sizes of masks, flags, tables.
+
+A branch on such a value (`if self.flag > 0`, `mask.all()`) goes the same way in every step, so the trace may follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from splitc.capture.evaluate import perform
+from splitc.capture.proxy import is_proxy, map_tree
+
+
+class NotConstant(Exception):
+    """The value depends on an input, on a parameter, or on a buffer that the model changes."""
+
+
+class Constants:
+    """Computes nodes for real.
+
+    values: what is known of each node from the trace.  real: the model's tensor of a name, with its data.
+    changing: names of buffers that the model writes into.
+    """
+
+    def __init__(self, values: Mapping[fx.Node, tuple[Any, ...]], real: Callable[[str], torch.Tensor]) -> None:
+        self._values, self._real = values, real
+        self.changing: set[str] = set()
+
+    def value(self, node: fx.Node) -> Any:
+        """The node's value.  Raises NotConstant."""
+        known = self._values.get(node, (None,))[0]
+        if isinstance(known, torch.device):
+            return known
+        if node.op == "get_attr":
+            tensor = self._real(str(node.target))
+            if tensor.requires_grad or node.target in self.changing:
+                raise NotConstant(f"{node.target} changes while the model trains")
+            return tensor
+        if node.op in ("placeholder", "call_module"):
+            raise NotConstant(f"{node.name} differs from batch to batch")
+        return perform(
+            node.op, node.target, fx.node.map_arg(node.args, self.value), fx.node.map_arg(node.kwargs, self.value)
+        )
+
+    def result(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation on traced values gives.  Raises NotConstant."""
+
+        def look(value: Any) -> Any:
+            return self.value(value._node) if is_proxy(value) else value
+
+        return perform(op, target, map_tree(args, look), map_tree(dict(kwargs), look))

@@ -1,0 +1,92 @@
+"""Run operations on fake tensors at two batch sizes, and on numbers at more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from splitc.capture.calls import Call
+from splitc.capture.proxy import is_proxy, leaves, map_tree
+from splitc.capture.refusals import Unsupported
+from splitc.capture.source_lines import first_line
+
+T = TypeVar("T")
+
+DYNAMIC = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a result, or its shape, depends on the data."""
+
+
+class Evaluator:
+    """Finds what a call gives at the batch sizes `batches`; numbers are followed to all `probes`.
+
+    Two sizes show which dimension of a tensor is the batch.  Numbers need more: 4 // 2 is 5 // 2.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
+        self.batches = batches
+        self.probes = (*batches, 2 * batches[1] + 1, 5 * batches[1] + 2)
+        self.busy = False  # while true, torch functions run as they are, unrecorded
+        self._root, self._graph, self._fake = root, graph, fake
+
+    def values(self, call: Call) -> tuple[Any, ...]:
+        """One value for each batch size.  Raises Unsupported for what fails, and one of DYNAMIC."""
+        inputs = [value for value in leaves((call.args, call.kwargs)) if is_proxy(value)]
+        only_numbers = bool(inputs) and all(isinstance(value, (int, float)) for value in inputs)
+        return tuple(self._value(call, k) for k in range(len(self.probes) if only_numbers else 2))
+
+    def size_at_probes(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A size of a tensor at all probes: it lies on a line through the two that are known."""
+        a, b = values
+        return tuple(a + (b - a) * (probe - self.batches[0]) for probe in self.probes)
+
+    def unrecorded(self, work: Callable[[], T]) -> T:
+        """`work()` with torch as it is."""
+        before, self.busy = self.busy, True
+        try:
+            return work()
+        finally:
+            self.busy = before
+
+    def _value(self, call: Call, k: int) -> Any:
+        def pick(value: Any) -> Any:
+            return value._values[k] if is_proxy(value) else value
+
+        target = self._root.get_submodule(call.target) if call.op == "call_module" else call.target
+        args, kwargs = map_tree(call.args, pick), map_tree(dict(call.kwargs), pick)
+        try:
+            with self._fake:
+                return self.unrecorded(lambda: perform(call.op, target, args, kwargs))
+        except DYNAMIC:
+            raise
+        except Exception as error:
+            raise self._failed(call, k, error) from error
+
+    def _failed(self, call: Call, k: int, error: Exception) -> Unsupported:
+        said = first_line(error)
+        if k == 0:
+            return Unsupported(f"{call.name} fails: {type(error).__name__}: {said}")
+        first, second = self.batches
+        text = f"{call.name} runs at a batch of {first} but not of {second} ({said})"
+        if _mentions((call.args, call.kwargs), first):
+            return Unsupported(
+                f"the batch size {first} is baked into the graph: {text}; write x.size(0) or -1 in its place"
+            )
+        baked = next((n for n in reversed(self._graph.nodes) if _mentions((n.args, n.kwargs), first)), None)
+        if baked is None:
+            return Unsupported(f"{text}; ranks run other batches than the example's, so it must work for any")
+        return Unsupported(
+            f"the batch size {first} is baked into {baked.name}: {text}; write x.size(0) or -1 in its place",
+            baked.meta["source"],
+        )
+
+
+def perform(op: str, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run a module, a function or a method."""
+    return getattr(args[0], target)(*args[1:], **kwargs) if op == "call_method" else target(*args, **kwargs)
+
+
+def _mentions(tree: Any, number: int) -> bool:
+    return any(type(value) is int and value == number for value in leaves(tree))

@@ -1,0 +1,88 @@
+"""Answers to what a model's Python asks about traced values: their sizes, and values that are no data of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from splitc.capture.calls import Call
+from splitc.capture.constants import Constants, NotConstant
+from splitc.capture.evaluate import Evaluator
+from splitc.capture.proxy import Sizes, TracedTensor, is_proxy
+from splitc.capture.refusals import ASKED, DATA, REMEDIES, Unsupported
+
+
+class Answers:
+    """constants: computes what depends on no input.  size_node: makes the node of one size, from its values."""
+
+    def __init__(
+        self, evaluator: Evaluator, constants: Constants, size_node: Callable[[Call, tuple[int, ...]], Any]
+    ) -> None:
+        self._evaluator, self._constants, self._size_node = evaluator, constants, size_node
+        self._sizes: dict[tuple[fx.Node, int], Any] = {}
+
+    def answer(self, call: Call) -> Any:
+        """The answer to a question about a tensor; NotImplemented for an operation."""
+        tensor = call.args[0] if call.args else None
+        if type(tensor) is not TracedTensor:
+            return NotImplemented
+        if call.target is getattr and call.args[1] == "shape":
+            return self.sizes(tensor)
+        if call.target is setattr and call.args[1] == "requires_grad":
+            return None
+        if call.op != "call_method":
+            return NotImplemented
+        if call.target == "size":
+            dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+            return self.sizes(tensor) if dim is None else self.sizes(tensor)[dim]
+        if call.target in ("numel", "nelement"):
+            return math.prod(self.sizes(tensor))
+        if call.target == "__len__":
+            return self.plain(self.sizes(tensor)[0], "len()")
+        if call.target in ("requires_grad_", "retain_grad"):
+            return tensor
+        if call.target in ASKED:
+            return getattr(self.plain(tensor, ASKED[call.target]), call.target)()
+        return NotImplemented
+
+    def sizes(self, proxy: TracedTensor) -> Any:
+        """The shape: a torch.Size, or Sizes with a node for every entry that depends on the batch."""
+        entries = tuple(self._size(proxy, dim) for dim in range(len(proxy._values[0].shape)))
+        return Sizes(entries) if any(map(is_proxy, entries)) else torch.Size(entries)
+
+    def peek(self, value: Any, name: str) -> Any:
+        """The attribute of a value of the trace.  Raises AttributeError as the value does."""
+        return self._evaluator.unrecorded(lambda: getattr(value, name))
+
+    def plain(self, proxy: Any, what: str) -> Any:
+        """The value, when it is the same for every batch: a number, or a real tensor that depends on no input.
+
+        what: the Python that asks for it, as messages call it.  Raises Unsupported.
+        """
+        if not is_proxy(proxy):
+            return proxy
+        node, values = proxy._node, proxy._values
+        if type(proxy) is TracedTensor:
+            try:
+                return self._evaluator.unrecorded(lambda: self._constants.value(node))
+            except NotConstant:
+                text = f"{what} needs the value of {node.name} ({node.meta['source']}); {DATA}"
+                raise Unsupported(text) from None
+        if all(value == values[0] for value in values):
+            return values[0]
+        shown = f"{node.args[0]}.size({node.args[1]})" if node.target == "size" else node.name
+        raise Unsupported(
+            f"{what} fixes the batch size: {shown} changes with the batch, and ranks run other batches than the "
+            f"example's; {REMEDIES.get(what, f'leave {what} out')}"
+        )
+
+    def _size(self, proxy: TracedTensor, dim: int) -> Any:
+        key = proxy._node, dim
+        if key not in self._sizes:
+            sizes = tuple(value.shape[dim] for value in proxy._values)
+            self._sizes[key] = self._size_node(Call("call_method", "size", (proxy, dim), {}), sizes)
+        return self._sizes[key]

@@ -1,0 +1,217 @@
+"""What no graph can hold, and what to do instead."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from splitc.capture.source_lines import user_line
+from splitc.errors import CaptureError, bullets
+
+
+class Unsupported(Exception):
+    """What a graph cannot hold.  The tracer raises it as a CaptureError at `line`, or else at the user's own."""
+
+    def __init__(self, text: str, line: str | None = None) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+RANDOM = {
+    "bernoulli",
+    "fractional_max_pool2d",
+    "fractional_max_pool3d",
+    "gumbel_softmax",
+    "multinomial",
+    "normal",
+    "poisson",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "rrelu",
+}
+RANDOM |= {
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "rrelu_",
+    "uniform_",
+}
+"""Functions and methods that draw random numbers and are no dropout."""
+
+DATA = (
+    "its value depends on the data, so there is no one graph for all batches; use torch.where, masks or other "
+    "operations over the whole batch"
+)
+
+ASKED = {
+    "item": "item()",
+    "tolist": "tolist()",
+    "numpy": "numpy()",
+    "__array__": "numpy()",
+    "__bool__": "a branch",
+    "__int__": "int()",
+    "__float__": "float()",
+    "__index__": "an index",
+}
+"""Methods that ask for the data of a tensor -> how messages call them."""
+
+REMEDIES = {
+    "len()": "write x.size(0) instead, which stays in the graph",
+    "a branch": "leave the branch out, or let it depend on other sizes",
+    "range() or an index": "write operations over the whole batch instead of a loop",
+}
+"""What to do instead of asking for a number that depends on the batch."""
+
+_INSIDE = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Modules that hide the model -> the attribute that is the model."""
+
+
+def random_text(name: str) -> str:
+    """Why a random operation is refused."""
+    return (
+        f"{name} draws random numbers, and each rank would draw others than one process does; splitc seeds dropout "
+        f"and bernoulli_ only: draw the numbers with the data and pass them as an input"
+    )
+
+
+def hook_text(name: str) -> str:
+    """Why a hook on a tensor, or a backward inside forward, is refused."""
+    return f"{name} acts on gradients on their way, which a graph would lose; write it with torch operations in forward"
+
+
+def writes_text(what: str, name: str) -> str:
+    """Why writing into a parameter or buffer is refused."""
+    return (
+        f"{what} writes into {name} while the model runs: ranks see different parts of the batch, so their copies "
+        f"would differ; compute it from the inputs, or change it outside of forward"
+    )
+
+
+def autocast_text(own: torch.dtype | None, around: torch.dtype | None) -> str:
+    """Why a region of autocast to `own` inside a forward that is captured under `around` is refused."""
+    if own is None:
+        return (
+            "forward turns torch.autocast off for a part of itself, and a program has it around the whole forward of "
+            "every stage; leave the region out of forward, or compile without autocast"
+        )
+    return (
+        f"forward enters torch.autocast in {str(own).removeprefix('torch.')} itself, and a program has it around the "
+        f"whole forward of every stage; leave the region out of forward, and compile with autocast=torch.bfloat16"
+    )
+
+
+@contextmanager
+def no_other_autocast(around: torch.dtype | None, is_ours: Callable[[], bool]) -> Iterator[None]:
+    """Raise Unsupported when what runs inside enters an autocast other than `around`, unless it `is_ours`."""
+    enter = torch.autocast.__enter__
+
+    def entered(region: torch.autocast) -> Any:
+        own = region.fast_dtype if region._enabled else None
+        if own != around and not is_ours():
+            raise Unsupported(autocast_text(own, around), user_line())
+        return enter(region)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield
+
+
+def refuse_model(model: nn.Module, loss: Any) -> None:
+    """Raise CaptureError that lists what of the model a graph would lose; also for a model that a tool has wrapped."""
+    kind = type(model).__name__
+    if kind in _INSIDE:
+        raise CaptureError(f"{kind} hides the model: give compile() what is inside it, model.{_INSIDE[kind]}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(f"{kind} has no Python to trace: give compile() the model it was made from")
+    problems = [problem for path, module in model.named_modules() for problem in _module_problems(path or kind, module)]
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            problems.append(f"{name} has no shape yet; run one batch through the model first")
+        elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            problems.append(f"{name} has a gradient hook, which a graph would lose; remove it")
+    trained = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
+    if trained:
+        problems.append(
+            f"the loss has parameters of its own ({', '.join(trained)}), which no state_dict of the model would hold; "
+            f"make it part of the model: let forward take the target and return the loss"
+        )
+    if problems:
+        raise CaptureError(problems[0] if len(problems) == 1 else bullets(f"{kind} cannot be captured:", problems))
+
+
+def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
+    if isinstance(module, torch.jit.ScriptModule):
+        yield f"{where} was made by torch.jit and has no Python to trace; use the module it was made from"
+    if module._backward_hooks or module._backward_pre_hooks:
+        yield f"{where} has a backward hook, which a graph would lose; change the forward instead, or remove it"
+    if isinstance(module, nn.SyncBatchNorm):
+        yield f"{where} is an nn.SyncBatchNorm, which talks to process groups of its own; use nn.BatchNorm"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        yield from (f"{where} {problem}" for problem in _embedding_problems(module))
+    if isinstance(module, nn.RNNBase) and module.dropout:
+        kind = type(module).__name__
+        yield f"{where} draws its dropout inside; use one nn.{kind} for each layer, with nn.Dropout between them"
+    for name, _ in module.named_children():
+        if hasattr(nn.Module, name):
+            yield f"{where} has a child named {name!r}, which hides nn.Module.{name}; rename it"
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            yield (
+                f"{where}.{name} was computed from parameters outside of forward, so the model cannot be copied; "
+                f"compute it in forward (torch.nn.utils.parametrizations.weight_norm in place of "
+                f"torch.nn.utils.weight_norm)"
+            )
+
+
+def _embedding_problems(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[str]:
+    remedy = f"ranks would differ; use nn.{type(module).__name__} without"
+    if module.max_norm is not None:
+        yield f"has max_norm, which writes into its weight: {remedy}"
+    if module.sparse:
+        yield f"has sparse gradients: {remedy}"
+    if module.scale_grad_by_freq:
+        yield f"has scale_grad_by_freq, which counts indices over the whole batch: {remedy}"
+
+
+@contextmanager
+def no_python_randomness(name: str) -> Iterator[None]:
+    """Raise Unsupported when what runs inside draws numbers from Python's or numpy's random generators."""
+    before = _generator_states()
+    yield
+    drawn = [name for name, state in _generator_states().items() if state != before[name]]
+    if drawn:
+        raise Unsupported(
+            f"forward draws numbers from {' and '.join(drawn)}, and a graph would keep those of one call; draw them "
+            f"with the data and pass them as an input",
+            name,
+        )
+
+
+def _generator_states() -> dict[str, object]:
+    numpy = sys.modules.get("numpy")
+    states: dict[str, object] = {"Python's random": random.getstate()}
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        states["numpy.random"] = keys.tobytes(), position
+    return states

@@ -1,0 +1,288 @@
+"""Record what a model's Python does as a torch.fx graph, on fake tensors of two batch sizes at once.
+
+Every operation runs on both.  A number that is the same at all batch sizes is a constant; one that differs stays in
+the graph, and Python that needs it as a plain one (`range(x.size(0))`) is refused at that line, so that the example's
+batch size is not baked into the program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import namedtuple
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from splitc.capture.attributes import Attributes
+from splitc.capture.calls import Call, in_one_form, is_plain, require_recordable
+from splitc.capture.constants import Constants, NotConstant
+from splitc.capture.dropouts import drops_inside, written_out
+from splitc.capture.evaluate import DYNAMIC, Evaluator
+from splitc.capture.inplace import Sharing, counting, functional
+from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
+from splitc.capture.queries import Answers
+from splitc.capture.refusals import DATA, Unsupported, writes_text
+from splitc.capture.source_lines import user_line
+from splitc.errors import CaptureError
+from splitc.ir.graph import assigned
+
+
+class Tracer:
+    """Traces one call.
+
+    After the trace, `graph` is the recording, and `values` maps each node to what it is at the batch sizes of
+    `evaluator`.  modules: path and module of each forward that is running.  elsewhere: what stands for the user's line
+    where torch's own code was called.
+    """
+
+    def __init__(self, root: nn.Module, original: nn.Module, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, tuple[Any, ...]] = {}
+        self.evaluator = Evaluator(root, self.graph, fake, batches)
+        self.attributes = Attributes(root, original)
+        self.modules: list[tuple[str, nn.Module]] = [("", root)]
+        self.elsewhere = type(root).__name__
+        self._root, self._fake = root, fake
+        self._constants = Constants(self.values, self.attributes.real)
+        self.answers = Answers(self.evaluator, self._constants, self._result)
+        self._sharing = Sharing()
+        self._proxies: dict[fx.Node, TracedTensor] = {}
+        self._attribute_nodes: dict[str, fx.Node] = {}
+        self._batched: set[fx.Node] = set()
+
+    def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
+        node = self.graph.placeholder(name)
+        node.meta.update(source="input", module="")
+        self._batched.add(node)
+        return self._proxy(node, values)
+
+    def output(self, value: Any) -> None:
+        self.graph.output(map_tree(value, self._argument)).meta["source"] = "output"
+
+    def record(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
+    ) -> Any:
+        """Make a node and run it at the batch sizes; what is plain Python at all of them comes back as that."""
+        try:
+            call = Call(op, target, map_tree(tuple(args), self._traced), map_tree(dict(kwargs), self._traced))
+            answer = self.answers.answer(call)
+            return self._record(call, name) if answer is NotImplemented else answer
+        except Unsupported as error:
+            raise self.refused(error) from error.__cause__
+
+    def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A torch function or tensor method that was reached through `__torch_function__`."""
+        op, target, args = operation(function, args, kwargs)
+        if not any(isinstance(value, torch.Tensor) or is_proxy(value) for value in leaves((args, kwargs))):
+            return function(*args, **kwargs)  # changes a setting, or makes a tensor that is constant
+        return self.record(op, target, args, kwargs)
+
+    def _record(self, call: Call, name: str | None) -> Any:
+        if drops_inside(call):
+            return written_out(call)
+        self._require_recordable(call)
+        new = functional(in_one_form(call))
+        if new.written is not None and new.written._node.op == "get_attr":
+            return self._count(call, new.written)
+        if new.target is assigned and self._is_assigned(new):
+            return new.written
+        try:
+            values = self.evaluator.values(new)
+        except DYNAMIC as error:
+            return self._constant(new, error)
+        result = self._result(new, values, name)
+        return result if new.written is None else self._write(new.written, result)
+
+    def _require_recordable(self, call: Call) -> None:
+        """Raise Unsupported for what no graph can hold."""
+        self.evaluator.unrecorded(lambda: require_recordable(call))
+
+    def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
+        """Plain Python, or a node for the value; a tuple comes back as a tuple of those."""
+        inputs = call.inputs
+        if is_plain(values) or not (inputs or isinstance(values[0], torch.Tensor)):
+            return values[0]
+        node = self._node(call, name)
+        about_device = call.target is getattr and call.args[1] == "device"
+        if not about_device and any(value._node in self._batched for value in inputs):
+            self._batched.add(node)
+        return self._wrapped(node, values)
+
+    def _wrapped(self, node: fx.Node, values: tuple[Any, ...]) -> Any:
+        """What the user's code gets for a node."""
+        first = values[0]
+        if isinstance(first, (tuple, list)):
+            self.values[node] = values
+            if any(len(value) != len(first) for value in values):
+                raise Unsupported(
+                    f"{node.name} makes as many tensors as the batch has examples, and ranks run other batches than "
+                    f"the example's; use operations over the whole batch"
+                )
+            return _like(first, [self._part(node, i, part) for i, part in enumerate(zip(*values, strict=True))])
+        if isinstance(first, (bool, int, float)):
+            return self._proxy(node, values if len(values) > 2 else self.evaluator.size_at_probes(values))
+        if not isinstance(first, (torch.Tensor, torch.device)):
+            raise Unsupported(f"{node.name} gives a {type(first).__name__}; keep to what gives tensors and numbers")
+        proxy = self._proxy(node, values)
+        if isinstance(first, torch.Tensor) and not torch.is_grad_enabled() and self._hides_gradient(node):
+            with torch.enable_grad():
+                return self.record("call_method", "detach", (proxy,), {})
+        return proxy
+
+    def _part(self, node: fx.Node, index: int, values: tuple[Any, ...]) -> Any:
+        if is_plain(values):
+            return values[0]
+        part = self.graph.call_function(operator.getitem, (node, index))
+        part.meta.update(node.meta)
+        if node in self._batched:
+            self._batched.add(part)
+        return self._wrapped(part, values)
+
+    def _hides_gradient(self, node: fx.Node) -> bool:
+        """Whether the value would carry a gradient if it were not made under `no_grad`."""
+        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+        inputs = [*(self.values[n][0] for n in node.all_input_nodes), *module.parameters()]
+        return any(getattr(value, "requires_grad", False) for value in inputs)
+
+    def _constant(self, call: Call, error: Exception) -> Any:
+        """The result of a call whose shape or value depends on data, of constants."""
+        try:
+            result = self.evaluator.unrecorded(
+                lambda: self._constants.result(call.op, call.target, call.args, call.kwargs)
+            )
+        except NotConstant:
+            raise Unsupported(f"{call.name} cannot be traced: {DATA}") from error
+        return self._traced(result)
+
+    def _write(self, old: TracedTensor, new: TracedTensor) -> TracedTensor:
+        """From here on every variable that holds `old` stands for `new`; so does the tensor of which it is a part."""
+        node, before = old._node, old._values[0]
+        if new._values[0].dtype != before.dtype:
+            new = self.record("call_method", "to", (new, before.dtype), {})
+        base = self._proxies.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
+        if base is not None and self._memory(before) == self._memory(base._values[0]):
+            key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
+            self.record("call_function", operator.setitem, (base, key, new), {})
+        owner = self._sharing.owner(self._memory(before))
+        if owner is not None:
+            raise Unsupported(writes_text("this", str(owner.target)))
+        self._sharing.write(node, self._memory(before), self.source())
+        old.__dict__.update(_node=new._node, _values=new._values)
+        self._proxies[new._node] = old
+        return old
+
+    def _is_assigned(self, call: Call) -> bool:
+        """`x[k] *= 2` writes into the part, and then the part into x, which has it already."""
+        node = call.args[0]._node
+        parts = map_tree(call.args[1:], lambda value: value._node if is_proxy(value) else value)
+        return node.target is assigned and node.args[1:] == parts
+
+    def _count(self, call: Call, buffer: TracedTensor) -> TracedTensor:
+        """A buffer that counts steps: changed in place, by nothing that depends on the batch."""
+        name, method = str(buffer._node.target), counting(call)
+        from_batch = any(value._node in self._batched for value in call.inputs)
+        if method is None or isinstance(buffer, nn.Parameter) or from_batch:
+            raise Unsupported(writes_text(call.name, name))
+        node = self._node(method)
+        node.meta["writes"] = name
+        self.values[node] = buffer._values
+        self._constants.changing.add(name)
+        return buffer
+
+    def _memory(self, tensor: torch.Tensor) -> int:
+        """A number that is the same for all views of one tensor."""
+        return self.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
+
+    def _node(self, call: Call, name: str | None = None) -> fx.Node:
+        args, kwargs = map_tree(call.args, self._argument), map_tree(dict(call.kwargs), self._argument)
+        node = self.graph.create_node(call.op, call.target, args, kwargs, name or self._node_name(call))
+        node.meta["source"] = self.source()
+        node.meta["module"] = call.target if call.op == "call_module" else self.modules[-1][0]
+        return node
+
+    def _node_name(self, call: Call) -> str:
+        path, module = self.modules[-1]
+        if call.target is getattr:
+            return identifier(str(call.args[1]))
+        if call.target is assigned:
+            return str(call.args[0]._node.name).rstrip("0123456789").rstrip("_")
+        is_small = path and not any(True for _ in module.children())
+        return identifier(path, module) if is_small else call.name.strip("_")
+
+    def _proxy(self, node: fx.Node, values: tuple[Any, ...]) -> Traced:
+        self.values[node] = values
+        if not isinstance(values[0], torch.Tensor):
+            return TracedNumber(self, node, values)
+        self._sharing.add(node, self._memory(values[0]))
+        self._proxies[node] = self.evaluator.unrecorded(lambda: TracedTensor(self, node, values))
+        return self._proxies[node]
+
+    def _argument(self, value: Any) -> Any:
+        """A leaf of the arguments as the graph holds it."""
+        if is_proxy(value):
+            self._sharing.require_fresh(value._node)
+            return value._node
+        return value
+
+    def _traced(self, value: Any) -> Any:
+        """A leaf of the arguments with every tensor as a proxy and every number as Python's own."""
+        if is_proxy(value):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._attribute(self.attributes.name(value))
+        if isinstance(value, range):
+            return list(value)
+        return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
+
+    def attribute_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the model as its proxy; another one as it is."""
+        name = self.attributes.known(tensor)
+        return tensor if name is None else self._attribute(name)
+
+    def _attribute(self, name: str) -> TracedTensor:
+        if name not in self._attribute_nodes:
+            tensor = self.evaluator.unrecorded(lambda: self._fake.from_tensor(self.attributes.traced(name)))
+            self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
+            node.meta.update(source=self.source(), module=name.rpartition(".")[0])
+            self._proxy(node, (tensor, tensor))
+        return self._proxies[self._attribute_nodes[name]]
+
+    def source(self) -> str:
+        """The user's line; where torch's own code was called, what it is."""
+        return user_line() or self.elsewhere
+
+    def plain(self, proxy: Any, what: str) -> Any:
+        """A value that is the same for every batch (see `Answers.plain`)."""
+        try:
+            return self.answers.plain(proxy, what)
+        except Unsupported as error:
+            raise self.refused(error) from None
+
+    def refused(self, error: Unsupported) -> CaptureError:
+        """The error that the user gets, with his line."""
+        return CaptureError(f"{error.line or self.source()}: {error}")
+
+    def lost(self, function: Any) -> NoReturn:
+        """Refuse what handed a traced tensor to C++ code past the tracer."""
+        raise self.refused(
+            Unsupported(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")
+        )
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """`parts` as a list, a tuple, or a tuple with the field names of `value`."""
+    if isinstance(value, list):
+        return parts
+    fields = getattr(type(value), "_fields", getattr(type(value), "__match_args__", ()))
+    return namedtuple(type(value).__name__, fields)(*parts) if fields else tuple(parts)
+
+
+def identifier(path: str, module: nn.Module | None = None) -> str:
+    """A path as a Python name: `features.0` -> `features_0`; `0` of a Sequential -> `conv2d_0`."""
+    name = "".join(c if c.isalnum() else "_" for c in path)
+    if name and not name[0].isdigit():
+        return name
+    return f"{'value' if module is None else type(module).__name__.lower()}_{name}"

@@ -1,0 +1,223 @@
+"""Compare what was captured with the model itself, and find how its loss adds up over parts of the batch.
+
+Both are measured on a few real examples, with dropout off and BatchNorm in evaluation mode: a tracer that loses a
+gradient, or a loss that couples examples, shows here and not after a week of training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from splitc.capture.capture import Loss, as_arguments, step_root, target_names
+from splitc.capture.dropouts import undropped
+from splitc.capture.loss_parts import tolerance
+from splitc.capture.loss_terms import loss_terms
+from splitc.capture.proxy import map_tree
+from splitc.capture.source_lines import line_of
+from splitc.errors import CaptureError
+from splitc.ir.elementwise import DROPOUTS as DROPOUTS
+from splitc.ir.interpreter import NodeRunner
+from splitc.ir.program import LossTerm, Program, under_autocast
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout passes its input through."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return undropped(func, args, kwargs or {})
+
+
+class _Steady(NoDropout):
+    """Besides, BatchNorm uses running statistics, or none, so that examples are independent of each other."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return super().__torch_function__(func, types, args, kwargs)
+        bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        options = {**bound.arguments, "training": False}
+        channels = options["input"].shape[1]
+        if options["running_mean"] is None:
+            options.update(
+                running_mean=options["input"].new_zeros(channels), running_var=options["input"].new_ones(channels)
+            )
+        return func(**options)
+
+
+class _InFloat32(TorchFunctionMode):
+    """What the graph casts to the dtype of autocast becomes float32, in which all else is without autocast."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (map_tree(part, self._widened) for part in (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _widened(self, value: Any) -> Any:
+        return torch.float32 if value is self._dtype else value
+
+
+@contextmanager
+def steady(model: nn.Module) -> Iterator[None]:
+    """Dropout off and BatchNorm by running statistics; afterwards attributes and buffers are as they were."""
+    tensors = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            module.training = False
+    try:
+        with _Steady(), torch.enable_grad():
+            yield
+    finally:
+        for module, plain, buffers in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(plain)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in tensors:
+                buffer.copy_(before)
+
+
+def confirm(program: Program, model: nn.Module, example: Any, target: Any, loss: Loss) -> tuple[LossTerm, ...]:
+    """The terms of the loss, after the captured graph was seen to compute the model's own loss and gradients.
+
+    Raises CaptureError when a gradient or the loss differs, or when a term is no sum or mean over examples.
+    """
+    inputs = as_arguments(model, example)
+    targets = target_names(target, inputs)
+    everything = {**inputs, **targets}
+    root = step_root(model, loss)
+    for name, constant in program.root.named_buffers(recurse=False):
+        if name not in root._buffers and not hasattr(model, name):
+            root._buffers = {**root._buffers, name: constant}
+    _compare(program, root, model, everything, inputs, targets, loss)
+    return loss_terms(program, root, everything, lambda: _exactly(program, model))
+
+
+@contextmanager
+def _exactly(program: Program, model: nn.Module) -> Iterator[None]:
+    """`steady`, without autocast: how terms add up is algebra, which rounding to eight bits would blur."""
+    widened = nullcontext() if program.autocast is None else _InFloat32(program.autocast)
+    with steady(model), under_autocast(model, None), widened:
+        yield
+
+
+def _compare(
+    program: Program,
+    root: nn.Module,
+    model: nn.Module,
+    everything: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    loss: Loss,
+) -> None:
+    two = {name: value[:2].detach() if isinstance(value, torch.Tensor) else value for name, value in everything.items()}
+    positional = [
+        n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_ONLY and n in inputs
+    ]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def model_loss() -> torch.Tensor:
+        value = model(*(two[n] for n in positional), **{n: two[n] for n in inputs if n not in positional})
+        return value if loss is None else loss(value, *(two[name] for name in targets))
+
+    with steady(model):
+        with under_autocast(model, program.autocast):
+            own = _without_counting(model, model_loss)
+        expected = _gradients(program.name, own, list(parameters.values()))
+    with steady(model):
+        with under_autocast(model, program.autocast):
+            captured = NodeRunner(root, program.graph).run_named(two)
+        got = _gradients(program.name, captured, list(parameters.values()))
+    allowed, noise = tolerance(program.autocast or own.dtype), _noise(expected, program.autocast)
+    if not torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
+        raise CaptureError(
+            f"the captured graph computes a loss of {captured.item():.6g} where the model computes {own.item():.6g}: "
+            f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"
+        )
+    for name, a, b in zip(parameters, expected, got, strict=True):
+        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b, 5 * allowed, noise)):
+            raise CaptureError(
+                f"the gradient of {name} differs between the model and its captured graph: something between {name} "
+                f"and the loss has a backward of its own; write it with torch operations"
+            )
+
+
+def _gradients(name: str, loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    except RuntimeError as error:
+        raise CaptureError(f"the backward of {name} fails: {error}") from error
+
+
+def _without_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`run()`.  Raises CaptureError when it fails, and for a number of the model that every call changes."""
+    before = _numbers(model)
+    try:
+        value = run()
+        first = _numbers(model)
+        if first == before:
+            return value
+        with torch.no_grad():
+            run()
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = line_of(error) or type(model).__name__
+        text = f"{where}: the model fails on two examples of its batch: {type(error).__name__}: {error}"
+        raise CaptureError(text) from error
+    counting = [name for name, number in _numbers(model).items() if number != first.get(name)]
+    if counting:
+        raise CaptureError(
+            f"every call of {type(model).__name__} changes {', '.join(counting)}, and a graph would keep the number of "
+            f"one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
+        )
+    return value
+
+
+def _numbers(model: nn.Module) -> dict[str, object]:
+    """Plain numbers that are attributes of the model's modules."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float)) and name != "training"
+    }
+
+
+def _noise(gradients: tuple[torch.Tensor | None, ...], autocast: torch.dtype | None) -> float:
+    """How far rounding may move one number of a gradient, whatever its size.
+
+    It moves a gradient that is zero by mathematics, as that of an attention's key bias, from one rounding error to
+    another: a few units in the last place of what cancels there, for which the other gradients stand.
+    """
+    found = [g for g in gradients if g is not None]
+    if not found:
+        return 0.0
+    rms = math.sqrt(sum(_norm(g) ** 2 for g in found) / max(sum(g.numel() for g in found), 1))
+    return 8 * max(torch.finfo(autocast or g.dtype).eps for g in found) * rms
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, relative: float, noise: float) -> bool:
+    """Whether two gradients are the same up to rounding; one that is not finite must be so at the same places."""
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    return _norm(a - b) <= relative * _norm(a) + noise * math.sqrt(a.numel())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """The L2 norm of the finite numbers, summed in float32 at least."""
+    finite = torch.where(tensor.isfinite(), tensor, 0)
+    return float(torch.linalg.vector_norm(finite, dtype=torch.promote_types(tensor.dtype, torch.float32)))

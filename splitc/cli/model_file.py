@@ -1,0 +1,210 @@
+"""Find the model that a command names: `path/model.py[:name]` or `package.module:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from splitc.cli.example_input import check_example, check_target, made, parse_sizes, resized, rows, takes_batch
+from splitc.errors import CaptureError
+from splitc.ir.names import near_name
+
+_OFFERS = (
+    "it should offer `model` (a Module or a function without arguments that returns one), "
+    "and may offer `loss`, `example`, `target`"
+)
+_FORM = "a model is given as path/model.py[:name] or package.module:name"
+_TAKEN = (*sys.stdlib_module_names, "torch", "numpy", "splitc")
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a model file offers, ready for `compile`."""
+
+    name: str
+    model: nn.Module
+    example: Any
+    target: Any
+    loss: Any
+
+
+def load_model(argument: str, sizes: str | None = None) -> ModelFile:
+    """Load a model argument.  sizes: `4x3x224x224`, an example of that shape in place of the file's own.
+
+    Raises CaptureError that says what is missing and how it should look.
+    """
+    asked = None if sizes is None else parse_sizes(sizes)
+    module, attribute, where = _import(argument)
+    model = _model(module, attribute, argument, where)
+    loss = _loss(getattr(module, "loss", None), where)
+    example, target = _data(module, where, model, asked)
+    if loss is not None and target is None:
+        raise CaptureError(
+            f"{where} has a `loss` but no `target`; add one: a tensor with a row for each example, or a function of "
+            f"`batch` that makes it"
+        )
+    if loss is None and target is not None:
+        raise CaptureError(
+            f"{where} has a `target` but no `loss`; add one, `loss = torch.nn.functional.cross_entropy` for example; "
+            f"or let the model return the loss, and make the target a part of `example`"
+        )
+    return ModelFile(_title(model, module), model, example, target, loss)
+
+
+# -- what the module offers --------------------------------------------------------------------------------------------
+
+
+def _model(module: ModuleType, attribute: str, argument: str, where: str) -> nn.Module:
+    if not hasattr(module, attribute):
+        models = _models(module)
+        path = argument if argument.endswith(".py") else argument.rpartition(":")[0]
+        hint = near_name(attribute, models) or (f"did you mean {path}:{models[0]}? " if models else "")
+        raise CaptureError(f"{where} has no {attribute!r}; {hint}{_OFFERS}")
+    model = made(getattr(module, attribute), f"{where}: {attribute}")
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"{where}: {attribute} is a {type(model).__name__}, not a torch.nn.Module; {_OFFERS}")
+    return model
+
+
+def _models(module: ModuleType) -> list[str]:
+    """Names of the modules, and of the module classes and functions of the file itself."""
+    own = [
+        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+    ]
+    classes = [n for n in own if inspect.isclass(vars(module)[n]) and issubclass(vars(module)[n], nn.Module)]
+    return [n for n, v in vars(module).items() if isinstance(v, nn.Module)] + classes
+
+
+def _loss(loss: Any, where: str) -> Any:
+    if inspect.isclass(loss):
+        loss = made(loss, f"{where}: loss")
+    if loss is not None and not callable(loss):
+        raise CaptureError(
+            f"{where}: loss is a {type(loss).__name__}; give a function of (output, target) or a loss module, "
+            f"torch.nn.functional.cross_entropy for example"
+        )
+    return loss
+
+
+def _data(
+    module: ModuleType, where: str, model: nn.Module, sizes: tuple[tuple[int, ...], ...] | None
+) -> tuple[Any, Any]:
+    """Example and target, of the sizes asked for."""
+    offered, batch = getattr(module, "example", None), sizes[0][0] if sizes else None
+    if offered is None and sizes is None:
+        raise CaptureError(f"{where} has no `example`; add one (a tuple of tensors), or give --input 32x3x224x224")
+    if offered is None and sizes is not None and len(sizes[0]) == 1:
+        raise CaptureError(f"{where} has no `example`; give all sizes, as in --input 32x3x224x224")
+    example = made(offered, f"{where}: example", batch)
+    if offered is not None:
+        check_example(example, where)
+    if sizes is not None:
+        example = resized(sizes, example, model)
+    offered = getattr(module, "target", None)
+    target = made(offered, f"{where}: target", batch)
+    if target is not None:
+        if batch is not None and not (callable(offered) and takes_batch(offered)):
+            target = rows(target, batch)
+        check_target(target, example, where)
+    return example, target
+
+
+def _title(model: nn.Module, module: ModuleType) -> str:
+    """The name in reports and headers: the class, unless that says nothing."""
+    name = type(model).__name__
+    return module.__name__.rpartition(".")[2] if name in ("Sequential", "Module") else name
+
+
+# -- finding the module ------------------------------------------------------------------------------------------------
+
+
+def _import(argument: str) -> tuple[ModuleType, str, str]:
+    """The module, the name of the model in it, and how errors call it."""
+    in_file = re.fullmatch(r"(.*\.py)(?::(\w*))?", argument)
+    if in_file is not None:
+        return _from_file(Path(in_file[1])), in_file[2] or "model", in_file[1]
+    name, colon, attribute = argument.rpartition(":")
+    if not colon or not name or not attribute:
+        beside = Path(f"{name or argument}.py")
+        hint = f"did you mean {beside}? " if beside.is_file() else ""
+        raise CaptureError(f"{argument!r} names no model; {hint}{_FORM}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    importlib.invalidate_caches()
+    with _explained(name):
+        return importlib.import_module(name), attribute, name
+    raise AssertionError
+
+
+def _from_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "there is no such file"
+        there = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise CaptureError(f"{file}: {what}; {near_name(file.name, there)}{_FORM}")
+    name = file.stem if file.stem not in _TAKEN else f"{file.stem}_file"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        with _explained(str(file)):
+            spec.loader.exec_module(module)
+    except CaptureError:
+        sys.modules.pop(name)
+        if before is not None:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+class _explained:
+    """Turns whatever importing `where` raises into a CaptureError with the line that did it."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return
+        raise CaptureError(f"{self._where} cannot be imported: {_said(error, self._where)}") from error
+
+
+def _said(error: BaseException, where: str) -> str:
+    """What went wrong, and at which line of whose file."""
+    if isinstance(error, SyntaxError):
+        line = f" ({error.text.strip()})" if error.text else ""
+        return f"{type(error).__name__} in {Path(error.filename or where).name}:{error.lineno}{line}: {error.msg}"
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name is not None
+        and error.name.split(".")[0] == where.split(".")[0]
+    ):
+        return f"there is no module {error.name} here or among the installed packages; {_FORM}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    own = [f for f in frames if f.filename != __file__ and not f.filename.startswith(_IMPORTING)]
+    at = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    missing = (
+        "; install it, or run splitc with the Python that has it" if isinstance(error, ModuleNotFoundError) else ""
+    )
+    if isinstance(error, SystemExit):
+        return f"it ends Python itself, by sys.exit{at}; put what is not the model under if __name__ == '__main__'"
+    return f"{type(error).__name__}{at}: {error}{missing}"
+
+
+_IMPORTING = (str(Path(importlib.__file__).parent),)

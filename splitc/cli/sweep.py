@@ -1,0 +1,83 @@
+"""Simulate a model over worlds, bandwidths and strategies: the throughput tables of `splitc simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.errors import PlacementError
+from splitc.ir.cluster import Cluster
+from splitc.ir.plan import SERVER, Plan
+from splitc.ir.program import Program
+from splitc.ir.strategies import parse_strategy
+from splitc.passes.place import Place
+from splitc.passes.rewriting import rewrites
+
+_STEPS = 2  # to simulate: the second one finds what the first leaves under way
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One strategy in one world at one bandwidth (bytes/s between hosts).
+
+    step_seconds, samples_per_second: simulated; estimate: samples/s by the planner's closed form.  roles: their sizes,
+    as "9 + 1".  why: there is no plan; then the figures are 0.
+    """
+
+    strategy: str
+    world: int
+    bandwidth: float
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    estimate: float = 0.0
+    global_batch: int = 0
+    roles: str = ""
+    why: str = ""
+
+
+def sweep(
+    program: Program,
+    cluster: Cluster,
+    worlds: Iterable[int],
+    bandwidths: Iterable[float],
+    strategies: Sequence[str],
+    global_batch: int | None = None,
+) -> Iterator[Cell]:
+    """A cell for every bandwidth, world and strategy, in that order, one after the other.
+
+    program: analysed, not placed.  Raises CostError and PlacementError for a cluster and strategies that make no sense.
+    """
+    asked = [(text, parse_strategy(text)) for text in strategies]
+    cells = [(bandwidth, world) for bandwidth in bandwidths for world in worlds]
+    for bandwidth, world in cells:
+        at = cluster.with_bandwidth(bandwidth)
+        for text, strategy in asked:
+            try:
+                placed = Place(at, world, strategy, global_batch=global_batch, compare=False).run(program)
+            except PlacementError as error:
+                yield Cell(text, world, bandwidth, why=str(error))
+                continue
+            yield _simulated(placed, at, Cell(text, world, bandwidth))
+
+
+def _simulated(program: Program, cluster: Cluster, cell: Cell) -> Cell:
+    for each in rewrites():  # not checked as what is compiled: nothing of it is written or run
+        program = each.run(program)
+    plan, seconds = program.required_plan, simulate(program, cluster, _STEPS).step_seconds
+    return replace(
+        cell,
+        step_seconds=seconds,
+        samples_per_second=plan.global_batch / seconds,
+        estimate=plan.samples_per_second,
+        global_batch=plan.global_batch,
+        roles=sizes_text(plan),
+    )
+
+
+def sizes_text(plan: Plan) -> str:
+    """How many ranks each role has, where there are several: `9 + 1`."""
+    sizes = [len(ranks) for roles, ranks in plan.parts.items() if roles != (SERVER,)]
+    if plan.servers and (SERVER,) in plan.parts:
+        sizes.append(len(plan.servers))
+    return " + ".join(map(str, sizes)) if len(sizes) > 1 else ""

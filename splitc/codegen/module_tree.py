@@ -1,0 +1,176 @@
+"""Write what a stage holds, nested as in the model and under its names, so that checkpoints load."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from splitc.ir.constructors import construction, literal
+from splitc.ir.program import Holding, Program, Stage
+
+
+class ModuleTree:
+    """What `Stage.__init__` makes, and how `Stage.forward` reaches it.
+
+    A module that is traced through becomes a container of what it holds.  The stage is an nn.Module with attributes,
+    or a container itself where its children have names that no attribute can have (an nn.Sequential's: "0", "1").
+    """
+
+    def __init__(self, program: Program, stages: Sequence[Stage]) -> None:
+        held = {name for stage in stages for name in stage.holdings}
+        self._held = [holding for name, holding in program.holdings.items() if name in held]
+        self._modules: dict[str, str] = {}
+        for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
+            call = construction(program.root.get_submodule(path))
+            assert call is not None, path
+            self._modules[path] = call
+        divided = {name.rpartition(".")[0] for stage in stages for name in stage.shards}
+        self._notes = {path: "  # a rank has a part of it, see its shares" for path in self._modules if path in divided}
+        self._tensors = {
+            path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
+        }
+        used = (*self._modules, *self._tensors)
+        self._inner = dict.fromkeys(path[:i] for path in used for i, c in enumerate(path) if c == ".")
+        self._order = {path: i for i, (path, _) in enumerate(program.root.named_modules(remove_duplicate=False))}
+        self._kinds = {path: self._kind(path) for path in ("", *self._inner)}
+
+    @property
+    def base(self) -> str:
+        """The base class of the stage."""
+        return self._kinds[""]
+
+    def access(self, path: str) -> str:
+        """`features.0.weight` -> `self.features["0"].weight`."""
+        text, parent = "self", ""
+        for part in path.split("."):
+            child = f"{parent}.{part}" if parent else part
+            kind = self._kinds.get(parent, "nn.Module")
+            is_item = kind in ("nn.ModuleDict", "Tree") and child not in self._tensors
+            if is_item or (kind == "nn.ParameterDict" and not _is_attribute(part)):
+                text += f"[{literal(part)}]"
+            else:
+                text = f"{text}.{part}" if _is_attribute(part) else f"getattr({text}, {literal(part)})"
+            parent = child
+        return text
+
+    def lines(self) -> list[str]:
+        """The body of `__init__`."""
+        if self.base == "nn.Module":
+            lines = ["super().__init__()"]
+            for path in self._children(""):
+                first, *rest = self._value(path)
+                lines += [f"self.{path} = {first}", *rest]
+                lines[-1] += self._notes.get(path, "")
+        else:
+            lines = ["super().__init__({", *self._entries(""), "})"]
+        for path in self._tensors:
+            if self._kinds[path.rpartition(".")[0]] != "nn.ParameterDict" and not self._is_tied(path):
+                lines.append(self._assignment(path))
+        return lines + self._ties() + self._frozen()
+
+    # -- containers --------------------------------------------------------------------------------------------------
+
+    def _kind(self, path: str) -> str:
+        """The class that holds what lies directly under `path`."""
+        children = [_last(child) for child in self._children(path)]
+        tensors = {_last(tensor): self._tensors[tensor] for tensor in self._tensors_of(path)}
+        if children and (path or not all(map(_is_attribute, children))):
+            return "Tree" if any(hasattr(nn.ModuleDict, name) for name in (*children, *tensors)) else "nn.ModuleDict"
+        only_parameters = all(h.parameter and not hasattr(nn.ParameterDict, name) for name, h in tensors.items())
+        return "nn.ParameterDict" if path and only_parameters else "nn.Module"
+
+    def _children(self, parent: str) -> list[str]:
+        paths = [p for p in (*self._inner, *self._modules) if p.rpartition(".")[0] == parent and p != parent]
+        return sorted(paths, key=self._order.__getitem__)
+
+    def _tensors_of(self, parent: str) -> list[str]:
+        return [path for path in self._tensors if path.rpartition(".")[0] == parent]
+
+    def _value(self, path: str) -> list[str]:
+        """The lines of what stands at `path`, without the name it gets."""
+        if path in self._modules:
+            return [self._modules[path]]
+        entries = self._entries(path)
+        return [f"{self._kinds[path]}({{", *entries, "})"] if entries else [f"{self._kinds[path]}()"]
+
+    def _entries(self, parent: str) -> list[str]:
+        values = [(path, self._value(path)) for path in self._children(parent)]
+        if self._kinds[parent] == "nn.ParameterDict":
+            values += [
+                (path, [_empty(self._tensors[path])]) for path in self._tensors_of(parent) if not self._is_tied(path)
+            ]
+        lines = []
+        for path, (first, *rest) in values:
+            lines += [f"{literal(_last(path))}: {first}", *rest]
+            lines[-1] += "," + self._notes.get(path, "")
+        return [f"    {line}" for line in lines]
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def _in_module(self, path: str) -> bool:
+        return any(path.startswith(f"{module}.") for module in self._modules)
+
+    def _is_tied(self, path: str) -> bool:
+        """Whether another name of the same tensor makes it."""
+        holding = self._tensors[path]
+        return path != self._first_name(holding)
+
+    def _first_name(self, holding: Holding) -> str:
+        """The name under which the tensor is made: that of a module, or its first one."""
+        names = list(dict.fromkeys((holding.name, *holding.names)))
+        return next((name for name in names if self._in_module(name)), names[0])
+
+    def _assignment(self, path: str) -> str:
+        holding, (owner, _, name) = self._tensors[path], path.rpartition(".")
+        own = self.access(owner) if owner else "self"
+        if not holding.parameter:
+            keep = "" if holding.persistent else ", persistent=False"
+            return f"{own}.register_buffer({literal(name)}, {_empty(holding)}{keep})"
+        return (
+            f"{own}.{name} = {_empty(holding)}"
+            if _is_attribute(name)
+            else f"{own}.register_parameter({literal(name)}, {_empty(holding)})"
+        )
+
+    def _ties(self) -> list[str]:
+        lines = []
+        for holding in self._held:
+            first = self._first_name(holding)
+            here = [
+                n for n in dict.fromkeys((holding.name, *holding.names)) if n in self._tensors or self._in_module(n)
+            ]
+            lines += [f"{self.access(name)} = {self.access(first)}" for name in here if name != first]
+        return lines
+
+    def _frozen(self) -> list[str]:
+        frozen = [h for h in self._held if h.parameter and not h.requires_grad]
+        if frozen and not any(h.trainable for h in self._held):
+            return ["self.requires_grad_(False)  # nothing of this stage is trained"]
+        return [f"{self.access(h.name)}.requires_grad_(False)" for h in frozen if self._in_module(self._first_name(h))]
+
+
+def _called(program: Program, stage: Stage) -> Iterator[str]:
+    """The modules that a stage calls, or whose parameters it names in the call of a communication node."""
+    for node in stage.graph.nodes:
+        if node.op == "call_module" or node.meta.get("is_module"):
+            yield str(node.target)
+        elif node.op == "get_attr" and node.meta.get("of_module"):
+            yield str(node.target).rpartition(".")[0]
+
+
+def _empty(holding: Holding) -> str:
+    dtype = "" if holding.dtype.is_floating_point else f", dtype={holding.dtype}"
+    empty = f"torch.empty({literal(holding.shape)}{dtype})"
+    if not holding.parameter:
+        return empty
+    return f"nn.Parameter({empty})" if holding.requires_grad else f"nn.Parameter({empty}, requires_grad=False)"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _is_attribute(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)

@@ -1,0 +1,141 @@
+"""Write the file of a part: what comes in and goes out, its Stage, its buckets, and one step, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from splitc import units
+from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
+from splitc.codegen.step import batch_of, buckets_name, step_functions
+from splitc.ir.constructors import literal
+from splitc.ir.plan import SERVER, ranks_text
+from splitc.ir.program import Cut, Part, Program, Stage
+from splitc.ir.tied import tied
+from splitc.ir.wire import bucket_nbytes, numel_on
+from splitc.version import __version__
+
+
+def part_file(program: Program, part: Part) -> str:
+    """The module of the ranks that are in the same roles."""
+    plan = program.required_plan
+    stages = [program.stage(role) for role in part.roles if role != SERVER]
+    worked = {stage.role: {plan.worked(stage.role, rank) for rank in part.ranks} for stage in stages}
+    batches = {role: min(found) if len(found) == 1 else None for role, found in worked.items()}
+    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_served_stage(program)], batches), "", ""]
+    for stage in stages:
+        if stage.buckets:
+            body += [*_buckets(program, part, stage), "", ""]
+    if any(action.verb == "tie" for action in part.actions):
+        body += [*_tied(program, part), "", ""]
+    if every := [stage for stage in stages if stage.role in plan.groups and plan.groups[stage.role].updates == "every"]:
+        body += [*_every_turn(program, every), "", ""]
+    body += step_functions(program, part)
+    served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
+    return "\n".join([*_header(program, part, stages), "", *module_imports(body), *served, "", *body, ""])
+
+
+def _served_stage(program: Program) -> Stage:
+    """What a server holds: the parameters of all workers' layers that it serves."""
+    from torch import fx
+
+    graph = fx.Graph()
+    graph.output(None)
+    names = tuple(name for stage in program.stages for bucket in stage.served for name in bucket)
+    holdings = tuple(name for name in program.holdings if name in names)
+    return Stage(SERVER, graph, (), (), (), (), holdings)
+
+
+def _header(program: Program, part: Part, stages: list[Stage]) -> list[str]:
+    plan = program.required_plan
+    roles = " and ".join(f'"{role}"' for role in part.roles)
+    lines = [
+        f'"""Role{"s" if len(part.roles) > 1 else ""} {roles} of {program.name}: {ranks_text(part.ranks)} of '
+        f"{plan.world}.  Written by splitc {__version__}; yours to edit.",
+        "",
+    ]
+    rows = [row for stage in stages for row in _rows(program, part, stage)]
+    width = max((len(name) for _, name, _ in rows), default=0)
+    before = ""
+    for kind, name, text in sorted(rows, key=lambda row: row[0] != "in"):
+        lines.append(f"{kind if kind != before else '':<9}{name:<{width}}  {text}".rstrip())
+        before = kind
+    if any(stage.has_loss for stage in stages):
+        lines.append(f"{'' if before == 'out' else 'out':<9}loss")
+    if stages:
+        held = sum(numel * size for stage in stages for numel, size in _held(program, stage))
+        count = sum(parameter_count(program, stage) for stage in stages)
+        lines.append(f"holds    {units.count(count)} parameters, {units.nbytes(held)}")
+        work = [stage_work(program, stage) for stage in stages]
+        flops, seconds = (sum(each[k] for each in work) for k in (0, 1))
+        lines.append(f"predicts {units.flops(flops)}, {units.seconds(seconds)} of compute in a step on {plan.cluster}")
+    else:
+        lines.append("holds    its rows of the parameters, which rankN.py lists")
+    return [*lines, f"plan     {plan.hash}", '"""']
+
+
+def _rows(program: Program, part: Part, stage: Stage) -> Iterator[tuple[str, str, str]]:
+    """(in or out, name, the rest) of what a stage exchanges with other ranks."""
+    inputs = {i.name: i.spec for i in program.inputs}
+    batch = batch_of(program, part, stage)
+
+    def text(cut: Cut | None, name: str, note: str) -> str:
+        spec = inputs[name] if cut is None else cut.spec
+        return f"{shape_text(spec, batch):<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}"
+
+    for name in stage.inputs:
+        yield "in", name, text(None, name, "read by this role")
+    for cut in stage.receives:
+        if cut.enters and cut.divides:
+            size = program.required_plan.groups[stage.role].size
+            yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
+        if not cut.local:
+            yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}")
+    for cut in stage.sends:
+        if not cut.local:
+            back = ", its gradient comes back" if cut.gradient else ""
+            yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{back}")
+
+
+def _held(program: Program, stage: Stage) -> Iterator[tuple[int, int]]:
+    """(elements, bytes of one) of every parameter on the first rank of the role."""
+    plan = program.required_plan
+    size = plan.groups[stage.role].size if stage.role in plan.groups else 1
+    for name in stage.holdings:
+        if program.holdings[name].parameter:
+            yield numel_on(program, stage, name, 0, size), program.holdings[name].dtype.itemsize
+
+
+def stage_work(program: Program, stage: Stage) -> tuple[float, float]:
+    """FLOPs and compute seconds of the role's busiest rank in one step."""
+    plan = program.required_plan
+    batch = plan.largest_batch(stage.role)
+    flops = sum(program.costs[layer].at(batch).flops for layer in stage.layers)
+    return flops, sum(plan.seconds.get(layer, 0.0) for layer in stage.layers)
+
+
+def _buckets(program: Program, part: Part, stage: Stage) -> list[str]:
+    lines = [
+        f"{buckets_name(part, stage)} = (  # whose gradients are summed over the role together, in the order in which "
+        f"backward fills them"
+    ]
+    for bucket in stage.buckets:
+        lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
+        lines += [f'        "{name}",' for name in bucket]
+        lines.append("    ),")
+    return [*lines, ")"]
+
+
+def _tied(program: Program, part: Part) -> list[str]:
+    lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
+    lines += [
+        f"    {literal(name)}: {ranks}," for name, ranks in tied(program).items() if set(part.ranks) <= set(ranks)
+    ]
+    return [*lines, "}"]
+
+
+def _every_turn(program: Program, stages: list[Stage]) -> list[str]:
+    lines = ["EVERY_TURN = {  # parameters that the optimizer updates in every turn, which one process does not"]
+    for stage in stages:
+        trained = [name for name in stage.holdings if program.holdings[name].trainable]
+        lines += [f'    "{stage.role}": (', *(f'        "{name}",' for name in trained), "    ),"]
+    return [*lines, "}"]

@@ -1,0 +1,89 @@
+"""Build folders: what `save` writes, and how a folder is known as ours."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splitc.errors import LaunchError, bullets
+from splitc.ir.plan import Plan
+
+WEIGHTS = "weights.pt"
+
+
+def save_build(
+    folder: Path, files: Mapping[str, str], weights: Mapping[str, Mapping[str, Tensor]], standalone: bool
+) -> Path:
+    """Write a build: same inputs, same bytes.  An earlier build is replaced, if nobody has changed or added a file.
+
+    weights.pt holds the weights, and the digests by which a file that was edited is known.
+    Raises LaunchError, and writes nothing, when the folder holds something that splitc did not write.
+    """
+    texts = {**files, **(_runtime() if standalone else {})}
+    if folder.exists() and not folder.is_dir():
+        raise LaunchError(f"{folder} is a file; give a folder for the build")
+    if folder.is_dir() and any(folder.iterdir()):
+        _clear(folder)
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    tensors = {kind: {k: v.cpu().contiguous() for k, v in part.items()} for kind, part in weights.items()}
+    torch.save({**tensors, "files": {name: _digest(text.encode()) for name, text in texts.items()}}, folder / WEIGHTS)
+    return folder
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan of a build.  Raises LaunchError when the folder is none."""
+    path = folder / "plan.json"
+    if not path.is_file() or not (folder / "launch.py").is_file():
+        raise LaunchError(
+            f"{folder} is no build of splitc (it has no plan.json and launch.py); "
+            f"make one with: splitc compile MODEL --world N -o {folder}"
+        )
+    return Plan.from_json(path.read_text(encoding="utf-8"))
+
+
+def _clear(folder: Path) -> None:
+    """Remove an earlier build.  Raises LaunchError, and removes nothing, when there is more or a file was edited."""
+    try:
+        written: Mapping[str, str] = torch.load(folder / WEIGHTS, weights_only=True, mmap=True)["files"]
+    except Exception as error:
+        raise LaunchError(
+            f"{folder} is not empty and is no build of splitc, or lost its {WEIGHTS}, which tells what splitc wrote; "
+            f"give another folder, nothing was written"
+        ) from error
+    there = [path for path in sorted(folder.rglob("*")) if not path.is_dir() and "__pycache__" not in path.parts]
+    problems = []
+    for path in there:
+        name = path.relative_to(folder).as_posix()
+        if name != WEIGHTS and name not in written:
+            problems.append(f"{name} was not written by splitc")
+        elif name in written and _digest(path.read_bytes()) != written[name]:
+            problems.append(f"{name} was edited")
+    if problems:
+        title = f"{folder} holds more than a build; give another folder or move these, nothing was written:"
+        raise LaunchError(bullets(title, problems))
+    for path in there:
+        path.unlink()
+    for kept in (folder / "splitc", folder / "__pycache__"):
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def _runtime() -> dict[str, str]:
+    """The texts of `splitc.runtime`, to stand beside the scripts so that they need torch alone."""
+    source = Path(__file__).parents[1] / "runtime"
+    files = sorted(source.rglob("*.py"))
+    texts = {
+        f"splitc/runtime/{path.relative_to(source).as_posix()}": path.read_text(encoding="utf-8") for path in files
+    }
+    return {"splitc/__init__.py": '"""The part of splitc that these scripts need."""\n', **texts}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

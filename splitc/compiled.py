@@ -1,0 +1,319 @@
+"""A compiled program, and the way to it: analyse a model, specialise it for the ranks of a cluster."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from splitc.capture.capture import Example, Loss, as_arguments, capture, target_names
+from splitc.capture.validate import confirm
+from splitc.codegen.generate import generate
+from splitc.codegen.save import save_build
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.memory.memory_check import require_memory
+from splitc.cost_models.profiling.measured import require_this_machine
+from splitc.errors import LaunchError
+from splitc.ir.cluster import Cluster
+from splitc.ir.pass_manager import Pass, Watcher, run_passes
+from splitc.ir.plan import Placement, Plan
+from splitc.ir.program import Program, under_autocast
+from splitc.ir.strategies import Strategy
+from splitc.passes.measure_costs import COUNTED, MEASURED, MeasureCosts
+from splitc.passes.place import Place
+from splitc.passes.predict import Predict
+from splitc.passes.rewriting import rewrites
+from splitc.passes.use_plan import UsePlan
+from splitc.runtime.checkpoint import hand_out
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.transport.distributed import init
+from splitc.runtime.weights import first_names
+from splitc.runtime.worker import OptimizerFactory, Worker
+from splitc.verify.verify import Verification, verify_program
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `compile` was asked for besides model and data."""
+
+    world: int
+    global_batch: int | None = None
+    cluster: str | Path | Cluster | None = None
+    strategy: str | Strategy | type[Strategy] = "auto"
+    pins: Mapping[str, str | Placement] = field(default_factory=dict)
+    memory: float | None = None
+    microbatches: int | str = "auto"
+    autocast: torch.dtype | None = None
+    costs: str = COUNTED
+
+
+def compile_example(
+    model: nn.Module,
+    example: Example,
+    target: Any,
+    loss: Loss,
+    settings: Settings,
+    *,
+    name: str | None = None,
+    plan: Plan | None = None,
+    watch: Watcher | None = None,
+) -> CompiledProgram:
+    """`compile`, with an example at hand."""
+    settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
+    if plan is not None:
+        settings = replace(settings, costs=COUNTED)  # it has its prices
+    elif settings.costs == MEASURED:
+        cluster = load_cluster(settings.cluster)
+        require_this_machine(cluster)
+        settings = replace(settings, cluster=cluster)
+    program = analyse(
+        model, example, target, loss, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs
+    )
+    return CompiledProgram(specialise(program, settings, plan, watch), model, loss, example, target, settings)
+
+
+def analyse(
+    model: nn.Module,
+    example: Example,
+    target: Any = None,
+    loss: Loss = None,
+    *,
+    name: str | None = None,
+    watch: Watcher | None = None,
+    autocast: torch.dtype | None = None,
+    costs: str = COUNTED,
+) -> Program:
+    """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
+    program = capture(model, example, target, loss, name, autocast)
+    program = replace(program, loss_terms=confirm(program, model, example, target, loss))
+    return run_passes(program, [MeasureCosts(costs)], watch)
+
+
+def specialise(program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None) -> Program:
+    """Decide a plan (or take the one given) and rewrite an analysed program into one for each role."""
+    model = fingerprint(program)
+    decide: Pass
+    predict: list[Pass] = []
+    if plan is None:
+        asked = Place.for_settings(
+            settings.cluster, settings.world, settings.strategy, settings.pins, settings.global_batch, settings.memory
+        )
+        decide, predict = replace(asked, model=model), [Predict(asked.cluster)]
+    else:
+        decide = UsePlan(plan, model)
+    with under_autocast(program.root, program.autocast):  # under which checks run the graph
+        program = run_passes(program, [decide, *rewrites(), *predict], watch)
+    _require_memory(program, settings.memory, decide.cluster if isinstance(decide, Place) else None)
+    return program
+
+
+def _require_memory(program: Program, memory: float | None, cluster: Cluster | None) -> None:
+    """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
+    computing = sum(len(part.ranks) for part in program.parts)
+    if memory is not None:
+        require_memory(program, lambda rank: memory)
+    elif cluster is not None:
+        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
+
+
+def fingerprint(program: Program) -> str:
+    """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model.
+
+    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan also tells what to compile it with.
+    """
+    text = [
+        f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}"
+        if isinstance(n.target, str)
+        else f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}"
+        for n in program.graph.nodes
+    ]
+    text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.holdings.values()]
+    digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
+    return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
+
+
+def require_autocast(dtype: torch.dtype | None) -> None:
+    """Raise LaunchError for a dtype that autocast cannot have here."""
+    if dtype == torch.float16:
+        raise LaunchError(
+            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
+            "lost; use torch.bfloat16, which has the range of float32"
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
+
+
+def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
+    """What a plan was made under; what is asked for where there is none.  Raises LaunchError when the two differ."""
+    if plan is None or not plan.model:
+        return asked
+    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
+    if asked not in (None, made):
+        raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
+    return made
+
+
+class CompiledProgram:
+    """A model compiled for the ranks of a plan."""
+
+    def __init__(
+        self, program: Program, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings
+    ) -> None:
+        self.program = program
+        self._model, self._loss, self._example, self._target = model, loss, example, target
+        self._settings = settings
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, a frozen dataclass; `.candidates` holds the best plan of every strategy, priced."""
+        return self.program.required_plan
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The generated programs: file name -> text."""
+        return generate(self.program)
+
+    def report(self) -> str:
+        """The placement table and the prices, for an 80-column terminal."""
+        from splitc.report import report
+
+        return report(self.program)
+
+    def rank(self, rank: int) -> fx.GraphModule:
+        """The graph of one rank, with its communication nodes, annotated with shapes at its batch."""
+        if not 0 <= rank < self.plan.world:
+            raise LaunchError(f"there is no rank {rank} in a world of {self.plan.world}")
+        from splitc.ir.printer import rank_graph
+
+        return rank_graph(self.program, rank)
+
+    def verify(
+        self,
+        processes: bool = False,
+        steps: int = 3,
+        dtype: torch.dtype | None = None,
+        examples: int | None = None,
+        seed: int = 0,
+    ) -> Verification:
+        """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
+
+        processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra;
+        None: the model's own, under autocast where it was compiled so; given, it turns autocast off.
+        examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
+        """
+        compiled = self if dtype is None else self._in_dtype(dtype)
+        inputs = as_arguments(compiled._model, compiled._example)
+        tensors = {
+            k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)
+        }
+        sizes = _scaled_down(self.plan.sizes, examples if examples is not None else 8)
+        result = verify_program(
+            compiled.program,
+            compiled.files,
+            compiled._model,
+            compiled._loss,
+            compiled.weights(),
+            tensors,
+            processes,
+            steps,
+            sizes,
+            seed,
+        )
+        if self.program.autocast is None or dtype is None:
+            return result
+        return replace(result, notes=(*result.notes, "autocast was off on both sides"))
+
+    def save(self, folder: str | Path, standalone: bool = False) -> Path:
+        """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
+
+        Raises LaunchError when the folder holds something that splitc did not write.
+        """
+        return save_build(Path(folder), self.files, self.weights(), standalone)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """What weights.pt holds: `state`, the model's state_dict, and `extra`, tensors that it leaves out."""
+        state = {k: v.detach() for k, v in self._model.state_dict().items()}
+        constants = dict(
+            self.program.root.named_buffers(recurse=False)
+        )  # tensors that the model keeps outside its modules
+        loss = self._loss.named_buffers(prefix="loss") if isinstance(self._loss, nn.Module) else ()
+        buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
+        return {"state": state, "extra": {name: buffers[name] for name in self.program.holdings if name not in state}}
+
+    def worker(
+        self,
+        optimizer: OptimizerFactory,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> Worker:
+        """This process's part of training, inside torchrun.  Collective: all use rank 0's programs and weights."""
+        transport = init(self.plan.world, backend)
+        parts = list(self.parts()) if transport.rank == 0 else None
+        files = transport.broadcast_object(self.files if transport.rank == 0 else None)
+        held = hand_out(transport, parts)
+        keys = first_names(self._model.state_dict())
+        return Worker(load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed)
+
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """The weights that each rank starts with; rank 0 also those that no rank trains."""
+        weights = self.weights()
+        everything = {**weights["state"], **weights["extra"]}
+        working = {alias for stage in self.program.stages for alias in self._names(stage.holdings)}
+        for rank in range(self.plan.world):
+            held = {
+                alias
+                for stage in self.program.stages
+                if rank in self.plan.roles[stage.role]
+                for alias in self._names(stage.holdings)
+            }
+            if rank in self.plan.servers:
+                held |= {alias for s in self.program.stages for bucket in s.served for alias in self._names(bucket)}
+            yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
+
+    def _names(self, holdings: tuple[str, ...]) -> set[str]:
+        """All names of the given tensors."""
+        return {alias for name in holdings for alias in (name, *self.program.holdings[name].names)}
+
+    def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
+        """The same plan for the model in another precision."""
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(dtype) if value.dtype.is_floating_point else value
+            if isinstance(value, Mapping):
+                return {k: cast(v) for k, v in value.items()}
+            return tuple(map(cast, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+        model = copy.deepcopy(self._model).to(dtype)
+        loss = copy.deepcopy(self._loss).to(dtype) if isinstance(self._loss, nn.Module) else self._loss
+        plan = replace(self.plan, model="")
+        return compile_example(
+            model,
+            cast(self._example),
+            None if self._target is None else cast(self._target),
+            loss,
+            replace(self._settings, autocast=None),
+            name=self.program.name,
+            plan=plan,
+        )
+
+
+def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """`sizes` in proportion, so that the largest is at most `most`; unequal ones stay unequal."""
+    largest = max(sizes)
+    if largest <= most:
+        return sizes
+    small = [max(1, size * most // largest) for size in sizes]
+    return tuple(s - 1 if s == most and size < largest and s > 1 else s for s, size in zip(small, sizes, strict=True))

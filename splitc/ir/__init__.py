@@ -1,0 +1,1 @@
+"""The data that passes share: programs, plans, clusters, communication nodes, actions."""

@@ -1,0 +1,42 @@
+"""Which nodes make every element of their output of the input elements at its place: they run on parts of features."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from splitc.ir import comm_ops
+
+DROPOUTS = {
+    F.dropout: 0,
+    F.dropout1d: 2,
+    F.dropout2d: 2,
+    F.dropout3d: 2,
+    F.alpha_dropout: 0,
+    F.feature_alpha_dropout: 2,
+    torch.dropout: 0,
+}
+"""Dropout functions -> the number of leading dims whose elements are dropped together; 0: each element by itself."""
+
+_FUNCTIONS: frozenset[Any] = frozenset(
+    getattr(module, name)
+    for module, names in (
+        (F, "relu gelu silu mish elu selu celu leaky_relu relu6 hardtanh hardswish hardsigmoid softplus softsign "
+            "logsigmoid tanhshrink softshrink hardshrink threshold sigmoid tanh"),
+        (torch, "relu tanh sigmoid exp log sqrt rsqrt square abs neg sin cos clamp add sub mul div true_divide"),
+        (operator, "add sub mul truediv neg pow"),
+    )
+    for name in names.split()
+) | {comm_ops.dropout}  # fmt: skip
+_METHODS = {"relu", "tanh", "sigmoid", "exp", "abs", "neg", "square", "clamp", "add", "sub", "mul", "div"}
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether a node treats every element alike and alone; dropout does."""
+    if node.op == "call_method":
+        return node.target in _METHODS
+    return node.target in _FUNCTIONS or node.target in DROPOUTS

@@ -1,0 +1,63 @@
+"""Copy torch.fx graphs, and ask nodes what they read and change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from splitc.ir.program import Program
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy whose nodes keep names and meta, and the map from old nodes to new ones."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = copy_node(new, node, mapping)
+    return new, mapping
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of `node` in `graph`, with its name and meta, that reads what its inputs map to."""
+    args: Any = fx.node.map_arg(node.args, lambda old: mapping[old])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda old: mapping[old])
+    copied = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    assert copied.name == node.name, f"{node.name} is taken"
+    copied.meta = dict(node.meta)
+    return copied
+
+
+def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    """Call `node` by `name`, or by a name made from it when that is taken."""
+    node.name = graph._graph_namespace.create_name(name, None)
+
+
+def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
+    """First names of the parameters and buffers that one node reads."""
+    first = {alias: h.name for h in program.holdings.values() for alias in (h.name, *h.names)}
+    if node.op == "call_module" or node.meta.get("is_module"):
+        module = program.root.get_submodule(str(node.target))
+        names = [f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())]
+    else:
+        names = [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
+    return tuple(first[name] for name in names)
+
+
+def changes_statistics(node: fx.Node) -> bool:
+    """Whether the node is a normalisation function that changes running statistics."""
+    if node.target not in (F.batch_norm, F.instance_norm):
+        return False
+    named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
+    flag = named.get("training", False) if node.target is F.batch_norm else named.get("use_input_stats", True)
+    return flag is True and named.get("running_mean") is not None
+
+
+def assigned(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+    """`tensor` with `tensor[key] = value`; the given one stays as it was."""
+    new = tensor.clone()
+    new[key] = value
+    return new

@@ -1,0 +1,106 @@
+"""Fake tensors: shapes, dtypes and autograd's bookkeeping without memory or arithmetic."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from splitc.errors import CaptureError
+from splitc.ir.program import Program, TensorSpec
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `module` whose parameters and buffers are fake; tied ones stay tied, other tensors are shared.
+
+    Raises CaptureError for a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {
+        id(value): value for m in module.modules() for value in vars(m).values() if isinstance(value, torch.Tensor)
+    }
+    memo.update({id(tensor): mode.from_tensor(tensor) for tensor in (*module.parameters(), *module.buffers())})
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}; keep what copy.deepcopy does "
+            f"not take (locks, files, process groups) out of its attributes"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Fake tensors log every operation that fails; here failures are explained to the user."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def mode_of(root: nn.Module) -> FakeTensorMode:
+    """The mode that `root`'s fake tensors belong to; a new one for a model without tensors."""
+    for tensor in (*root.parameters(), *root.buffers()):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_inputs(program: Program, batch: int, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
+    """The program's inputs at `batch` examples."""
+    with mode:
+        return {i.name: torch.empty(i.spec.at(batch), dtype=i.spec.dtype) for i in program.inputs}
+
+
+NodeHook = Callable[[fx.Node, Callable[[], Any]], Any]
+
+
+class NodeRunner(fx.Interpreter):
+    """Runs a program's graph, node by node, through `hook(node, run)`; modules and tensors come from `root`.
+
+    Used to check shapes, to count costs and to test properties of the captured graph, never to train.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph, hook: NodeHook | None = None) -> None:
+        super().__init__(root, garbage_collect_values=hook is None, graph=graph)
+        self.extra_traceback = False  # an error is explained by who runs the graph
+        self._hook = hook
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._hook is None:
+            return super().run_node(n)
+        return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
+
+    def run_named(self, inputs: Mapping[str, Any]) -> Any:
+        """Run with the inputs given by the placeholders' names."""
+        return self.run(*(inputs[n.target] for n in self.graph.nodes if n.op == "placeholder"))
+
+
+def shapes_at(program: Program, batch: int) -> list[str]:
+    """What goes wrong when the graph runs at `batch` examples: lines that name the node; none when all specs hold."""
+    mode = mode_of(program.root)
+    problems: list[str] = []
+    where = "output"
+
+    def check(node: fx.Node, run: Callable[[], Any]) -> Any:
+        nonlocal where
+        where = f"{node.meta['source']}: {node.name}"
+        value = run()
+        spec = node.meta.get("spec")
+        if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
+            problems.append(f"{where} is {tuple(value.shape)} at a batch of {batch}, not {spec.at(batch)}")
+        return value
+
+    try:
+        with mode, quiet():
+            NodeRunner(program.root, program.graph, check).run_named(fake_inputs(program, batch, mode))
+    except Exception as error:
+        problems.append(f"{where} does not run at a batch of {batch}: {str(error).partition(chr(10))[0]}")
+    return problems

@@ -1,0 +1,116 @@
+"""Which nodes are linear layers, and their form with the parameters in sight.
+
+fc6 = self.classifier.1(x)     ->     weight = self.classifier.1.weight; bias = self.classifier.1.bias
+fc6 = linear(x, weight, bias)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from splitc.ir.program import Layer, Program, TensorSpec
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A use of a linear layer: y = x W^T + b.
+
+    weight: (features_out, features_in); weight, bias: names of parameters under which the graph uses them.
+    """
+
+    node: fx.Node
+    value: fx.Node
+    weight: str
+    bias: str | None
+
+
+def as_linear(program: Program, node: fx.Node) -> Linear | None:
+    """The linear layer that `node` is, if it is one and its weight is a parameter itself."""
+    if node.op == "call_module":
+        module = program.root.get_submodule(str(node.target))
+        if type(module) is not nn.Linear or len(node.args) != 1 or node.kwargs:
+            return None
+        read = node.args[0]
+        bias_name = None if module.bias is None else f"{node.target}.bias"
+        return Linear(node, read, f"{node.target}.weight", bias_name) if isinstance(read, fx.Node) else None
+    if node.target is not F.linear:
+        return None
+    value, weight, bias = _given(node)
+    parameters = {alias for h in program.holdings.values() if h.parameter for alias in (h.name, *h.names)}
+    for parameter in (weight, bias):
+        if parameter is not None and not (
+            isinstance(parameter, fx.Node) and parameter.op == "get_attr" and parameter.target in parameters
+        ):
+            return None
+    assert isinstance(weight, fx.Node) and isinstance(value, fx.Node)
+    return Linear(node, value, str(weight.target), None if bias is None else str(bias.target))
+
+
+def _given(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of a call of F.linear."""
+    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    return given["input"], given["weight"], given.get("bias")
+
+
+def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
+    """The layers whose parameters are read by linear uses only, none of them tied to another layer -> those uses."""
+    found: dict[str, tuple[Linear, ...]] = {}
+    users: dict[str, int] = {}
+    for layer in program.layers:
+        for name in dict.fromkeys(layer.holdings):
+            users[name] = users.get(name, 0) + 1
+    nodes = {node.name: node for node in program.graph.nodes}
+    for layer in program.layers:
+        uses = _uses(program, layer, nodes)
+        if uses and all(users[name] == 1 for name in layer.holdings):
+            found[layer.name] = uses
+    return found
+
+
+def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Linear, ...]:
+    """The linear uses of a layer; none when something else reads a parameter or a buffer of it."""
+    uses: list[Linear] = []
+    for name in layer.nodes:
+        node = nodes[name]
+        reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not n.meta.get("everywhere")]
+        if node.op != "call_module" and not reads:
+            continue
+        if node.op == "call_module" and not any(
+            True for _ in program.root.get_submodule(str(node.target)).parameters()
+        ):
+            continue
+        linear = as_linear(program, node)
+        if linear is None or not _divides(linear.value):
+            return ()
+        uses.append(linear)
+    return tuple(uses)
+
+
+def _divides(value: fx.Node) -> bool:
+    """Whether the examples of a value lie along its first dim, the features along another."""
+    spec = value.meta.get("spec")
+    return isinstance(spec, TensorSpec) and spec.batch_dim == 0 and len(spec.shape) > 1
+
+
+def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
+    """Nodes of the weight and the bias, made before the layer's own where it is a module."""
+    node = linear.node
+    if node.op != "call_module":
+        _, given, also = _given(node)
+        return given, also
+    made: list[fx.Node | None] = []
+    for name in (linear.weight, linear.bias):
+        if name is None:
+            made.append(None)
+            continue
+        with graph.inserting_before(node):
+            attribute = graph.create_node("get_attr", name)
+        attribute.meta = {**node.meta, "spec": None, "everywhere": False, "of_module": True}
+        made.append(attribute)
+    weight, bias = made
+    assert weight is not None
+    return weight, bias

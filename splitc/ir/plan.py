@@ -1,0 +1,304 @@
+"""The Plan: which ranks run which layers, how parameters are held and how gradients meet.
+
+A plan is plain data, independent of torch: it is printed, compared, written to `plan.json` and read back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from splitc.errors import LaunchError
+from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import digest
+from splitc.ir.phases import Phases
+
+HOLDINGS = ("replicated", "sharded", "subnet")
+SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
+SPLITS = ("columns", "rows")
+SCHEMES = ("BK", "B", "B/K")
+UPDATES = ("once", "every")
+ALL_REDUCES = ("backend", "recursive_doubling")
+SERVER = "server"
+"""The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a layer runs (role), how its parameters are held and how its gradients are summed (sync).
+
+    As a pin any part may be None: the planner chooses it.  group: the size of a model-parallel group.  split: how a
+    sharded linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come
+    from a layer divided by columns, without a gather in between).
+    """
+
+    role: str | None = None
+    holding: str | None = None
+    sync: str | None = None
+    group: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.
+
+    scheme: which of them at a time (Krizhevsky 2014), in turns whose gradients add up to one update:
+    "BK" all at once; "B" one member's examples a turn; "B/K" a part of each member's.
+    updates: "once" after all turns (exact), or "every" turn one (the paper's K updates, approximate).
+    """
+
+    size: int
+    scheme: str = "B/K"
+    updates: str = "once"
+
+    @property
+    def turns(self) -> int:
+        return 1 if self.scheme == "BK" else self.size
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan of one strategy, priced.  step_seconds in s; samples_per_second over all ranks."""
+
+    strategy: str
+    step_seconds: float
+    samples_per_second: float
+    global_batch: int
+    exact: bool
+    feasible: bool
+    why: str = ""
+    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement of every layer, the roles, and each rank's part of the global batch.
+
+    roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.  A rank may
+    be in several roles.
+    examples: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
+    groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
+    servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
+    layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
+    synchronised: BatchNorm normalises over the whole global batch.
+    reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
+    predicted: the phases of each rank's step, by simulation; none where nothing was simulated.  priced_on: digest of
+    the cluster that they hold for.
+    """
+
+    strategy: str
+    world: int
+    roles: Mapping[str, tuple[int, ...]]
+    placements: Mapping[str, Placement]
+    examples: Mapping[str, tuple[int, ...]]
+    cluster: str
+    microbatches: int = 1
+    groups: Mapping[str, Grouping] = field(default_factory=dict)
+    servers: tuple[int, ...] = ()
+    overlap: bool = True
+    all_reduce: str = "backend"
+    synchronised: bool = False
+    exact: bool = True
+    proof: str = "optimal"
+    gap: float = 0.0
+    step_seconds: float = 0.0
+    candidates: tuple[Candidate, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    model: str = ""
+    predicted: tuple[Phases, ...] = ()
+    priced_on: str = ""
+
+    @property
+    def reader(self) -> str:
+        """The role that reads the data."""
+        return next(iter(self.roles))
+
+    @property
+    def global_batch(self) -> int:
+        return self.examples[self.reader][-1]
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def simulated_seconds(self) -> float:
+        """A step by the simulation, that of its slowest rank; 0 where nothing was simulated."""
+        return max((phases.step for phases in self.predicted), default=0.0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples that each reader gives to a step."""
+        bounds = self.examples[self.reader]
+        return tuple(b - a for a, b in pairwise(bounds))
+
+    def roles_of(self, rank: int) -> tuple[str, ...]:
+        """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
+        return tuple(role for role, positions in self._positions.items() if rank in positions)
+
+    def interval(self, role: str, rank: int) -> tuple[int, int]:
+        """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
+        k = self._positions[role][rank]
+        return self.examples[role][k], self.examples[role][k + 1]
+
+    @cached_property
+    def _positions(self) -> dict[str, dict[int, int]]:
+        """Role -> rank -> its place in the role."""
+        return {role: {rank: k for k, rank in enumerate(ranks)} for role, ranks in self.roles.items()}
+
+    def batch(self, role: str, rank: int) -> int:
+        """Examples of `rank` itself in `role`."""
+        start, stop = self.interval(role, rank)
+        return stop - start
+
+    def largest_batch(self, role: str) -> int:
+        """Examples of the busiest rank of `role`."""
+        return max(self.batch(role, rank) for rank in self.roles[role])
+
+    def group(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the model-parallel group that `rank` is in; itself alone where the role has none."""
+        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        first = self._positions[role][rank] // size * size
+        return ranks[first : first + size]
+
+    def replicas(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of `role` that hold the same parameters as `rank`: one of each group."""
+        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        return ranks[self._positions[role][rank] % size :: size]
+
+    def turn(self, role: str, rank: int, turn: int) -> tuple[tuple[int, int], ...]:
+        """For each member of the group of `rank`, its examples (first, one past the last) in a turn of the group."""
+        members = self.group(role, rank)
+        scheme = self.groups[role].scheme if role in self.groups else "BK"
+        return tuple(piece(self.interval(role, m), scheme, k, turn, len(members)) for k, m in enumerate(members))
+
+    def worked(self, role: str, rank: int) -> int:
+        """The most examples that `rank` has before it at once in `role`: of its group, in the largest turn."""
+        turns = self.groups[role].turns if role in self.groups else 1
+        return max(sum(b - a for a, b in self.turn(role, rank, t)) for t in range(turns))
+
+    def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
+        """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
+
+        The peer may be `rank` itself, where it is in both roles.
+        """
+        start, stop = self.interval(mine, rank)
+        bounds, ranks = self.examples[role], self.roles[role]
+        first = max(bisect_right(bounds, start) - 1, 0)
+        last = bisect_left(bounds, stop, first)  # of the ranks from here on none shares any
+        shared = ((ranks[k], max(start, bounds[k]), min(stop, bounds[k + 1])) for k in range(first, last))
+        return tuple((peer, a, b) for peer, a, b in shared if a < b)
+
+    def is_local(self, producer: str, consumer: str) -> bool:
+        """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
+        return self.roles[producer] == self.roles[consumer] and self.examples[producer] == self.examples[consumer]
+
+    @cached_property
+    def parts(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The combinations of roles that ranks have -> those ranks.  Ranks of one combination run one program."""
+        roles_of: dict[int, tuple[str, ...]] = dict.fromkeys(range(self.world), ())
+        for role, ranks in (*self.roles.items(), (SERVER, self.servers)):
+            for rank in ranks:
+                roles_of[rank] += (role,)
+        found: dict[tuple[str, ...], list[int]] = {}
+        for rank, roles in roles_of.items():
+            if roles:
+                found.setdefault(roles, []).append(rank)
+        order = [*self.roles, SERVER]
+        by_role = sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]])
+        return {roles: tuple(ranks) for roles, ranks in by_role}
+
+    def with_prediction(self, predicted: Iterable[Phases], cluster: Cluster) -> Plan:
+        """The plan with the phases of each rank's step, as they were simulated on `cluster`."""
+        return replace(self, predicted=tuple(predicted), priced_on=digest(cluster))
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back; same plan, same text."""
+        return json.dumps({"schema": 1, "hash": self.hash, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises LaunchError when the text is no plan of this version."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data.pop("schema") != 1:
+                raise LaunchError(
+                    "plan.json has another schema than 1: it was written by another splitc; compile again"
+                )
+            data.pop("hash")
+            plan = cls(**data)
+            return replace(
+                plan,
+                roles={role: tuple(ranks) for role, ranks in plan.roles.items()},
+                examples={role: tuple(bounds) for role, bounds in plan.examples.items()},
+                placements={name: Placement(**data["placements"][name]) for name in plan.placements},
+                groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
+                servers=tuple(plan.servers),
+                candidates=tuple(_candidate(c) for c in data["candidates"]),
+                predicted=tuple(Phases(**phases) for phases in plan.predicted),  # type: ignore[arg-type]
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of what decides the generated programs: not of prices, reasons or candidates."""
+        decided = {k: v for k, v in asdict(self).items() if k in _DECIDED}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_DECIDED = (
+    "world", "roles", "placements", "examples", "microbatches", "model",
+    "groups", "servers", "overlap", "all_reduce", "synchronised",
+)  # fmt: skip
+
+
+def piece(interval: tuple[int, int], scheme: str, member: int, turn: int, size: int) -> tuple[int, int]:
+    """The examples that the `member`-th of `size` ranks of a group gives to a turn, of those that are its own."""
+    first, last = interval
+    if scheme == "BK":
+        return interval
+    if scheme == "B":
+        return interval if member == turn else (first, first)
+    return first + (last - first) * turn // size, first + (last - first) * (turn + 1) // size
+
+
+def _candidate(data: dict[str, Any]) -> Candidate:
+    roles = {role: tuple(ranks) for role, ranks in data.pop("roles").items()}
+    return Candidate(**data, roles=roles)
+
+
+def share_out(total: int, parts: int) -> tuple[int, ...]:
+    """Bounds of `parts` nearly equal shares of `total`; the first ones are the larger: (10, 3) -> (0, 4, 7, 10)."""
+    small, extra = divmod(total, parts)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + small + (part < extra))
+    return tuple(bounds)
+
+
+def serve(bounds: tuple[int, ...], servers: int) -> tuple[int, ...]:
+    """Bounds of the examples that each of `servers` ranks takes over from producers with `bounds`.
+
+    Each server takes whole producers while there are enough of them (Stanza 4.1.3), the first ones one more where it
+    does not divide; with more servers than producers the examples are shared out evenly.
+    """
+    producers = len(bounds) - 1
+    if servers > producers:
+        return share_out(bounds[-1], servers)
+    return tuple(bounds[p] for p in share_out(producers, servers))
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`(0, 1, 2)` -> `ranks 0 to 2`."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {' '.join(map(str, ranks))}"

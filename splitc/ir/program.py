@@ -1,0 +1,273 @@
+"""The Program: one training step of a model as a graph, and what is known about it.
+
+A Program is frozen.  A pass that decides returns it with a new `plan` or new `costs`; a pass that rewrites returns it
+with a new graph.  Every node carries in its `meta`
+
+    spec      TensorSpec, SizeSpec, a tuple of them, or None: what the node's value is, at any batch size
+    source    "alexnet.py:12": the user's line that made it
+    layer     name of the layer it belongs to
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx, nn
+
+from splitc.ir.costs import CostLine
+
+if TYPE_CHECKING:
+    from splitc.ir.actions import Action
+    from splitc.ir.plan import Plan
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor whose size along `batch_dim` is `rows` for each example of the batch.
+
+    `shape` is the shape at a batch of one example.  A tensor without `batch_dim` (a mask, a scalar) has the same shape
+    at every batch size.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = None
+    requires_grad: bool = False
+
+    @property
+    def rows(self) -> int:
+        """How many rows along `batch_dim` one example has; 0 for a tensor without a batch dimension."""
+        return 0 if self.batch_dim is None else self.shape[self.batch_dim]
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """The shape at `batch` examples."""
+        return tuple(n * batch if d == self.batch_dim else n for d, n in enumerate(self.shape))
+
+    def nbytes(self, batch: int) -> int:
+        """Bytes at `batch` examples."""
+        return math.prod(self.at(batch)) * self.dtype.itemsize
+
+    def template(self) -> tuple[int, ...]:
+        """The shape with -1 in place of the batch dimension, as generated programs write it."""
+        return tuple(-1 if d == self.batch_dim else n for d, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class SizeSpec:
+    """A whole number in the graph that depends on the batch: `scale * batch + offset`."""
+
+    scale: int
+    offset: int = 0
+
+
+Spec = TensorSpec | SizeSpec | tuple["Spec", ...] | None
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of the step, a placeholder of the graph.
+
+    high: bound of its whole numbers (exclusive), for synthetic data.  target: whether it goes to the loss.
+    """
+
+    name: str
+    spec: TensorSpec
+    high: int | None = None
+    target: bool = False
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A parameter or a buffer of the model, under its own name.
+
+    `names` are all the names under which the model's state_dict has it; more than one when it is tied.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: bool
+    requires_grad: bool = False
+    persistent: bool = True
+    names: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter and self.requires_grad
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A node that owns parameters, with the parameterless nodes that follow it.
+
+    `nodes` are in the order of the graph; `holdings` are the names of the parameters and buffers it uses.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    holdings: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """How one scalar of the loss adds up over parts of the batch.
+
+    kind    "mean": equal weights, a part counts by its share of the examples
+            "weighted": `reduction="mean"` over weights (`ignore_index`, class weights); the denominator is summed
+            "sum": parts simply add
+    node    the scalar's node
+    """
+
+    node: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A value that crosses from one role to another; its gradient comes back when `gradient` is set.
+
+    name: the value's name in both generated programs.  value: the node that makes it.
+    local: both roles are the same ranks with the same examples, so that nothing is sent.
+    enters: the consumer has groups, which gather their members' examples; partial: the gradient of the members is
+    to be summed then, else they have it alike.  leaves: the producer has groups, of which each rank keeps its own.
+    """
+
+    name: str
+    value: str
+    producer: str
+    consumer: str
+    spec: TensorSpec
+    gradient: bool
+    local: bool = False
+    enters: bool = False
+    partial: bool = True
+    leaves: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether it has examples; what has none, a sum over all ranks, is the same everywhere."""
+        return self.spec.batch_dim is not None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the graph that one role runs.
+
+    buckets: names of the parameters whose gradients are summed together, in the order in which backward fills them.
+    served: likewise, of the parameters that servers hold.
+    shards: parameter -> the dim along which the ranks of a group share it.
+    """
+
+    role: str
+    graph: fx.Graph
+    layers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    receives: tuple[Cut, ...]
+    sends: tuple[Cut, ...]
+    holdings: tuple[str, ...]
+    buckets: tuple[tuple[str, ...], ...] = ()
+    served: tuple[tuple[str, ...], ...] = ()
+    shards: Mapping[str, int] = field(default_factory=dict)
+    has_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
+
+    roles: tuple[str, ...]
+    ranks: tuple[int, ...]
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its file: `conv`, `conv_fc`."""
+        return "_".join(self.roles)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and its loss as one forward graph, and what the passes have added.
+
+    root: the model's modules as fake tensors (shapes without memory), under their original names.
+    batch: examples in the user's example batch.  autocast: what the forward of every stage runs under, None: nothing.
+    """
+
+    name: str
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[Input, ...]
+    batch: int
+    layers: tuple[Layer, ...]
+    holdings: Mapping[str, Holding]
+    loss_terms: tuple[LossTerm, ...] = ()
+    frozen_layers: tuple[str, ...] = ()
+    autocast: torch.dtype | None = None
+    costs: Mapping[str, CostLine] = field(default_factory=dict)
+    plan: Plan | None = None
+    stages: tuple[Stage, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    def layer(self, name: str) -> Layer:
+        return next(layer for layer in self.layers if layer.name == name)
+
+    def stage(self, role: str) -> Stage:
+        return next(stage for stage in self.stages if stage.role == role)
+
+    def turns(self, stage: Stage) -> int:
+        """How often a stage goes forward and backward in a step: the role of the loss once a turn of its groups."""
+        grouping = self.required_plan.groups.get(stage.role)
+        return grouping.turns if grouping is not None and stage.has_loss else 1
+
+    def part_of(self, rank: int) -> Part:
+        """The part that `rank` runs."""
+        return next(part for part in self.parts if rank in part.ranks)
+
+    @property
+    def layer_of(self) -> dict[str, str]:
+        """Node name -> name of its layer."""
+        return {node: layer.name for layer in self.layers for node in layer.nodes}
+
+    def edges(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Every (value, reader) of the graph; `all_input_nodes` also sees through lists and kwargs."""
+        for reader in self.graph.nodes:
+            for value in reader.all_input_nodes:
+                yield value, reader
+
+    @property
+    def loss(self) -> fx.Node:
+        """The node of the loss, a 0-d tensor."""
+        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        loss: fx.Node
+        (loss,) = output.all_input_nodes
+        return loss
+
+    @property
+    def required_plan(self) -> Plan:
+        """The plan, for passes that run after `place`."""
+        assert self.plan is not None, "no pass has placed this program yet"
+        return self.plan
+
+
+def under_autocast(root: nn.Module, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to `dtype` on the device of a model, or none, whatever is on around it.
+
+    For the forward only: autograd runs each backward in the dtype that its forward had.
+    """
+    device = next((tensor.device.type for tensor in (*root.parameters(), *root.buffers())), "cpu")
+    if not torch.amp.is_autocast_available(device):
+        device = "cpu"
+    return torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None)

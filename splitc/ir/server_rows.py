@@ -1,0 +1,93 @@
+"""Which parameters servers can hold, and which rows each one does: every bucket is spread evenly over them, by size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from splitc.ir.graph import holdings_of_node
+from splitc.ir.program import Holding, Program, Spec, TensorSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first` to `last` of a parameter, along its first dim, which `server` holds."""
+
+    name: str
+    server: int
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pushable(program: Program) -> frozenset[str]:
+    """The parameters whose gradients can go to servers: with elements, and reached by the loss.
+
+    The loss reaches a parameter along values that require a gradient.  In one process `.grad` of another one stays None
+    and the optimizer passes it over, with its weight decay too.  A server cannot tell that from gradients of zero; so
+    such a parameter stays with the workers, where it never changes.
+    """
+    reached: set[str] = set()
+    seen: set[fx.Node] = set()
+    ahead = [program.loss]
+    while ahead:
+        node = ahead.pop()
+        if node in seen or not _requires_grad(node.meta.get("spec")):
+            continue
+        seen.add(node)
+        reached |= read_by(program, node)
+        ahead += node.all_input_nodes
+    holdings = program.holdings
+    return frozenset(name for name in reached if holdings[name].trainable and holdings[name].numel)
+
+
+def read_by(program: Program, node: fx.Node) -> frozenset[str]:
+    """First names of the parameters and buffers of a module that a node calls, and of all that is an argument of it."""
+    held = [n for n in node.all_input_nodes if n.op == "get_attr"] + [node] * (node.op == "call_module")
+    return frozenset(name for each in held for name in holdings_of_node(program, each))
+
+
+def _requires_grad(spec: Spec) -> bool:
+    if isinstance(spec, tuple):
+        return any(map(_requires_grad, spec))
+    return isinstance(spec, TensorSpec) and spec.requires_grad
+
+
+def pieces(program: Program, bucket: Sequence[str], servers: Sequence[int]) -> list[Piece]:
+    """The pieces of a bucket, in its order.
+
+    The bucket's bytes, one parameter after the other, are cut into as many equal ranges as there are servers; a row
+    belongs to the range that its middle lies in.
+    """
+    return list(_pieces(tuple(program.holdings[name] for name in bucket), tuple(servers)))
+
+
+@lru_cache(maxsize=1024)
+def _pieces(holdings: tuple[Holding, ...], servers: tuple[int, ...]) -> tuple[Piece, ...]:
+    total, parts = sum(holding.nbytes for holding in holdings), len(servers)
+    found: list[Piece] = []
+    before = 0
+    for holding in holdings:
+        rows = holding.shape[0] if holding.shape else 1
+        row = max(holding.nbytes // max(rows, 1), 1)
+        # Row k's middle lies in range s or a later one from the first k on for which
+        # before + (k + 1/2) row >= total s / parts
+        starts = [-((-2 * total * s + (2 * before + row) * parts) // (2 * row * parts)) for s in range(parts)]
+        bounds = [0, *(min(max(start, 0), rows) for start in starts[1:]), rows]
+        for server, (first, last) in zip(servers, pairwise(bounds), strict=True):
+            if first < last:
+                shape = (last - first, *holding.shape[1:]) if holding.shape else ()
+                found.append(Piece(holding.name, server, first, last, shape, holding.dtype))
+        before += holding.nbytes
+    return tuple(found)

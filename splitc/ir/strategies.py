@@ -1,0 +1,234 @@
+"""The strategies a user can ask for, and the text form of one: `layer_separation(n_c=3, n_f=1)`.
+
+A strategy is a family of plans.  Options left out (None) are chosen by the planner.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar
+
+from splitc.errors import PlacementError
+from splitc.ir.names import near_name
+from splitc.ir.plan import ALL_REDUCES, SCHEMES, UPDATES
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Base of all strategies.  name: how users write it.  exact: whether it is the same training as in one process.
+
+    all_reduce: the algorithm that sums gradients, the "backend"'s own or "recursive_doubling" (Stanza 4.1.2).
+    sync_batchnorm: BatchNorm normalises over the whole global batch, as in one process, not over each rank's part.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = True
+    all_reduce: str | None = field(default=None, kw_only=True)
+    sync_batchnorm: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _one_of(self, "all_reduce", ALL_REDUCES)
+        _one_of(self, "sync_batchnorm", (True, False))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this plan of it is the same training, with its options."""
+        return self.exact
+
+    def __str__(self) -> str:
+        options = [f"{f.name}={getattr(self, f.name)}" for f in _options(self) if getattr(self, f.name) is not None]
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+
+@dataclass(frozen=True)
+class SingleDevice(Strategy):
+    """All layers on one rank."""
+
+    name = "single_device"
+
+
+@dataclass(frozen=True)
+class DataParallel(Strategy):
+    """All layers on every rank, gradients all-reduced."""
+
+    name = "data_parallel"
+
+
+@dataclass(frozen=True)
+class LayerSeparation(Strategy):
+    """Conv ranks and fc ranks, disjoint (Stanza 3-4).  n_c, n_f: how many of each.
+
+    ranks: for more than two roles, how many each one has, as "4+2+1" (Stanza 10).
+    """
+
+    name = "layer_separation"
+    n_c: int | None = None
+    n_f: int | None = None
+    ranks: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option in ("n_c", "n_f"):
+            _whole(self, option, 1)
+        if self.ranks is None:
+            return
+        if self.n_c is not None or self.n_f is not None:
+            raise PlacementError("layer_separation: ranks says how many each role has; leave n_c and n_f out")
+        if not isinstance(self.ranks, str) or not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*)+", self.ranks):
+            raise PlacementError(
+                f"layer_separation: ranks is {self.ranks!r}; write how many each role has, as in ranks=4+2+1"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many ranks each role has, where that was said; none else."""
+        return () if self.ranks is None else tuple(map(int, self.ranks.split("+")))
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Workers push gradients to servers and pull parameters, synchronously (Stanza 2.2, 7.1).
+
+    servers: how many; beside: on ranks that are workers too; overlap: layer by layer while workers compute, or all at
+    once as in the paper.
+    """
+
+    name = "parameter_server"
+    servers: int | None = None
+    beside: bool | None = None
+    overlap: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _whole(self, "servers", 1)
+        for option in ("beside", "overlap"):
+            _one_of(self, option, (True, False))
+
+
+@dataclass(frozen=True)
+class HybridSingle(Strategy):
+    """Convolutions on every rank, the fc layers on one of them (Practical Lessons 2.2)."""
+
+    name = "hybrid_single"
+
+
+@dataclass(frozen=True)
+class ModuloShard(Strategy):
+    """The fc layers divided over groups of mp ranks (SplitBrain 3; Krizhevsky 2014).
+
+    scheme: which examples of a group are worked on at a time, BK, B or B/K.  updates: once after all turns, or every
+    turn, which is the paper's and approximate.
+    """
+
+    name = "modulo_shard"
+    mp: int | None = None
+    scheme: str | None = None
+    updates: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _whole(self, "mp", 2)
+        _one_of(self, "scheme", SCHEMES)
+        _one_of(self, "updates", UPDATES)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.updates != "every"
+
+
+@dataclass(frozen=True)
+class LateMultiply(Strategy):
+    """Fc layers replicated; their inputs and output errors travel, not their gradients (Practical Lessons 2.1)."""
+
+    name = "late_multiply"
+
+
+@dataclass(frozen=True)
+class Auto(Strategy):
+    """The fastest exact plan that fits."""
+
+    name = "auto"
+
+
+def _options(strategy: Strategy | type[Strategy]) -> list[Field[Any]]:
+    """A strategy's own options first, then those of all."""
+    return sorted(fields(strategy), key=lambda f: bool(f.kw_only))
+
+
+def _whole(strategy: Strategy, option: str, least: int) -> None:
+    value = getattr(strategy, option)
+    if value is not None and (type(value) is not int or value < least):
+        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be a whole number of at least {least}")
+
+
+def _one_of(strategy: Strategy, option: str, known: tuple[object, ...]) -> None:
+    value = getattr(strategy, option)
+    if value is not None and value not in known:
+        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be one of {', '.join(map(str, known))}")
+
+
+_ALL = (
+    SingleDevice,
+    DataParallel,
+    ParameterServer,
+    LayerSeparation,
+    HybridSingle,
+    ModuloShard,
+    LateMultiply,
+    Auto,
+)
+
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _ALL}
+
+_PLANNED = ("independent_subnets", "local_sgd")
+
+
+def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
+    """`"layer_separation(n_f=1)"` -> LayerSeparation(n_f=1).  Parsed, never evaluated.
+
+    Raises PlacementError for an unknown name, option or value.
+    """
+    if isinstance(text, Strategy):
+        return text
+    if isinstance(text, type) and issubclass(text, Strategy):
+        return text()
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    if match is None or match[1] not in STRATEGIES:
+        raise PlacementError(f"unknown strategy {text!r}; {_instead(text)}")
+    cls = STRATEGIES[match[1]]
+    known = [f.name for f in _options(cls)]
+    options: dict[str, Any] = {}
+    for part in filter(None, (p.strip() for p in (match[2] or "").split(","))):
+        name, _, value = (p.strip() for p in part.partition("="))
+        if name not in known:
+            there = f"it has {', '.join(known)}, as in {cls.name}({known[0]}=1)" if known else "it has none"
+            raise PlacementError(f"{cls.name} has no option {name!r}; {near_name(name, known)}{there}")
+        if name in options:
+            raise PlacementError(f"{cls.name}: {name} is given twice")
+        options[name] = _literal(value, f"{cls.name}: {name}")
+    return cls(**options)
+
+
+def _instead(text: str) -> str:
+    """What to write in place of an unknown strategy."""
+    name = text.partition("(")[0].strip()
+    if name in _PLANNED:
+        return f"{name} cannot be planned yet; there are {', '.join(sorted(STRATEGIES))}"
+    if name in STRATEGIES:
+        return f"write its options in parentheses, as in {LayerSeparation(3, 1)}"
+    return (
+        f"{near_name(name, STRATEGIES)}there are {', '.join(sorted(STRATEGIES))}, "
+        f"with options as in {LayerSeparation(3, 1)}"
+    )
+
+
+def _literal(text: str, where: str) -> Any:
+    """A number, True, False, None, or else the text itself (`scheme=B`)."""
+    if not text:
+        raise PlacementError(f"{where} has no value; write {where.split(': ')[-1]}=1, for example")
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,1 @@
+"""The collectives that generated code uses, built on a transport."""

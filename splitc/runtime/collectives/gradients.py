@@ -1,0 +1,79 @@
+"""Sum gradients over replicas, bucket by bucket, while backward is still running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..transport import doubling
+from ..transport.base import Transport, Work
+
+Buckets = Sequence[Sequence[str]]
+
+
+class GradientSum:
+    """The buckets of one stage.
+
+    Buckets start strictly in their order, also when a later one fills first: every rank has one order on the wire.  A
+    parameter that the loss does not reach counts as zero on the wire and keeps `.grad` None: its replicas run the same
+    program and reach it no more, and an optimizer passes it over as in one process.
+    """
+
+    def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend") -> None:
+        self.stage, self._algorithm = stage, algorithm
+        parameters = dict(stage.named_parameters(remove_duplicate=False))
+        self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
+        self._awaited: list[set[nn.Parameter]] = []
+        self._started: list[tuple[Tensor, Work]] = []
+        self._call: tuple[Transport, tuple[int, ...]] | None = None
+        for k, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
+
+    def sent_bytes(self, index: int, ranks: int) -> int:
+        """Payload bytes that the rank at position `index` of `ranks` sends for all buckets."""
+        sizes = [sum(p.nbytes for p in bucket) for bucket in self._buckets]
+        if self._algorithm == "recursive_doubling":
+            return sum(doubling.sent_bytes(size, index, ranks) for size in sizes)
+        return sum(2 * (ranks - 1) * size // ranks for size in sizes)
+
+    @contextmanager
+    def while_backward(self, transport: Transport, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Start sums as the backward inside fills buckets; on leaving, every gradient is the sum over `ranks`.
+
+        The gradients then are parts of their bucket's sum: no second copy of them is kept.
+        """
+        self._awaited = [set(bucket) for bucket in self._buckets]
+        self._started, self._call = [], (transport, ranks)
+        try:
+            yield
+        finally:
+            self._call = None
+        while len(self._started) < len(self._buckets):  # what the loss does not reach
+            self._start(transport, ranks)
+        for (total, work), bucket in zip(self._started, self._buckets, strict=True):
+            work.wait()
+            for parameter, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = part.view_as(parameter)
+        self._started = []
+
+    def _arrived(self, parameter: nn.Parameter, k: int) -> None:
+        if self._call is None:
+            return
+        if k < len(self._started):
+            raise RuntimeError(
+                f"a gradient of bucket {k} changed after its sum had started: one backward a step, please"
+            )
+        self._awaited[k].discard(parameter)
+        while len(self._started) < len(self._buckets) and not self._awaited[len(self._started)]:
+            self._start(*self._call)
+
+    def _start(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        bucket = self._buckets[len(self._started)]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
+        self._started.append((flat, sum_up(transport, flat, ranks)))

@@ -1,0 +1,128 @@
+"""BatchNorm over the examples of all members of a group, exact in value and gradient.
+
+With the sums taken over all N values of a channel, on all members:
+
+    mean = sum x / N        var = sum (x - mean)^2 / N        h = (x - mean) / sqrt(var + eps)
+    y = weight h + bias
+    dx = weight / sqrt(var + eps) (dy - sum dy / N - h sum(dy h) / N)
+
+Forward needs one all-reduce of 2C + 1 numbers and backward one of 2C.  Each member's batch counts by its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..transport.base import describe
+from .model_parallel import Group
+
+
+def batch_norm(
+    group: Group,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` as one process would compute it of the examples of all members, x (examples, C, ...).
+
+    The running statistics are updated alike on every member, with the unbiased variance.  The gradients of weight and
+    bias are those of this member's examples: parts of a sum, as of any replicated parameter.
+    In evaluation, and in a group of one rank, this is `F.batch_norm` itself.
+    Raises ValueError, on every member, when a channel has no more than one value in all.
+    """
+    if not training or group.size == 1:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    y: Tensor = _BatchNorm.apply(x, weight, bias, group, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Normalise by the statistics of all members."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        group: Group,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        count, mean, var = _statistics(group, x)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        computed = _computing_dtype(x)
+        mean, inverse = mean.to(computed), torch.rsqrt(var + eps).to(computed)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
+        y = (x - _channels(mean, x)) * _channels(inverse if weight is None else inverse * weight, x)
+        if bias is not None:
+            y += _channels(bias, x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        grad = grad.to(mean.dtype)
+        h = (x - _channels(mean, x)) * _channels(inverse, x)
+        dims = _all_but_channels(x)
+        own = torch.stack([grad.sum(dims), (grad * h).sum(dims)])
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_bias, d_weight = ctx.group.total(own) / count.to(own.dtype)
+            d_x = grad - _channels(d_bias, x) - h * _channels(d_weight, x)
+            d_x = (d_x * _channels(inverse if weight is None else inverse * weight, x)).to(x.dtype)
+        d_weight = own[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        d_bias = own[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return d_x, d_weight, d_bias, None, None, None, None, None
+
+
+def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number of values, mean and biased variance of each channel over all members, in float64.
+
+    The members' sums of squares travel in float64, made of their own means and variances: so the sum over members
+    loses nothing of a small variance around a large mean.
+    """
+    channels = x.size(1)
+    own = x.numel() // channels  # values of one channel
+    sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
+    if own:
+        var, mean = torch.var_mean(x.to(_computing_dtype(x)), _all_but_channels(x), correction=0)
+        var, mean = var.double(), mean.double()
+        sums = torch.cat([own * mean, own * (var + mean * mean), sums.new_full((1,), own)])
+    sums = group.total(sums)
+    count = sums[-1]
+    if own < 2 and count < 2:
+        raise ValueError(f"BatchNorm of {describe(x)} in training needs more than one value per channel in all members")
+    mean = sums[:channels] / count
+    return count, mean, (sums[channels:-1] / count - mean * mean).clamp(min=0)
+
+
+def _computing_dtype(x: Tensor) -> torch.dtype:
+    """What torch computes the statistics of `x` in."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _channels(values: Tensor, x: Tensor) -> Tensor:
+    """A value for each channel, (C,), to be used with `x`."""
+    return values.view(-1, *[1] * (x.dim() - 2))

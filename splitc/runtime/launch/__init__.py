@@ -1,0 +1,1 @@
+"""Start ranks, load their generated files, train them."""

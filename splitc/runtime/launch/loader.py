@@ -1,0 +1,102 @@
+"""Import generated files: from a folder, or from their texts without one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import LaunchError
+
+_LOCK = threading.Lock()
+_PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)
+
+
+def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
+    """The module `rankN` of a build, with its own copy of its role's module.
+
+    Simulated ranks load one build several times in a process, and a build's modules may have any name; so none of them
+    stays in `sys.modules`, and one of another kind that was there under such a name is there again afterwards.
+    """
+    finder = _Finder(source)
+    one_plan(source)
+    with _LOCK:
+        hidden = {name: sys.modules.pop(name) for name in finder.texts if name in sys.modules}
+        sys.meta_path.insert(0, finder)
+        try:
+            return importlib.import_module(f"rank{rank}")
+        finally:
+            sys.meta_path.remove(finder)
+            for name in finder.texts:
+                sys.modules.pop(name, None)
+            sys.modules.update(hidden)
+
+
+def one_plan(source: Path | Mapping[str, str]) -> None:
+    """Raises LaunchError when files of a build say that they come from different plans: then some are stale.
+
+    A file that was edited still says its plan; one that says none, a user's own, may stand beside them.
+    """
+    if isinstance(source, Path):
+        source = {
+            path.name: path.read_text(encoding="utf-8", errors="replace")
+            for path in sorted([*source.glob("*.py"), *source.glob("plan.json")])
+        }
+    plans: dict[str, list[str]] = {}
+    for name, text in source.items():
+        plan = _plan_of(name, text)
+        if plan is not None:
+            plans.setdefault(plan, []).append(name)
+    if len(plans) > 1:
+        listed = "; ".join(f"plan {plan}: {', '.join(names)}" for plan, names in plans.items())
+        raise LaunchError(
+            f"the build is stale, its files come from different plans ({listed}); compile the model again"
+        )
+
+
+def _plan_of(name: str, text: str) -> str | None:
+    """The hash of the plan that a file of a build was written from; None where it says none."""
+    if name == "plan.json":
+        try:
+            return str(json.loads(text)["hash"])
+        except (ValueError, KeyError, TypeError):
+            return None  # nothing that training reads
+    found = _PLAN.search(text)
+    return found[1] if found else None
+
+
+class _Finder:
+    """Finds the modules of one build, and no others.  texts: module name -> source."""
+
+    def __init__(self, source: Path | Mapping[str, str]) -> None:
+        if isinstance(source, Path):
+            paths = sorted(source.resolve().glob("*.py"))
+            self.texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+            self._origins = {path.stem: str(path) for path in paths}
+        else:
+            self.texts = {name[:-3]: text for name, text in source.items() if name.endswith(".py")}
+            self._origins = {name: f"<generated {name}.py>" for name in self.texts}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.texts:
+            return None
+        return ModuleSpec(name, self, origin=self._origins[name])  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        text, origin = self.texts[module.__name__], self._origins[module.__name__]
+        module.__file__ = origin
+        linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)  # for tracebacks
+        exec(compile(text, origin, "exec"), module.__dict__)

@@ -1,0 +1,115 @@
+"""Start torchrun on this machine, and end it with all its ranks when this process is told to stop.
+
+torchrun starts every rank in a session of its own, where no Ctrl-C of a terminal arrives, and a torchrun that is killed
+leaves its ranks behind.  So it runs in a session of its own as well, and on an interrupt its whole tree is ended here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+GRACE = 3.0  # seconds that the ranks have to leave by themselves
+_STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
+
+
+def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run `arguments` on `world` processes of this machine.  quiet: keep the output instead of showing it.
+
+    Raises KeyboardInterrupt when it is told to stop, after all its processes have ended.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
+    home = str(Path(__file__).parents[3])  # the ranks use this splitc, wherever it was imported from
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
+    pipe = subprocess.PIPE if quiet else None
+    command = [*launcher, *arguments]
+    with _stopped_like_ctrl_c():
+        process = subprocess.Popen(
+            command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        )
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            end_tree(process)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def end_tree(process: subprocess.Popen[str]) -> None:
+    """End a torchrun and every rank that it started; it is stopped first, so that it starts no more."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGSTOP)
+    ranks = _descendants(process.pid)
+    process.kill()
+    process.wait()
+    _signal(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while (ranks := _alive(ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _signal(ranks, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _stopped_like_ctrl_c() -> Iterator[None]:
+    """Make the signals that end a process raise KeyboardInterrupt here meanwhile, where this is the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {getattr(signal, name): signal.signal(getattr(signal, name), stop) for name in _STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal(processes: Sequence[int], number: int) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in _processes().items():
+        children.setdefault(parent, []).append(pid)
+    found, todo = [], [ancestor]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _alive(ranks: Sequence[int]) -> list[int]:
+    """Those that run; one that only waits to be collected does not."""
+    there = _processes()
+    return [pid for pid in ranks if pid in there and not there[pid][1].startswith("Z")]
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    """Process -> its parent and its state, from /proc, or from `ps` where there is none."""
+    found = {}
+    if Path("/proc/self/stat").exists():
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                state, parent = path.read_text().rpartition(")")[2].split()[:2]
+                found[int(path.parent.name)] = int(parent), state
+        return found
+    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], text=True, capture_output=True, check=False).stdout
+    for pid, above, state in map(str.split, table.splitlines()):
+        found[int(pid)] = int(above), state
+    return found

@@ -1,0 +1,128 @@
+"""Train a build for a few given steps and keep what `verify` compares: losses, gradients, the state."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RanksFailed
+from ..transport.base import Transport
+from ..transport.distributed import init
+from ..weights import first_names
+from ..worker import Worker
+from .loader import load_rank
+from .main import guarded
+from .torchrun import torchrun
+
+__all__ = ["Feeds", "Trial", "run_trial", "torchrun", "torchrun_trial"]
+
+Feeds = Sequence[Sequence[tuple[Tensor, ...]]]
+"""For each step, for each reader, its batch."""
+
+
+@dataclass
+class Trial:
+    """One rank's losses and gradients of every step, and on rank 0 the whole state after each.
+
+    shares: which parts of parameters the rank holds, and has the gradients of; the whole of all others.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    shares: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def run_trial(
+    source: Path | Mapping[str, str],
+    transport: Transport,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    feeds: Feeds,
+    sizes: Sequence[int],
+    learning_rate: float,
+    momentum: float,
+) -> Trial:
+    """Train this rank on `feeds` with SGD, dropout off.  weights: what weights.pt holds."""
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
+
+    everything, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
+    worker = Worker(load_rank(source, transport.rank), transport, everything, keys, optimizer)
+    worker.use_sizes(sizes)
+    worker.drops = False
+    trial = Trial(shares=worker.shares)
+    for feed in feeds:
+        batch = feed[worker.data_rank] if worker.data_rank is not None else ()
+        with _naming_the_line(source):
+            trial.losses.append(float(worker.step(*batch)))
+        gradients = worker.gradients()
+        trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
+        if (state := worker.state_dict()) is not None:
+            trial.states.append(state)
+    return trial
+
+
+@contextmanager
+def _naming_the_line(source: Path | Mapping[str, str]) -> Iterator[None]:
+    """Say which line of which generated file an error comes from: a person may have edited it."""
+    generated = {path.name for path in source.glob("*.py")} if isinstance(source, Path) else set(source)
+    try:
+        yield
+    except Exception as error:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            name = re.split(r"[/\\ ]", frame.filename.rstrip(">"))[-1]
+            if name in generated:
+                error.add_note(f"in {name}, line {frame.lineno}: {frame.line}")
+                break
+        raise
+
+
+def torchrun_trial(
+    folder: Path,
+    files: Mapping[str, str],
+    weights: Mapping[str, Any],
+    world: int,
+    feeds: Feeds,
+    sizes: Sequence[int],
+    learning_rate: float,
+    momentum: float,
+) -> list[Trial]:
+    """`run_trial` in `world` real processes.  Raises RanksFailed with the first error of a rank when one fails."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    torch.save(dict(weights), folder / "weights.pt")
+    torch.save({"feeds": feeds, "sizes": list(sizes), "rate": learning_rate, "momentum": momentum}, folder / "trial.pt")
+    done = torchrun(["-m", "splitc.runtime.launch.trial", str(folder)], world, quiet=True)
+    if done.returncode:
+        of_torchrun = re.search(r"^[A-Z]\d{4} .*torch/distributed/elastic", done.stderr, re.MULTILINE)
+        raise RanksFailed(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
+    saved = torch.load(folder / "result.pt", weights_only=True)
+    return [Trial(**trial) for trial in saved]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="one rank of a trial; started by torchrun")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    given = torch.load(folder / "trial.pt", weights_only=True)
+    weights = torch.load(folder / "weights.pt", weights_only=True, mmap=True)
+    transport = init()
+    trial = run_trial(folder, transport, weights, given["feeds"], given["sizes"], given["rate"], given["momentum"])
+    trials = transport.gather_objects(vars(trial))
+    if trials is not None:
+        torch.save(trials, folder / "result.pt")
+    transport.close()
+
+
+if __name__ == "__main__":
+    guarded(_main)

@@ -1,0 +1,1 @@
+"""Messages and collectives between ranks: over torch.distributed, or between threads."""

@@ -1,0 +1,97 @@
+"""All-reduce by recursive doubling, as Stanza sums gradients (section 4.1.2, equation 3).
+
+With p the largest power of two that is at most n, the n - p surplus members first give their tensor to a partner, p
+members exchange their sums in log2(p) rounds with the member 1, 2, 4, ... positions away, and the partners hand the
+result back: floor(log2 n) + 2 rounds when n is no power of two.  Stanza draws surplus members and partners at random;
+here the last n - p members are surplus, and the first n - p their partners.
+
+Few messages of the whole tensor: better than a ring where latency counts, worse where bandwidth does.  Two members that
+exchange add the same two tensors, and addition commutes, so the result has the same bits on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .base import Done, Transport, Work
+
+_TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
+
+
+def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one.
+
+    This rank's first message starts at once; the rounds that need an answer run in `wait`.  Sums over the same ranks
+    may be under way together, also if they are waited for in another order; before a sum over other ranks starts,
+    those under way are finished.
+    Raises ValueError when this rank is none of `ranks`.
+    """
+    if transport.rank not in ranks:
+        raise ValueError(f"recursive doubling over {ranks} on rank {transport.rank}, which is not one of them")
+    if len(ranks) == 1 or tensor.numel() == 0:
+        return Done()
+    return _Doubling(transport, tensor.detach(), ranks)
+
+
+def sent_bytes(nbytes: int, index: int, n: int) -> int:
+    """Payload bytes that the member at position `index` of `n` sends to sum tensors of `nbytes`."""
+    doublings = n.bit_length() - 1
+    surplus = n - (1 << doublings)
+    if index >= 1 << doublings:
+        return nbytes
+    return nbytes * (doublings + (index < surplus))
+
+
+class _Doubling:
+    """One sum under way: its rounds, each started when the one before is complete."""
+
+    # The last sum that each transport has under way; it knows the ones before.
+    _last: ClassVar[WeakKeyDictionary[Transport, _Doubling]] = WeakKeyDictionary()
+
+    def __init__(self, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self._transport, self._ranks = transport, ranks
+        self._before = self._last.get(transport)
+        if self._before is not None and self._before._ranks != ranks:
+            self._before.wait()
+        self._rounds = _rounds(transport, tensor, ranks)
+        self._now: Work | None = next(self._rounds)
+        self._last[transport] = self
+        if transport.waits_hold_the_stream:  # all rounds can be issued, and in the program's order they must
+            self.wait()
+
+    def wait(self) -> None:
+        if self._before is not None:
+            self._before.wait()
+            self._before = None
+        while self._now is not None:
+            self._now.wait()
+            self._now = next(self._rounds, None)
+        if self._last.get(self._transport) is self:
+            del self._last[self._transport]
+
+
+def _rounds(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+    """The messages of this rank, round by round; a round's work must be complete before the next is asked for."""
+    n, index = len(ranks), ranks.index(transport.rank)
+    doublings = n.bit_length() - 1
+    p = 1 << doublings
+    if index >= p:
+        partner = ranks[index - p]
+        yield transport.exchange([(tensor, partner)], [], ranks, _TAG)
+        yield transport.exchange([], [(tensor, partner)], ranks, _TAG)
+        return
+    other = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    if index < n - p:
+        yield transport.exchange([], [(other, ranks[index + p])], ranks, _TAG)
+        tensor.add_(other)
+    for k in range(doublings):
+        peer = ranks[index ^ (1 << k)]
+        yield transport.exchange([(tensor, peer)], [(other, peer)], ranks, _TAG)
+        tensor.add_(other)
+    if index < n - p:
+        yield transport.exchange([(tensor, ranks[index + p])], [], ranks, _TAG)

@@ -1,0 +1,179 @@
+"""What simulated ranks share: the messages and meetings under way, and who waits for what.
+
+A message stands on the board under (source, destination, tag, number) until it is received; a collective is a meeting
+that is complete when its last member has come.  Because everything that a rank can wait for is on the board, a deadlock
+is seen the moment it happens: every unfinished rank waits, and none of them is ready.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from .base import Deadlock, Mismatch, PeerLost, describe
+
+
+@dataclass
+class Wait:
+    """What one rank waits for: how to tell that it has come, and how to say it."""
+
+    ready: Callable[[], bool]
+    what: Callable[[], str]
+
+
+@dataclass
+class Meeting:
+    """One collective: each member's offer, and the result once all have come."""
+
+    ranks: tuple[int, ...]
+    asked: dict[int, str] = field(default_factory=dict)
+    offers: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    complete: bool = False
+
+    def missing(self) -> str:
+        """The collective as its first members asked for it, and who has not come."""
+        absent = [str(rank) for rank in self.ranks if rank not in self.asked]
+        return f"{self.asked[min(self.asked)]}; not joined by rank {', '.join(absent)}"
+
+
+class Board:
+    """What all ranks share.  Its public methods take the lock; the others are called under it."""
+
+    def __init__(self, world: int, timeout: float) -> None:
+        self.world = world
+        self.error: BaseException | None = None
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._used: Counter[tuple[Any, ...]] = Counter()
+        self._messages: dict[tuple[Any, ...], Tensor] = {}
+        self._meetings: dict[tuple[Any, ...], Meeting] = {}
+        self._waiting: dict[int, Wait] = {}
+        self._finished: set[int] = set()
+
+    def put(self, rank: int, dst: int, tag: int, message: Tensor) -> None:
+        """Leave a message for rank `dst`."""
+        with self._changed:
+            self._check_alive(rank)
+            self._messages[self._number("sent", rank, dst, tag)] = message
+            self._changed.notify_all()
+
+    def expect(self, rank: int, src: int, tag: int, what: str) -> Callable[[], Tensor]:
+        """Book rank `src`'s next message of this tag; the function returned waits for it."""
+        with self._changed:
+            self._check_alive(rank)
+            _, *route = self._number("booked", src, rank, tag)
+        key = ("sent", *route)
+
+        def take() -> Tensor:
+            with self._changed:
+                self._wait(rank, Wait(lambda: key in self._messages, lambda: what))
+                return self._messages.pop(key)
+
+        return take
+
+    def join(
+        self,
+        rank: int,
+        ranks: tuple[int, ...],
+        asked: str,
+        offer: Any,
+        combine: Callable[[list[Any]], Any],
+    ) -> Callable[[], Any]:
+        """Come to the next collective of `ranks`; the function returned waits for its result.
+
+        The last to come combines the offers, in rank order.
+        """
+        with self._changed:
+            self._check_alive(rank)
+            *_, number = self._number("joined", rank, ranks)
+            meeting = self._meetings.setdefault((ranks, number), Meeting(ranks))
+            meeting.asked[rank] = f"{asked} over ranks {ranks}"
+            meeting.offers[rank] = offer
+            if len(meeting.asked) == len(ranks):
+                _check_agreed(meeting)
+                meeting.result = combine([meeting.offers[member] for member in ranks])
+                meeting.offers.clear()
+                meeting.complete = True
+                del self._meetings[ranks, number]
+                self._changed.notify_all()
+
+        def leave() -> Any:
+            with self._changed:
+                self._wait(rank, Wait(lambda: meeting.complete, meeting.missing))
+            return meeting.result
+
+        return leave
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Release all ranks because `rank` raised `error`; only the first error counts."""
+        with self._changed:
+            if self.error is None:
+                error.add_note(f"raised by simulated rank {rank} of {self.world}")
+                self.error = error
+            self._changed.notify_all()
+
+    def finish(self, rank: int) -> None:
+        """Rank `rank` will do no more; nobody who waits for it can be released now."""
+        with self._changed:
+            self._finished.add(rank)
+            self._find_deadlock()
+
+    def left_over(self) -> list[str]:
+        """The messages nobody received and the collectives somebody missed, one a line.
+
+        For the end only, when no rank runs.
+        """
+        missed = [f"  {meeting.missing()}" for meeting in self._meetings.values()]
+        return self._not_received() + sorted(missed)
+
+    def _not_received(self) -> list[str]:
+        return [
+            f"  not received: {describe(message)} from rank {src} to rank {dst}, tag {tag}"
+            for (_, src, dst, tag, _), message in sorted(self._messages.items(), key=itemgetter(0))
+        ]
+
+    def _number(self, *route: Any) -> tuple[Any, ...]:
+        self._used[route] += 1
+        return (*route, self._used[route])
+
+    def _check_alive(self, rank: int) -> None:
+        if self.error is not None:
+            raise PeerLost(f"rank {rank} is released: {type(self.error).__name__}: {self.error}") from self.error
+
+    def _wait(self, rank: int, wait: Wait) -> None:
+        self._waiting[rank] = wait
+        self._find_deadlock()
+        ready = self._changed.wait_for(lambda: self.error is not None or wait.ready(), self._timeout)
+        del self._waiting[rank]
+        self._check_alive(rank)
+        if not ready:
+            raise PeerLost(f"rank {rank} waited {self._timeout} s: {wait.what()}")
+
+    def _find_deadlock(self) -> None:
+        stuck = len(self._waiting) + len(self._finished) == self.world
+        if self.error is not None or not self._waiting or not stuck:
+            return
+        if any(wait.ready() for wait in self._waiting.values()):
+            return
+        lines = [
+            f"  rank {rank} " + (f"waits: {self._waiting[rank].what()}" if rank in self._waiting else "has finished")
+            for rank in range(self.world)
+        ]
+        self.error = Deadlock("no rank can go on\n" + "\n".join(lines + self._not_received()))
+        self._changed.notify_all()
+
+
+def _check_agreed(meeting: Meeting) -> None:
+    first, *others = meeting.ranks
+    for other in others:
+        if meeting.asked[other] != meeting.asked[first]:
+            raise Mismatch(
+                f"rank {first} and rank {other} disagree about one collective\n"
+                f"  rank {first}: {meeting.asked[first]}\n"
+                f"  rank {other}: {meeting.asked[other]}"
+            )

@@ -1,0 +1,331 @@
+"""One rank's transport on a process group of torch.distributed.
+
+Tensors travel as bytes wherever nothing is added up, because gloo refuses many dtypes in
+collectives; a sum of a dtype that the backends cannot add is taken in a wider one.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from .base import Message, PeerLost, Transport, Work, describe, describe_all
+
+# What gloo and NCCL both add up; int16 and the other small types are not among them.
+_SUMMABLE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+# Tags out of the way of programs': of the messages that set a group up, and of those that collectives are made of.
+_SETUP_TAG, _GATHER_TAG, _SCATTER_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
+
+
+class TorchTransport(Transport):
+    """A transport on the process group that `distributed.init` joined or found.
+
+    NCCL's waits hold up the GPU's current stream, not the program.  NCCL ignores tags, and the
+    first message between two ranks creates their communicator, for which each waits for the other:
+    what a rank issues must have the one order that is checked when a program is compiled.
+
+    staged: tensors are copied to the CPU before they travel, and back by `wait`.
+    """
+
+    def __init__(self, device: torch.device, timeout: float, owns_process_group: bool) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.device = device
+        self.staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())
+        self._timeout = timeout
+        self._owns_process_group = owns_process_group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            tuple(range(self.world)): None  # torch's name for the default group
+        }
+        self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
+
+    @property
+    def waits_hold_the_stream(self) -> bool:
+        return self.device.type == "cuda" and not self.staged
+
+    def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
+        return isinstance(work, _Flight) and not self.waits_hold_the_stream and work.when_complete(call)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        values = [value]
+        with self._losing_peers(f"broadcast_object from rank {src}"):
+            dist.broadcast_object_list(values, src)
+        return values[0]
+
+    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
+        values: list[Any] | None = [None] * self.world if self.rank == dst else None
+        with self._losing_peers(f"gather_objects to rank {dst}"):
+            dist.gather_object(value, values, dst)
+        return values
+
+    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
+        self._check_scatter(values, src)
+        own: list[Any] = [None]
+        with self._losing_peers(f"scatter_objects from rank {src}"):
+            dist.scatter_object_list(own, list(values or ()) if self.rank == src else None, src)
+        return own[0]
+
+    def barrier(self) -> None:
+        with self._losing_peers("barrier"):
+            dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)
+
+    def close(self) -> None:
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        flight = _Flight(self, f"isend {describe(tensor)} to rank {dst}, tag {tag}")
+        return flight.issue(dist.isend, _as_bytes(flight.outgoing(tensor)), dst, tag=tag)
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        flight = _Flight(self, f"irecv {describe(tensor)} from rank {src}, tag {tag}")
+        return flight.issue(dist.irecv, _as_bytes(flight.incoming(tensor)), src, tag=tag)
+
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        flight = _Flight(self, f"all_reduce {describe(tensor)} over ranks {ranks}")
+        group = self._group(ranks)
+        return flight.issue(dist.all_reduce, flight.summed(tensor), group=group, async_op=True)
+
+    def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
+        flight = _Flight(self, f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
+        buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
+        group = self._group(ranks)
+        return flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+
+    def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        flight = _Flight(self, f"all_gather {describe(tensor)} over ranks {ranks}")
+        group = self._group(ranks)
+        if len({output.shape for output in outputs}) == 1:
+            buffers = [_as_bytes(flight.incoming(output)) for output in outputs]
+            own = _as_bytes(flight.outgoing(tensor))
+            return flight.issue(dist.all_gather, buffers, own, group=group, async_op=True)
+        # Unequal shapes, which both backends refuse: NCCL broadcasts each, gloo sends each straight to the others.
+        outputs[ranks.index(self.rank)].detach().copy_(tensor.detach())
+        if self.waits_hold_the_stream:
+            for src, output in zip(ranks, outputs, strict=True):
+                if output.numel():
+                    buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
+                    flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+            return flight
+        own = flight.outgoing(tensor)
+        others = [(rank, output) for rank, output in zip(ranks, outputs, strict=True) if rank != self.rank]
+        return flight.messages(
+            [(own, rank) for rank, _ in others],
+            [(flight.incoming(output), rank) for rank, output in others],
+            _GATHER_TAG,
+        )
+
+    def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
+        flight = _Flight(self, f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
+        if self.waits_hold_the_stream:
+            return self._reduce_scatter_by_nccl(flight, output, pieces, ranks)
+        # gloo's own is one all-reduce of each piece: here each travels once, straight to its rank.
+        parts = flight.parts(output, len(ranks), output.dtype)
+        parts[ranks.index(self.rank)] = flight.outgoing(pieces[ranks.index(self.rank)])
+        others = [(rank, i) for i, rank in enumerate(ranks) if rank != self.rank]
+        return flight.messages(
+            [(flight.outgoing(pieces[i]), rank) for rank, i in others],
+            [(parts[i], rank) for rank, i in others],
+            _SCATTER_TAG,
+        )
+
+    def _reduce_scatter_by_nccl(
+        self, flight: "_Flight", output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
+    ) -> Work:
+        """In one operation, or when shapes are unequal in a reduction to each rank."""
+        group = self._group(ranks)
+        sources = [flight.outgoing(piece.to(_summable(piece.dtype))) for piece in pieces]
+        (total,) = flight.parts(output, 1, _summable(output.dtype))
+        if len({piece.shape for piece in pieces}) == 1:
+            return flight.issue(dist.reduce_scatter, total, sources, group=group, async_op=True)
+        total.copy_(sources[ranks.index(self.rank)])
+        sources[ranks.index(self.rank)] = total
+        for dst, source in zip(ranks, sources, strict=True):
+            if source.numel():
+                flight.issue(dist.reduce, source, dst, group=group, async_op=True)
+        return flight
+
+    def _exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
+    ) -> Work:
+        peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
+        peers += [f"{describe(x)} from rank {src}" for x, src in receives]
+        flight = _Flight(self, f"exchange {', '.join(peers)}, tag {tag}")
+        leaving = [(flight.outgoing(x), dst) for x, dst in sends]
+        arriving = [(flight.incoming(x), src) for x, src in receives]
+        if not self.waits_hold_the_stream:
+            return flight.messages(leaving, arriving, tag)
+        group = self._group(ranks)
+        if ranks not in self._met:  # messages alone would not create the communicator of all of them
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._met.add(ranks)
+        operations = [dist.P2POp(dist.isend, _as_bytes(x), dst, group) for x, dst in leaving]
+        operations += [dist.P2POp(dist.irecv, _as_bytes(x), src, group) for x, src in arriving]
+        return flight.issue(dist.batch_isend_irecv, operations)
+
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        self._group(ranks)
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The communicator of `ranks`, created by its members alone when it is new.
+
+        torch names a group of this kind by its ranks and the number of groups that this process
+        is in.  Members that are in unequally many would wait for each other under different names
+        until they time out; so they first agree on the highest number, and those below it fill up
+        with groups of themselves alone.
+        """
+        if ranks not in self._groups:
+            highest = self._agree_on_highest(_count_groups(), ranks)
+            with self._losing_peers(f"connect ranks {ranks}"):
+                while _count_groups() < highest:
+                    dist.new_group([self.rank], use_local_synchronization=True)
+                self._groups[ranks] = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=self._timeout),
+                    use_local_synchronization=True,
+                )
+        return self._groups[ranks]
+
+    def _agree_on_highest(self, number: int, ranks: tuple[int, ...]) -> int:
+        """The highest of all members' numbers: asked and answered by the first of `ranks`.
+
+        By messages and not by a collective, because the group that would carry one is not there.
+        """
+        highest = torch.tensor(number, device=self.device)
+        first, *others = ranks
+        if self.rank != first:
+            self.isend(highest, first, _SETUP_TAG).wait()
+            self.irecv(highest, first, _SETUP_TAG).wait()
+            return int(highest)
+        for other in others:
+            theirs = torch.empty_like(highest)
+            self.irecv(theirs, other, _SETUP_TAG).wait()
+            highest = torch.maximum(highest, theirs)
+        for other in others:
+            self.isend(highest, other, _SETUP_TAG).wait()
+        return int(highest)
+
+    @contextmanager
+    def _losing_peers(self, what: str) -> Iterator[None]:
+        """Say which operation of which rank failed: what gloo raises names neither."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self.rank} of {self.world}: {what}: {cause(error)}; a peer died, or did "
+                f"not do its part within {self._timeout:g} s: look for the first error of the "
+                f"other ranks"
+            ) from error
+
+
+class _Flight:
+    """One operation under way: torch's works, and the tensors that must live until they end.
+
+    A tensor that the backend cannot use where it lies (on a GPU when staged, or not contiguous)
+    travels as a copy, its buffer; `wait` copies back what has arrived.
+    """
+
+    def __init__(self, transport: TorchTransport, what: str) -> None:
+        self._transport = transport
+        self._what = what
+        self._wire = torch.device("cpu") if transport.staged else transport.device
+        self._works: list[dist.Work] = []
+        self._buffers: list[Tensor] = []
+        self._arrivals: list[tuple[Tensor, list[Tensor]]] = []  # a tensor and the buffers it is the sum of
+
+    def outgoing(self, tensor: Tensor) -> Tensor:
+        """The buffer to send `tensor` from."""
+        buffer = tensor.detach().to(self._wire, copy=self._transport.staged).contiguous()
+        self._buffers.append(buffer)
+        return buffer
+
+    def incoming(self, tensor: Tensor) -> Tensor:
+        """The buffer to receive `tensor` in."""
+        tensor = tensor.detach()
+        if self._transport.staged or tensor.device != self._wire or not tensor.is_contiguous():
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
+            self._arrivals.append((tensor, [buffer]))
+            return buffer
+        self._buffers.append(tensor)
+        return tensor
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The buffer to add `tensor` up in, of a dtype that backends can add."""
+        tensor = tensor.detach()
+        buffer = self.outgoing(tensor)
+        buffer = buffer.to(_summable(tensor.dtype))
+        if buffer.data_ptr() != tensor.data_ptr():
+            self._arrivals.append((tensor, [buffer]))
+        return buffer
+
+    def parts(self, tensor: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Buffers for the summands that `tensor` will be the sum of; another may be put in the place of one."""
+        parts = [torch.empty(tensor.shape, dtype=dtype, device=self._wire) for _ in range(count)]
+        self._arrivals.append((tensor.detach(), parts))
+        return parts
+
+    def issue(self, operation: Any, *arguments: Any, **options: Any) -> "_Flight":
+        """Start one of torch's operations."""
+        with self._transport._losing_peers(self._what):
+            works = operation(*arguments, **options)
+        self._works += works if isinstance(works, list) else [works]
+        return self
+
+    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> "_Flight":
+        """Start messages from and to buffers, each on its own; empty ones travel nowhere."""
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for buffer, peer in messages:
+                if buffer.numel():
+                    self.issue(operation, _as_bytes(buffer), peer, tag=tag)
+        return self
+
+    def when_complete(self, call: Callable[[], None]) -> bool:
+        """Call `call` when the backend has carried it out; False where it is made of messages, which do not tell."""
+        if len(self._works) != 1:
+            return False
+        with suppress(RuntimeError):  # gloo's messages have no future
+            self._works[0].get_future().add_done_callback(lambda _: call())
+            return True
+        return False
+
+    def wait(self) -> None:
+        while self._works:
+            with self._transport._losing_peers(self._what):
+                self._works[0].wait()
+            del self._works[0]
+        for tensor, parts in self._arrivals:
+            tensor.copy_(reduce(torch.add, parts))
+        self._arrivals.clear()
+        self._buffers.clear()
+
+
+def _summable(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which backends add up tensors of `dtype`."""
+    if dtype in _SUMMABLE:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def _count_groups() -> int:
+    return len(distributed_c10d._world.pg_names)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def cause(error: RuntimeError) -> str:
+    """The part of torch's message that tells something: no C++ file name, no general advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]

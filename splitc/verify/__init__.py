@@ -1,0 +1,1 @@
+"""Show that a compiled program is the same training as one process."""

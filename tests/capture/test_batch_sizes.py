@@ -1,0 +1,132 @@
+"""A batch size that a model fixes, in any disguise, is refused at the line that fixes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.capturing import here, refusal
+from tests.support.models import labels, made, vectors
+
+Run = Callable[..., Any]
+
+
+def view(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).view(4, 8)  # here
+    return m.fc(y)
+
+
+def view_that_fits(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).view(4, -1)  # here
+    return m.fc(y)
+
+
+def arange(m: Any, x: Tensor) -> Tensor:
+    rows = torch.arange(4)  # here
+    return m.fc(x)[rows, x.argmax(1).clamp(max=4)][:, None] + m.fc(x)
+
+
+def initial_state(m: Any, x: Tensor) -> Tensor:
+    h = torch.zeros(4, 8)  # here
+    return m.fc(torch.tanh(x + h))
+
+
+def expanded(m: Any, x: Tensor) -> Tensor:
+    token = m.token.expand(4, -1)  # here
+    return m.fc(torch.cat([token, x], 1)[:, :8])
+
+
+def split_by_size(m: Any, x: Tensor) -> Tensor:
+    return m.fc(torch.cat(x.split([2, 2])))  # here
+
+
+def size_as_int(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x).view(int(x.size(0)), 5)  # here
+
+
+def loop_over_rows(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.fc(row) for row in x])  # here
+
+
+def loop_over_size(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.fc(x[i]) for i in range(x.size(0))])  # here
+
+
+def length(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x) * len(x)  # here
+
+
+def comparison(m: Any, x: Tensor) -> Tensor:
+    if x.shape[0] == 4:  # here
+        x = x * 2
+    return m.fc(x)
+
+
+def assertion(m: Any, x: Tensor) -> Tensor:
+    assert x.shape == (4, 8)  # here
+    return m.fc(x)
+
+
+def unbound(m: Any, x: Tensor) -> Tensor:
+    return m.fc(torch.stack(x.unbind(0)))  # here
+
+
+def first_rows(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x - x[:4].mean(0))  # here
+
+
+def first_row(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x - x[0])  # here
+
+
+def half(m: Any, x: Tensor) -> Tensor:
+    part = x[: x.size(0) // 2]  # here
+    return m.fc(x) + part.mean()
+
+
+BAKED: list[tuple[Run, str]] = [
+    (view, "the batch size 4 is baked into the graph: view runs at a batch of 4 but not of 5"),
+    (view_that_fits, "the batch size 4 is baked into view: fc runs at a batch of 4 but not of 5"),
+    (arange, "the batch size 4 is baked into arange: getitem runs at a batch of 4 but not of 5"),
+    (initial_state, "the batch size 4 is baked into zeros: add runs at a batch of 4 but not of 5"),
+    (expanded, "the batch size 4 is baked into expand: cat runs at a batch of 4 but not of 5"),
+    (split_by_size, "split runs at a batch of 4 but not of 5"),
+    (size_as_int, "int() fixes the batch size: x.size(0) changes with the batch"),
+    (loop_over_rows, "len() fixes the batch size: x.size(0) changes with the batch"),
+    (loop_over_size, "range() or an index fixes the batch size: x.size(0) changes with the batch"),
+    (length, "write x.size(0) instead, which stays in the graph"),
+    (comparison, "a branch fixes the batch size: eq changes with the batch"),
+    (assertion, "a branch fixes the batch size: eq changes with the batch"),
+    (unbound, "unbind makes as many tensors as the batch has examples"),
+    (first_rows, "getitem takes particular examples of the batch, and each rank has other ones"),
+    (first_row, "getitem takes particular examples of the batch"),
+    (half, "getitem is (5, 8) at a batch of 11, not (2, 8); ranks run other batches than the example's"),
+]
+
+
+@pytest.mark.parametrize(("run", "text"), BAKED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_batch_size_in_any_disguise_is_refused_at_its_line(run: Run, text: str) -> None:
+    said = refusal(made(run, token=nn.Parameter(torch.randn(1, 8))), vectors()(), labels()(), F.cross_entropy)
+    assert said.startswith(f"{here(run)}: ") and text in said
+
+
+def test_a_batch_size_baked_into_a_plain_attribute_is_refused_where_it_fails() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.fc(x + m.state)  # here
+
+    said = refusal(made(run, state=torch.zeros(4, 8)), vectors()(), labels()(), F.cross_entropy)
+    assert said.startswith(f"{here(run)}: add runs at a batch of 4 but not of 5")
+
+
+def test_a_batch_size_baked_into_the_loss_is_refused_too() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.nll_loss(out.log_softmax(-1).view(4, 5), y)  # here
+
+    assert refusal(made(lambda m, x: m.fc(x)), vectors()(), labels()(), loss).startswith(
+        f"{here(loss)}: the batch size 4"
+    )

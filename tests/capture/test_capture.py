@@ -1,0 +1,251 @@
+"""From a model, its loss and an example to a Program: inputs, specs, holdings, lines; training modes and hooks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tests.support.models
+from splitc.capture.capture import as_arguments, capture
+from splitc.ir.interpreter import shapes_at
+from splitc.ir.program import SizeSpec, TensorSpec
+from tests.support.capturing import captured, node
+from tests.support.models import BATCH, CASES, CLASSES, Made, Recurrent, SmallVGG, images, labels, sequences, vectors
+
+
+def linear(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x)
+
+
+def small(**children: Any) -> nn.Module:
+    return Made(linear, **{"fc": nn.Linear(8, CLASSES), **children})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(name: str) -> None:
+    captured(*CASES[name].make())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_captured_as_they_are(dtype: torch.dtype) -> None:
+    program = captured(*CASES["mlp"].make(dtype))
+    assert program.loss.meta["spec"].dtype is dtype and program.holdings["0.weight"].dtype is dtype
+
+
+def test_specs_know_the_batch_dimension_of_every_value() -> None:
+    program = capture(Recurrent(), sequences()(), labels()(), F.cross_entropy)
+    specs = {n.name: n.meta["spec"] for n in program.graph.nodes}
+    outputs, (hidden, cells) = specs["lstm"]
+    assert outputs == TensorSpec((1, 6, 6), torch.float32, 0, True)
+    assert hidden == cells == TensorSpec((2, 1, 6), torch.float32, 1, True)
+    assert specs["target"] == TensorSpec((1,), torch.int64, 0)
+    assert specs["cross_entropy"] == TensorSpec((), torch.float32, None, True)
+
+
+def test_specs_know_how_many_rows_an_example_has_and_what_is_a_size() -> None:
+    program = capture(*CASES["language_model"].make())
+    rows = node(program, "view_6").meta["spec"] if "view_6" in {n.name for n in program.graph.nodes} else None
+    flat = next(
+        n.meta["spec"]
+        for n in program.graph.nodes
+        if isinstance(n.meta["spec"], TensorSpec) and n.meta["spec"].rows > 1
+    )
+    assert flat.shape == (6, 11) and flat.at(10) == (60, 11) and (rows is None or rows.rows == 6)
+    sizes = [n.meta["spec"] for n in program.graph.nodes if n.target == "size"]
+    assert sizes and all(spec == SizeSpec(1) for spec in sizes)
+
+
+def test_a_value_that_has_the_batch_twice_has_no_spec_and_its_gradient_is_not_lost() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        z = m.fc(x)
+        return (z @ z.t()).sum(1, keepdim=True) + z
+
+    program = capture(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), F.cross_entropy)
+    assert node(program, "matmul").meta["spec"] is None
+    assert program.holdings["fc.weight"].requires_grad
+
+
+def test_every_node_knows_the_users_line() -> None:
+    program = capture(*CASES["resnet"].make())
+    text, first = inspect.getsourcelines(tests.support.models.SmallResNet)
+    (line,) = [first + k for k, row in enumerate(text) if "self.fc(x.reshape" in row]
+    assert node(program, "fc").meta["source"] == f"models.py:{line}"
+    block, start = inspect.getsourcelines(tests.support.models.Block)
+    (shortcut,) = [start + k for k, row in enumerate(block) if "self.downsample(x)" in row]
+    assert node(program, "layer2_downsample").meta["source"] == f"models.py:{shortcut}"
+    assert program.loss.meta["source"] == "loss"
+    assert all(n.meta["source"] for n in program.graph.nodes)
+
+
+def test_a_model_without_lines_of_its_own_is_named_instead() -> None:
+    program = capture(*CASES["mlp"].make())
+    assert {n.meta["source"] for n in program.graph.nodes if n.op == "call_module"} == {"Sequential"}
+
+
+def test_nodes_are_named_as_the_models_modules() -> None:
+    names = [n.name for n in capture(*CASES["vgg"].make()).graph.nodes]
+    assert names[:5] == ["images", "target", "features_0", "features_1", "features_2"]
+    assert [n.name for n in capture(*CASES["mlp"].make()).graph.nodes][2:5] == ["linear_0", "relu_1", "linear_2"]
+
+
+def test_inputs_are_the_examples_tensors_by_name_and_the_targets_after_them() -> None:
+    program = capture(*CASES["branches"].make())
+    assert [(i.name, i.spec.template(), i.target) for i in program.inputs] == [
+        ("x", (-1, 8), False),
+        ("y", (-1, 6), False),
+        ("target", (-1,), True),
+    ]
+
+
+def test_several_targets_are_numbered() -> None:
+    model = Made(lambda m, x: (m.fc(x), m.box(x)), fc=nn.Linear(8, CLASSES), box=nn.Linear(8, 4))
+
+    def loss(out: Any, y: Tensor, box: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], y) + F.smooth_l1_loss(out[1], box)
+
+    program = captured(model, vectors()(), (labels()(), torch.rand(BATCH, 4)), loss)
+    assert [i.name for i in program.inputs] == ["x", "target0", "target1"]
+
+
+def test_an_argument_that_is_no_tensor_is_part_of_the_model() -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Tensor, times: int, name: str = "") -> Tensor:
+            return super().forward(x) * times
+
+    program = captured(Net(8, CLASSES), (vectors()(), 3), labels()(), F.cross_entropy)
+    assert [i.name for i in program.inputs] == ["x", "target"]
+
+
+def test_positional_only_and_catch_all_keywords_are_taken() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, CLASSES)
+
+        def forward(self, x: Tensor, /, **others: Tensor) -> Tensor:
+            return self.fc(x + others["y"])
+
+    assert list(as_arguments(Net(), (vectors()(),))) == ["x"]
+    program = captured(KeywordsOnly(), {"x": vectors()(), "y": vectors()()}, labels()(), F.cross_entropy)
+    assert [i.name for i in program.inputs] == ["x", "y", "target"]
+
+
+class KeywordsOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        return self.fc(x + others["y"])
+
+
+def test_holdings_are_what_the_graph_uses_under_its_own_names() -> None:
+    program = capture(*CASES["functional"].make())
+    assert {name: h.parameter for name, h in program.holdings.items()} == {
+        "temperature": True,
+        "head": True,
+        "weights.0": True,
+        "weights.1": True,
+        "scales.left": True,
+        "scales.right": True,
+        "shift": False,
+    }
+
+
+def test_a_tied_parameter_is_held_once_with_all_its_names() -> None:
+    program = capture(*CASES["language_model"].make())
+    assert program.holdings["wte.weight"].names == ("wte.weight", "lm_head.weight")
+    assert "lm_head.weight" not in program.holdings
+    assert not program.holdings["attn.bias"].persistent
+
+
+def test_parameters_that_no_gradient_reaches_are_not_trained() -> None:
+    def run(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = m.a(x)
+        return m.fc(hidden.detach()), m.unused(hidden)
+
+    model = Made(run, a=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES), unused=nn.Linear(8, 3), never=nn.Linear(8, 8))
+    program = captured(model, vectors()(), labels()(), lambda out, y: F.cross_entropy(out[0], y))
+    assert {h.name for h in program.holdings.values() if h.trainable} == {"fc.weight", "fc.bias"}
+    assert set(program.holdings) == {"a.weight", "a.bias", "fc.weight", "fc.bias"}
+    assert not node(program, "a").meta["spec"].requires_grad
+
+
+def test_a_module_used_under_no_grad_is_not_trained() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = m.trunk(x)
+        return m.fc(features)
+
+    program = captured(
+        Made(run, trunk=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), F.cross_entropy
+    )
+    assert not program.holdings["trunk.weight"].requires_grad and program.holdings["fc.weight"].requires_grad
+
+
+def test_a_frozen_trunk_is_held_and_not_trained() -> None:
+    program = capture(*CASES["frozen_trunk"].make())
+    assert not program.holdings["features.0.weight"].requires_grad
+    assert not node(program, "features_1").meta["spec"].requires_grad
+
+
+def test_running_statistics_are_kept_also_where_the_loss_does_not_use_the_value() -> None:
+    model = Made(lambda m, x: (m.fc(x), m.aux(x)), fc=nn.Linear(8, CLASSES), aux=nn.BatchNorm1d(8))
+    program = captured(model, vectors()(), labels()(), lambda out, y: F.cross_entropy(out[0], y))
+    assert "aux.running_mean" in program.holdings and not program.holdings["aux.weight"].requires_grad
+
+
+def test_batchnorm_in_evaluation_mode_stays_so() -> None:
+    model = SmallVGG()
+    model(torch.randn(8, 3, 8, 8))
+    model.features[1].eval()
+    program = captured(model, images()(), labels()(), F.cross_entropy)
+    names = {n.name: n for n in program.graph.nodes}
+    assert names["features_1"].target is F.batch_norm and names["features_5"].op == "call_module"
+
+
+def test_a_model_in_evaluation_mode_is_captured_without_its_dropout() -> None:
+    program = captured(SmallVGG().eval(), images()(), labels()(), F.cross_entropy)
+    assert not any(n.op == "call_module" and n.target == "features.1" for n in program.graph.nodes)
+    dropouts = [n for n in program.graph.nodes if n.target is F.dropout]
+    assert dropouts and all(n.kwargs["training"] is False for n in dropouts)
+
+
+def test_forward_hooks_are_part_of_the_model_its_own_too() -> None:
+    model = Made(lambda m, x: m.fc(m.a(x)), a=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
+    model.a.register_forward_hook(lambda module, inputs, output: output * 2)
+    model.fc.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    model.register_forward_hook(lambda module, inputs, output: output * 3)
+    captured(model, vectors()(), labels()(), F.cross_entropy)
+
+
+def test_capturing_under_no_grad_is_capturing() -> None:
+    with torch.no_grad():
+        assert capture(small(), vectors()(), labels()(), F.cross_entropy).holdings["fc.weight"].requires_grad
+
+
+def test_capturing_leaves_the_model_as_it_was() -> None:
+    model = SmallVGG()
+    model.history = [1]
+    before = copy.deepcopy(model.state_dict())
+    captured(model, images()(), labels()(), F.cross_entropy)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.training and model.features[1].training and all(p.grad is None for p in model.parameters())
+
+
+def test_the_captured_root_has_the_models_names_without_its_memory() -> None:
+    program = capture(*CASES["vgg"].make())
+    assert type(program.root.get_submodule("features.0").weight).__name__ in ("FakeTensor", "Parameter")
+    assert shapes_at(program, 32) == []
+
+
+def test_a_loss_module_is_no_child_of_a_model_that_runs_its_children() -> None:
+    captured(
+        nn.Sequential(nn.Linear(8, CLASSES)), vectors()(), labels()(), nn.CrossEntropyLoss(weight=torch.rand(CLASSES))
+    )

@@ -1,0 +1,193 @@
+"""Models, examples and losses that cannot be captured are refused before or after the trace, with a remedy."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.capturing import refusal
+from tests.support.models import BATCH, CLASSES, Made, labels, vectors
+
+
+def linear(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x)
+
+
+def small(**children: Any) -> nn.Module:
+    return Made(linear, **{"fc": nn.Linear(8, CLASSES), **children})
+
+
+def scripted() -> nn.Module:
+    with pytest.warns(DeprecationWarning):
+        return torch.jit.script(nn.Sequential(nn.Linear(8, CLASSES)))
+
+
+def hooked(kind: str) -> nn.Module:
+    model = small()
+    if kind == "module":
+        model.fc.register_full_backward_hook(lambda module, before, after: None)
+    else:
+        model.fc.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def old_weight_norm() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return small(fc=nn.utils.weight_norm(nn.Linear(8, CLASSES)))
+
+
+def unlucky_name() -> nn.Module:
+    model = small()
+    model.type = nn.Linear(8, 8)
+    return model
+
+
+REFUSED = {
+    "data_parallel": (
+        lambda: nn.DataParallel(small()),
+        "DataParallel hides the model: give compile() what is inside it, model.module",
+    ),
+    "compiled": (
+        lambda: torch.compile(small(), backend="eager"),
+        "OptimizedModule hides the model: give compile() what is inside it, model._orig_mod",
+    ),
+    "scripted": (scripted, "RecursiveScriptModule has no Python to trace: give compile() the model it was made from"),
+    "backward_hook": (lambda: hooked("module"), "fc has a backward hook, which a graph would lose"),
+    "gradient_hook": (lambda: hooked("tensor"), "fc.weight has a gradient hook, which a graph would lose; remove it"),
+    "lstm_dropout": (
+        lambda: small(rnn=nn.LSTM(8, 8, 2, dropout=0.5)),
+        "rnn draws its dropout inside; use one nn.LSTM for each layer",
+    ),
+    "lazy": (lambda: small(fc=nn.LazyLinear(5)), "fc.weight has no shape yet; run one batch through the model first"),
+    "max_norm": (
+        lambda: small(e=nn.Embedding(9, 8, max_norm=1.0)),
+        "e has max_norm, which writes into its weight: ranks would differ",
+    ),
+    "sparse": (lambda: small(e=nn.Embedding(9, 8, sparse=True)), "e has sparse gradients: ranks would differ"),
+    "by_frequency": (
+        lambda: small(e=nn.EmbeddingBag(9, 8, scale_grad_by_freq=True)),
+        "e has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ; use nn.EmbeddingBag",
+    ),
+    "sync_batchnorm": (
+        lambda: small(n=nn.SyncBatchNorm(8)),
+        "n is an nn.SyncBatchNorm, which talks to process groups of its own",
+    ),
+    "old_weight_norm": (
+        old_weight_norm,
+        "fc.weight was computed from parameters outside of forward, so the model cannot be copied",
+    ),
+    "name": (unlucky_name, "Made has a child named 'type', which hides nn.Module.type; rename it"),
+    "lock": (
+        lambda: small(lock=threading.Lock()),
+        "Made cannot be copied: TypeError: cannot pickle '_thread.lock' object",
+    ),
+    "nothing_to_train": (
+        lambda: small().requires_grad_(False),
+        "Made has no trainable parameter that its loss depends on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_a_graph_cannot_hold_is_refused_with_a_remedy(name: str) -> None:
+    make, text = REFUSED[name]
+    assert text in refusal(make(), vectors()(), labels()(), F.cross_entropy)
+
+
+def test_all_that_is_wrong_with_a_model_is_said_at_once() -> None:
+    model = small(rnn=nn.GRU(8, 8, 2, dropout=0.5), n=nn.SyncBatchNorm(8))
+    text = refusal(model, vectors()(), labels()(), F.cross_entropy)
+    assert text.splitlines()[0] == "Made cannot be captured:" and text.count("\n  - ") == 2
+
+
+class Varied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.fc(sum(tensors))
+
+
+def pair(m: Any, x: Any) -> Tensor:
+    return m.fc(x[0] + x[1])
+
+
+EXAMPLES = {
+    "star_arguments": (
+        Varied(),
+        (vectors()(),),
+        "Varied.forward takes *tensors: give it named parameters to compile it",
+    ),
+    "nested": (
+        Made(pair, fc=nn.Linear(8, 5)),
+        ([vectors()(), vectors()()],),
+        "the input x is a list of tensors: let Made.forward take",
+    ),
+    "too_many": (
+        small(),
+        (vectors()(), vectors()()),
+        "the example does not fit Made.forward(x: 'Any') -> 'Any': too many positional",
+    ),
+    "unknown_name": (small(), {"y": vectors()()}, "the example does not fit Made.forward"),
+    "no_tensor": (small(), (3,), "the example has no tensor; give example=(tensor, ...)"),
+    "number": (small(), torch.tensor(1.0), "the input x is a 0-d tensor; dim 0 of every input must be the batch"),
+    "time_first": (
+        small(),
+        torch.randn(7, BATCH, 8),
+        "disagree about the batch: x has 7, target has 4 rows; dim 0 must be the batch",
+    ),
+    "empty": (small(), torch.randn(0, 8), "disagree about the batch: x has 0, target has 4 rows"),
+    "too_wide": (
+        small(),
+        torch.randn(BATCH, 9),
+        "fc fails: RuntimeError: a and b must have same reduction dim, but got [4, 9] X [8, 5]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_that_does_not_fit_is_told_how_it_should_look(name: str) -> None:
+    model, example, text = EXAMPLES[name]
+    assert text in refusal(model, example, labels()(), F.cross_entropy)
+
+
+def test_loss_and_target_go_together() -> None:
+    assert "a target is given but no loss" in refusal(small(), vectors()(), labels()(), None)
+    assert "a loss is given but no target" in refusal(small(), vectors()(), None, F.cross_entropy)
+
+
+def test_what_is_no_loss_is_named_by_its_shape() -> None:
+    assert "returns a tensor of shape (-1, 5), not a loss" in refusal(small(), vectors()())
+    both = Made(lambda m, x: (m.fc(x).mean(), x), fc=nn.Linear(8, CLASSES))
+    assert "returns tuple, not a loss (a 0-d float tensor); let forward return the loss alone" in refusal(
+        both, vectors()()
+    )
+
+
+def test_an_input_named_target_is_refused() -> None:
+    class Net(nn.Linear):
+        def forward(self, target: Tensor) -> Tensor:
+            return super().forward(target)
+
+    assert "the model's input 'target' has the name that splitc gives" in refusal(
+        Net(8, 5), vectors()(), labels()(), F.cross_entropy
+    )
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    class Margin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(CLASSES))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(out * self.w, y)
+
+    text = refusal(small(), vectors()(), labels()(), Margin())
+    assert "the loss has parameters of its own (w)" in text and "make it part of the model" in text

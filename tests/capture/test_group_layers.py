@@ -1,0 +1,182 @@
+"""A layer is a node that owns parameters, with the parameterless nodes that follow it (design 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.capture import capture
+from splitc.ir.constructors import construction
+from splitc.ir.graph import holdings_of_node
+from splitc.ir.program import Program
+from tests.support.capturing import node
+from tests.support.models import CASES, CLASSES, Attention, Made, images, labels, sequences, tokens, vectors
+
+
+def layers(program: Program) -> dict[str, tuple[str, ...]]:
+    return {layer.name: layer.nodes for layer in program.layers}
+
+
+def made(run: Any, **children: Any) -> nn.Module:
+    return Made(run, **children)
+
+
+def captured_layers(model: nn.Module, example: Tensor, loss: Any = F.cross_entropy) -> dict[str, tuple[str, ...]]:
+    return layers(capture(model, example, labels()(), loss))
+
+
+def test_parameterless_nodes_join_the_layer_before_them_the_loss_the_last() -> None:
+    assert layers(capture(*CASES["vgg"].make())) == {
+        "features.0": ("features_0",),
+        "features.1": ("features_1", "features_2", "features_3"),
+        "features.4": ("features_4",),
+        "features.5": ("features_5", "features_6", "features_7", "flatten"),
+        "classifier.0": ("classifier_0", "classifier_1", "classifier_2"),
+        "classifier.3": ("classifier_3", "classifier_4", "classifier_5"),
+        "classifier.6": ("classifier_6", "cross_entropy"),
+    }
+
+
+def test_layers_stand_in_the_order_of_the_graph_and_hold_every_node_once() -> None:
+    for name in CASES:
+        program = capture(*CASES[name].make())
+        order = {n.name: i for i, n in enumerate(program.graph.nodes)}
+        listed = [n for layer in program.layers for n in layer.nodes]
+        inside = [n.name for n in program.graph.nodes if n.op not in ("placeholder", "output")]
+        assert sorted(listed) == sorted(inside)
+        assert all([order[n] for n in layer.nodes] == sorted(order[n] for n in layer.nodes) for layer in program.layers)
+        assert {h for layer in program.layers for h in layer.holdings} == set(program.holdings)
+        assert all(node(program, n).meta["layer"] == layer.name for layer in program.layers for n in layer.nodes)
+
+
+def test_a_node_that_reads_two_layers_belongs_to_the_last_of_them() -> None:
+    found = layers(capture(*CASES["resnet"].make()))
+    assert "add" not in found["layer2.downsample"] and found["layer2.bn2"][-2:] != ()
+    joined = next(
+        name for name, nodes in found.items() if any(n.startswith("add") for n in nodes) and name.startswith("layer2")
+    )
+    assert joined == "layer2.bn2"
+
+
+def test_nodes_before_every_parameter_belong_to_the_first_layer() -> None:
+    found = captured_layers(made(lambda m, x: m.fc((x * 2).tanh()), fc=nn.Linear(8, CLASSES)), vectors()())
+    assert found == {"fc": ("mul", "tanh", "fc", "cross_entropy")}
+
+
+def test_a_module_that_runs_twice_is_two_layers_where_another_lies_between() -> None:
+    model = made(lambda m, x: m.fc(m.a(m.b(m.a(x)))), a=nn.Linear(8, 8), b=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES))
+    program = capture(model, vectors()(), labels()(), F.cross_entropy)
+    assert [layer.name for layer in program.layers] == ["a", "b", "a#2", "fc"]
+    assert program.layer("a").holdings == program.layer("a#2").holdings == ("a.weight", "a.bias")
+
+
+def test_a_module_that_runs_twice_in_a_row_is_one_layer() -> None:
+    model = made(lambda m, x: m.fc(m.a(torch.relu(m.a(x)))), a=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES))
+    assert list(captured_layers(model, vectors()())) == ["a", "fc"]
+
+
+def test_a_parameter_used_by_a_function_makes_a_layer_named_after_its_module() -> None:
+    found = layers(capture(*CASES["functional"].make()))
+    assert list(found) == ["weights", "scales", "head", "temperature"]
+    assert found["weights"] == (
+        "weights_0",
+        "linear",
+        "shift",
+        "add",
+        "tanh",
+        "weights_1",
+        "linear_1",
+        "add_1",
+        "tanh_1",
+        "flip",
+    )
+
+
+def test_a_tied_parameter_is_held_by_each_layer_that_uses_it() -> None:
+    program = capture(*CASES["language_model"].make())
+    assert "wte.weight" in program.layer("wte").holdings
+    assert program.layer("lm_head").holdings == ("wte.weight",)
+    assert holdings_of_node(program, node(program, "lm_head")) == ("wte.weight",)
+
+
+def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> None:
+    model = made(
+        lambda m, x: m.fc(m.attn(m.wte(x)).mean(1)),
+        wte=nn.Embedding(11, 8),
+        attn=Attention(8, 2, 16),
+        fc=nn.Linear(8, CLASSES),
+    )
+    program = capture(model, tokens()(), labels()(), F.cross_entropy)
+    everywhere = {n.name for n in program.graph.nodes if n.meta["everywhere"]}
+    assert {"size", "attn_bias", "eq"} <= everywhere
+    assert not everywhere & {"wte", "attn_c_attn", "attn_c_attn_weight", "cross_entropy", "x", "target"}
+
+
+def test_positions_on_the_inputs_device_can_be_computed_everywhere() -> None:
+    program = capture(*CASES["language_model"].make())
+    device = next(n for n in program.graph.nodes if n.target is getattr and n.args[1] == "device")
+    assert node(program, "arange").meta["everywhere"] and device.meta["everywhere"]
+
+
+def test_a_counter_belongs_to_the_module_that_counts_and_is_not_copied() -> None:
+    model = made(lambda m, x: m.fc(m.norm(m.a(x))), a=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
+    model.norm.register_forward_hook(lambda module, inputs, output: output)
+    program = capture(model, vectors()(), labels()(), F.cross_entropy)
+    counters = [n for n in program.graph.nodes if "writes" in n.meta]
+    assert [n.meta["layer"] for n in counters] == ["norm"] and not counters[0].meta["everywhere"]
+
+
+def test_layers_without_anything_to_train_are_frozen() -> None:
+    program = capture(*CASES["frozen_trunk"].make())
+    assert program.frozen_layers == ("features.0", "features.1", "features.4", "features.5")
+
+
+def test_a_layer_knows_the_line_of_the_node_that_owns_its_parameters() -> None:
+    program = capture(*CASES["recurrent"].make())
+    assert [layer.name for layer in program.layers] == ["lstm", "gru", "fc"]
+    assert program.layer("gru").source == node(program, "gru").meta["source"] != program.layer("fc").source
+
+
+def test_a_recurrent_module_and_an_attention_are_one_node_each() -> None:
+    model = made(
+        lambda m, x: m.fc(m.attn(x, x, x)[0].mean(1)),
+        attn=nn.MultiheadAttention(8, 2, batch_first=True),
+        fc=nn.Linear(8, CLASSES),
+    )
+    program = capture(model, sequences()(), labels()(), F.cross_entropy)
+    assert node(program, "attn").op == "call_module"
+    assert program.layer("attn").holdings == (
+        "attn.in_proj_weight",
+        "attn.in_proj_bias",
+        "attn.out_proj.weight",
+        "attn.out_proj.bias",
+    )
+
+
+def test_a_bag_of_embeddings_is_one_node_and_bounds_its_indices() -> None:
+    model = made(lambda m, x: m.fc(m.bag(x)), bag=nn.EmbeddingBag(11, 8, mode="max"), fc=nn.Linear(8, CLASSES))
+    program = capture(model, tokens()(), labels()(), F.cross_entropy)
+    assert construction(model.bag) == 'nn.EmbeddingBag(11, 8, mode="max")'
+    assert node(program, "bag").op == "call_module" and program.inputs[0].high == 11
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (nn.RNN(8, 6, nonlinearity="relu"), 'nn.RNN(8, 6, nonlinearity="relu")'),
+        (nn.GRU(8, 6, 2, batch_first=True), "nn.GRU(8, 6, num_layers=2, batch_first=True)"),
+        (nn.LSTM(8, 6, bidirectional=True, proj_size=3), "nn.LSTM(8, 6, bidirectional=True, proj_size=3)"),
+    ],
+)
+def test_a_recurrent_module_is_written_as_its_user_made_it(module: nn.Module, text: str) -> None:
+    assert construction(module) == text
+
+
+def test_a_model_of_one_module_is_one_layer() -> None:
+    found = captured_layers(nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)), images()())
+    assert found == {"1": ("flatten_0", "linear_1", "cross_entropy")}
+    assert list(captured_layers(nn.Linear(8, CLASSES), vectors()())) == ["weight"]

@@ -1,0 +1,204 @@
+"""What a model's Python may not do, and how the user is told: his line, the reason, a remedy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.errors import CaptureError
+from tests.support.capturing import captured, here, refusal
+from tests.support.models import labels, made, vectors
+
+Run = Callable[..., Any]
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g
+
+
+def item(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x) * x.mean().item()  # here
+
+
+def branch(m: Any, x: Tensor) -> Tensor:
+    if x.sum() > 0:  # here
+        x = x * 2
+    return m.fc(x)
+
+
+def boolean_index(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x[x[:, 0] > 0])  # here
+
+
+def to_numpy(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x * float(np.asarray(x).mean()))  # here
+
+
+def custom_function(m: Any, x: Tensor) -> Tensor:
+    return m.fc(Sign.apply(x))  # here
+
+
+def hook(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h.register_hook(lambda g: g * 2)  # here
+    return m.fc(h)
+
+
+def inner_gradient(m: Any, x: Tensor) -> Tensor:
+    (g,) = torch.autograd.grad(m.fc(x).sum(), m.fc.weight, create_graph=True)  # here
+    return m.fc(x) + g.sum()
+
+
+def autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # here
+        return m.fc(x)
+
+
+def noise(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x + torch.randn_like(x))  # here
+
+
+def own_generator(m: Any, x: Tensor) -> Tensor:
+    keep = torch.empty_like(x).bernoulli_(0.9, generator=torch.Generator().manual_seed(1))  # here
+    return m.fc(x * keep)
+
+
+def foreign_module(m: Any, x: Tensor) -> Tensor:
+    return m.fc(m.others[0](x))  # here
+
+
+def vectorised(m: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: m.fc.weight @ row)(x)  # here
+
+
+def set_data(m: Any, x: Tensor) -> Tensor:
+    x.data = x * 2  # here
+    return m.fc(x)
+
+
+def shared_memory(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    y.t().mul_(2)
+    return m.fc(y)  # here
+
+
+def buffer_from_batch(m: Any, x: Tensor) -> Tensor:
+    m.mean.mul_(0.9).add_(0.1 * x.mean(0))  # here
+    return m.fc(x - m.mean)
+
+
+def buffer_assigned(m: Any, x: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + x.mean(0)  # here
+    return m.fc(x)
+
+
+def parameter_written(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.fc.weight.clamp_(-1, 1)  # here
+    return m.fc(x)
+
+
+def parameter_written_by_data(m: Any, x: Tensor) -> Tensor:
+    m.fc.weight.data.clamp_(-1, 1)  # here
+    return m.fc(x)
+
+
+def array_factor(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x * np.ones(8))  # here
+
+
+def own_operator(m: Any, x: Tensor) -> Tensor:
+    return m.fc(torch.ops.aten.relu(x))  # here
+
+
+def mistake(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x.missing)  # here
+
+
+DATA = "depends on the data, so there is no one graph for all batches; use torch.where"
+MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
+    (item, f"item() needs the value of mean (HERE); its value {DATA}", {}),
+    (branch, f"a branch needs the value of gt (HERE); its value {DATA}", {}),
+    (boolean_index, f"getitem cannot be traced: its value {DATA}", {}),
+    (to_numpy, "numpy needs the value of x (input)", {}),
+    (
+        custom_function,
+        "the custom autograd function Sign has a backward that a traced graph would lose; write it with",
+        {},
+    ),
+    (hook, "register_hook() acts on gradients on their way, which a graph would lose", {}),
+    (inner_gradient, "torch.autograd.grad acts on gradients on their way", {}),
+    (autocast, "forward enters torch.autocast in bfloat16 itself", {}),
+    (noise, "randn_like draws random numbers, and each rank would draw others", {}),
+    (own_generator, "bernoulli_ is traced for a plain probability and one row for each example", {}),
+    (foreign_module, "a parameter of shape (8, 8) is used that the model does not own", {"others": [nn.Linear(8, 8)]}),
+    (vectorised, "torch.vmap and torch.func are not traced", {}),
+    (set_data, "sets .data of a tensor; make a new tensor instead", {}),
+    (shared_memory, "a (HERE - 2) shares memory with t, into which HERE - 1 writes", {}),
+    (
+        buffer_from_batch,
+        "add_ writes into mean while the model runs: ranks see different",
+        {"mean": nn.Buffer(torch.ones(8))},
+    ),
+    (buffer_assigned, "assigns to mean of Made while the model runs", {"mean": nn.Buffer(torch.ones(8))}),
+    (parameter_written, "clamp_ writes into fc.weight while the model runs", {}),
+    (parameter_written_by_data, "writes into fc.weight while the model runs", {}),
+    (array_factor, "mul is given a ndarray, which a graph cannot hold", {}),
+    (own_operator, "relu is no function of torch, so generated code cannot call it", {}),
+    (mistake, "AttributeError: 'FakeTensor' object has no attribute 'missing'; if the model itself runs", {}),
+]
+
+
+@pytest.mark.parametrize(("run", "text", "children"), MAY_NOT, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_forward_is_refused_at_its_line_with_a_remedy(run: Run, text: str, children: dict[str, Any]) -> None:
+    said = refusal(made(run, **children), vectors()(), labels()(), F.cross_entropy)
+    line = here(run)
+    file, _, number = line.partition(":")
+    for back in (2, 1):
+        text = text.replace(f"HERE - {back}", f"{file}:{int(number) - back}")
+    assert said.startswith(f"{line}: ") and text.replace("HERE", line) in said
+
+
+@pytest.mark.parametrize(("draw", "where"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])
+def test_numbers_drawn_in_python_are_refused(draw: Callable[[], float], where: str) -> None:
+    said = refusal(made(lambda m, x: m.fc(x * float(draw()))), vectors()(), labels()(), F.cross_entropy)
+    assert said.startswith(f"Made: forward draws numbers from {where}")
+
+
+def test_a_function_compiled_by_torch_jit_is_refused(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(DeprecationWarning):
+        act = torch.jit.script(F.silu)
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.fc(act(x))  # here
+
+    assert refusal(made(run), vectors()(), labels()(), F.cross_entropy).startswith(f"{here(run)}: silu is compiled by")
+
+
+def test_tracing_leaves_torch_as_it_was_also_when_it_fails() -> None:
+    before = (nn.Module.__call__, nn.Module.__getattr__, torch.zeros, torch.autograd.grad, torch.compiler.is_compiling)
+    with pytest.raises(CaptureError):
+        captured(made(item), vectors()(), labels()(), F.cross_entropy)
+    after = (nn.Module.__call__, nn.Module.__getattr__, torch.zeros, torch.autograd.grad, torch.compiler.is_compiling)
+    assert before == after
+
+
+def test_a_traced_tensor_that_reaches_code_past_the_tracer_is_refused_and_does_not_crash() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.fc(torch._C._functorch._add_batch_dim(x, 0, 1))  # here
+
+    said = refusal(made(run), vectors()(), labels()(), F.cross_entropy)
+    assert said.startswith(here(run))

@@ -1,0 +1,303 @@
+"""What was captured is compared with the model, and its loss is taken apart into sums and means over examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.capture import capture
+from splitc.capture.dropouts import undropped
+from splitc.capture.validate import confirm, steady
+from tests.support.capturing import captured, refusal
+from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CE = F.cross_entropy
+IGNORED = torch.tensor([0, 1, -100, 2, -100, 3])
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def rows(width: int = 8) -> Tensor:
+    return torch.randn(6, width)
+
+
+def net(width: int = CLASSES) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, width))
+
+
+def kinds(loss: Any, target: Tensor, width: int = CLASSES) -> list[str]:
+    """The kinds of the terms of the loss."""
+    return [term.kind for term in captured(net(width), rows(), target, loss).loss_terms]
+
+
+def masked(out: Tensor, y: Tensor) -> Tensor:
+    counted = y >= 0
+    return (CE(out, y.clamp(min=0), reduction="none") * counted).sum() / counted.sum()
+
+
+def triplet(out: Tensor, y: Tensor) -> Tensor:
+    return nn.TripletMarginLoss(margin=0.5)(out[:, :5], out[:, 5:10], out[:, 10:])
+
+
+def numbers() -> Tensor:
+    return torch.randn(6, CLASSES)
+
+
+def shares() -> Tensor:
+    return torch.rand(6, CLASSES).softmax(-1)
+
+
+def bits() -> Tensor:
+    return torch.rand(6, CLASSES).round()
+
+
+def classes() -> Tensor:
+    return torch.randint(CLASSES, (6,))
+
+
+def ignored() -> Tensor:
+    return IGNORED.clone()
+
+
+LOSSES: dict[str, tuple[Any, Callable[[], Tensor], list[str]]] = {
+    "cross_entropy": (CE, classes, ["weighted"]),
+    "ignore_index": (nn.CrossEntropyLoss(), ignored, ["weighted"]),
+    "class_weights": (nn.CrossEntropyLoss(weight=WEIGHT), ignored, ["weighted"]),
+    "class_weights_by_position": (lambda o, y: CE(o, y, WEIGHT), classes, ["weighted"]),
+    "label_smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1, weight=WEIGHT), ignored, ["weighted"]),
+    "nll": (lambda o, y: F.nll_loss(o.log_softmax(-1), y), ignored, ["weighted"]),
+    "soft_targets": (CE, shares, ["mean"]),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), classes, ["sum"]),
+    "mean_of_each": (lambda o, y: CE(o, y, reduction="none").mean(), classes, ["mean"]),
+    "sum_over_size": (lambda o, y: CE(o, y, reduction="sum") / o.size(0), classes, ["mean"]),
+    "mse": (F.mse_loss, numbers, ["mean"]),
+    "l1": (nn.L1Loss(), numbers, ["mean"]),
+    "smooth_l1": (nn.SmoothL1Loss(beta=0.5), numbers, ["mean"]),
+    "bce": (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), bits, ["mean"]),
+    "kl_batchmean": (lambda o, y: F.kl_div(o.log_softmax(-1), y, reduction="batchmean"), shares, ["mean"]),
+    "squares": (lambda o, y: ((o - y) ** 2).sum(1).mean(), numbers, ["mean"]),
+    "masked_mean": (masked, ignored, ["sum", "sum denominator"]),
+    "auxiliary": (
+        lambda o, y: CE(o, y) + 0.1 * o.pow(2).mean() - (o.abs().sum() / 7),
+        classes,
+        ["weighted", "mean", "sum"],
+    ),
+    "sum_of_list": (lambda o, y: sum([CE(o, y), F.multi_margin_loss(o, y)]) / 2, classes, ["weighted", "mean"]),
+    "one_minus": (lambda o, y: 1 - F.cosine_similarity(o, y).mean(), numbers, ["mean"]),
+    "scalar_mean": (lambda o, y: CE(o, y).mean().float() * 0.5, classes, ["weighted"]),
+    "zero_sum": (lambda o, y: CE(o, y) + F.relu(o - 1e3).sum(), classes, ["weighted", "sum"]),
+    "constant": (lambda o, y: CE(o, y) + torch.ones(3).sum(), classes, ["weighted", "mean"]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_term_of_a_loss_is_a_sum_or_a_mean_over_examples(name: str) -> None:
+    loss, target, expected = LOSSES[name]
+    assert kinds(loss, target()) == expected
+
+
+def test_a_triplet_loss_is_a_mean() -> None:
+    assert kinds(triplet, classes(), width=15) == ["mean"]
+
+
+def test_a_penalty_on_parameters_counts_once_however_many_ranks_add_it() -> None:
+    program = captured(*CASES["own_loss"].make())
+    assert [term.kind for term in program.loss_terms] == ["weighted", "mean", "mean"]
+
+
+def test_a_parameter_that_is_a_term_and_a_factor_is_copied_for_the_term() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.fc(x).pow(2).mean() * torch.exp(-m.s) + m.s
+
+    program = captured(Made(run, fc=nn.Linear(8, CLASSES), s=nn.Parameter(torch.tensor(0.3))), vectors()())
+    (copied,) = [n for n in program.graph.nodes if n.target == "clone"]
+    assert [(t.node, t.kind) for t in program.loss_terms] == [("mean", "mean"), (copied.name, "mean")]
+
+
+def test_the_first_examples_may_all_be_ignored() -> None:
+    target = torch.tensor([-100, -100, -100, 1, 2, 3])
+    program = capture(net(), rows(), target, CE)
+    assert [term.kind for term in confirm(program, net(), rows(), target, CE)] == ["weighted"]
+
+
+def test_the_example_that_is_measured_by_itself_may_be_ignored() -> None:
+    program = capture(net(), rows(), target := torch.tensor([-100, 1, 2, 3, 4, 0]), CE)
+    assert [term.kind for term in confirm(program, net(), rows(), target, CE)] == ["weighted"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_and_means_of_numbers_that_cancel_are_told_apart_in_half_precision(dtype: torch.dtype) -> None:
+    model = nn.Linear(8, 64).to(dtype)
+    for _ in range(5):
+        x, y = rows().to(dtype), torch.randn(6, 64).to(dtype)
+        for loss, kind in ((lambda o, y: (o * y).mean(), "mean"), (lambda o, y: (o * y).sum(), "sum")):
+            assert [term.kind for term in confirm(capture(model, x, y, loss), model, x, y, loss)] == [kind]
+
+
+def test_a_weighted_mean_in_half_precision_is_recognised() -> None:
+    model, x = net().bfloat16(), rows().bfloat16()
+    assert [term.kind for term in captured(model, x, classes(), CE).loss_terms] == ["weighted"]
+
+
+def in_batch_negatives(out: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(out)
+    return CE(z @ z.T, torch.arange(out.size(0)))
+
+
+COUPLED: dict[str, tuple[Loss, Callable[[], Tensor], str]] = {
+    "in_batch_negatives": (in_batch_negatives, classes, "the loss couples examples: cross_entropy is"),
+    "deviation": (lambda o, y: CE(o, y) + o.std(0).mean(), classes, "the loss couples examples: mean is"),
+    "root": (
+        lambda o, y: (o - y).pow(2).mean().sqrt(),
+        numbers,
+        "the loss couples examples: sqrt is no linear function of mean (HERE)",
+    ),
+    "largest": (lambda o, y: (o - y).pow(2).max(), numbers, "the loss couples examples: max_1 is"),
+    "reversed": (lambda o, y: (o - o.flip(0)).pow(2).mean(), numbers, "the loss couples examples: mean is"),
+    "log": (lambda o, y: CE(o, y).log(), classes, "divides by a sum over the whole batch, and log is no sum of it"),
+    "product": (lambda o, y: CE(o, y) * o.detach().abs().mean(), classes, "and mul is no sum of it"),
+    "number": (lambda o, y: CE(o, y) + 1.0, classes, "and add adds 1 to it: write the loss as a sum of such terms"),
+    "dice": (
+        lambda o, y: (o.sigmoid() * y).sum() / (o.sigmoid() + y).sum(),
+        bits,
+        "the loss divides by sum_2, which depends on",
+    ),
+    "not_finite": (lambda o, y: CE(o, y) + (-o.abs()).log().mean(), classes, "the loss is not finite on the example"),
+    "term_read_twice": (
+        lambda o, y: (a := o.pow(2).mean()) + (a * o).sum(),
+        classes,
+        "mul reads mean (HERE), which is also a term",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_couples_examples_is_refused_by_name_and_line(name: str) -> None:
+    loss, target, text = COUPLED[name]
+    said = refusal(net(), rows(), target(), loss)
+    line, _, said = said.partition(": ")
+    assert line.startswith("test_validate.py:") and text.replace("HERE", line) in said
+
+
+def test_a_root_over_the_batch_is_seen_by_its_gradient_where_the_examples_lose_alike() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).pow(2).mean(1).mean(0, keepdim=True).sqrt().sum()
+
+    model = nn.Linear(8, 1)
+    nn.init.zeros_(model.weight)
+    said = refusal(model, rows(), torch.tensor([[20.0], [-20.2], [20.4], [20.2], [-20.0], [20.4]]), loss)
+    assert "the loss couples examples: sum_1 is" in said
+    assert "over the other two, and its gradient is neither their sum nor their mean" in said
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, CLASSES)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.fc(x) * (2 if self.calls > 100 else 1)
+
+
+def test_a_number_that_every_call_changes_is_refused() -> None:
+    model = Counting()
+    assert "every call of Counting changes calls" in refusal(model, vectors()(), labels()(), CE)
+    assert model.calls == 0
+
+
+def test_a_cache_that_the_first_call_fills_is_none() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        if m.longest < x.size(1):
+            m.longest, m.table = x.size(1), torch.arange(x.size(1)).float()
+        return m.fc(x * m.table)
+
+    model = Made(run, fc=nn.Linear(8, CLASSES), longest=0, table=None)
+    captured(model, vectors()(), labels()(), CE)
+    assert model.longest == 0
+
+
+def test_a_graph_of_another_loss_is_refused() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.fc(x) * (2 if torch.compiler.is_compiling() else 1)
+
+    said = refusal(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), CE)
+    assert said.startswith("the captured graph computes a loss of ") and "where the model computes" in said
+
+
+def test_a_lost_gradient_is_refused_by_the_parameters_name() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        hidden = m.a(x)
+        return m.fc(hidden.detach() if torch.compiler.is_compiling() else hidden)
+
+    said = refusal(Made(run, a=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), CE)
+    assert said.startswith("the gradient of a.weight differs between the model and its captured graph")
+
+
+def test_a_backward_that_fails_is_the_users_to_mend() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x).exp()
+        z = y * 2
+        if not torch.compiler.is_compiling():
+            y.zero_()
+        return m.fc(z + y)
+
+    said = refusal(Made(run, a=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), CE)
+    assert said.startswith("the backward of Made fails: one of the variables needed for gradient computation")
+
+
+def test_a_model_that_fails_on_few_examples_is_told_its_line() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and len(x) < 3:
+            raise ValueError("three at least")
+        return m.fc(x)
+
+    said = refusal(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), CE)
+    assert "the model fails on two examples of its batch: ValueError: three at least" in said
+    assert said.startswith("test_validate.py:")
+
+
+def test_one_example_is_enough() -> None:
+    assert captured(net(), torch.randn(1, 8), torch.tensor([2]), CE).batch == 1
+
+
+def test_a_steady_model_drops_nothing_counts_nothing_and_is_given_back_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.AlphaDropout())
+    x = rows()
+    with steady(model):
+        model.note = 1
+        assert torch.equal(model(x), model(x))
+    assert int(model[0].num_batches_tracked) == 0 and model[0].training and not hasattr(model, "note")
+
+
+def test_dropout_that_is_off_is_what_it_is_on_average() -> None:
+    x = rows()
+    assert undropped(F.dropout, (x, 0.5), {}) is x
+    assert torch.equal(undropped(torch.Tensor.bernoulli_, (x.clone(), 0.25), {}), torch.full_like(x, 0.25))
+    q = torch.randn(2, 3, 4)
+    off = undropped(F.scaled_dot_product_attention, (q, q, q), {"dropout_p": 0.9})
+    torch.testing.assert_close(off, F.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype: torch.dtype) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:  # softmax does not see what every key has: the gradient of k.bias is noise
+        return m.fc(F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x), dropout_p=0.1).mean(1))
+
+    for _ in range(5):
+        children = {name: nn.Linear(8, 8) for name in "qkv"}
+        model, x, y = Made(run, fc=nn.Linear(8, CLASSES), **children).to(dtype), torch.randn(BATCH, 6, 8), labels()()
+        confirm(capture(model, x.to(dtype), y, CE), model, x.to(dtype), y, CE)
+
+
+def test_attention_with_dropout_equals_torchs_own() -> None:
+    model = Encoder(0.3)
+    program = capture(model, padded(), labels()(), CE)
+    assert sum(n.target is F.dropout for n in program.graph.nodes) == 8
+    confirm(program, model, padded(), labels()(), CE)

@@ -1,0 +1,364 @@
+"""The commands: what they print, where they print it, how they end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from splitc.cli.compiling import listed, parse_pins
+from splitc.cli.options import memory, parse
+from splitc.cli.progress import Step
+from splitc.ir.plan import Placement
+from tests import ROOT
+from tests.support.command import NET, splitc
+
+Capture = pytest.CaptureFixture[str]
+COMMANDS = ("inspect", "compile", "run", "verify", "calibrate", "clusters")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    (tmp_path / "net.py").write_text(NET)
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches_with_examples_and_exit_codes_in_80_columns(
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = splitc(capsys, f"{command} --help")
+    assert (done.code, done.err) == (0, "")
+    assert "examples:" in done.out and f"  splitc {command}" in done.out
+    assert "exit codes\n  0  done\n  1  a run failed" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_the_examples_of_the_help_are_commands_that_parse(capsys: Capture) -> None:
+    for command in ("", *COMMANDS):
+        text = splitc(capsys, f"{command} --help").out.replace("\\\n", " ")
+        lines = re.findall(r"^  splitc (.*)$", text, re.MULTILINE)
+        assert lines
+        for line in lines:
+            words = [
+                w.strip("\"'") for w in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", line.split(" > ")[0].split("   ")[0])
+            ]
+            if line.startswith(COMMANDS):
+                assert parse(words).command == words[0]
+
+
+def test_help_and_the_import_of_splitc_are_quick_since_they_load_no_torch() -> None:
+    for code in ("import splitc", "from splitc.cli import main; main(['--help'])", "import splitc.cli.commands"):
+        text = f"import sys; {code}; assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_version_is_printed(capsys: Capture) -> None:
+    assert re.fullmatch(r"splitc \d+\.\d+\.\d+\n", splitc(capsys, "--version").out)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("16GB", 16e9), ("40GiB", 40 * 2**30), ("512 MB", 512e6), ("1.5k", 1500), ("16e9", 16e9), ("100", 100)],
+)
+def test_memory_is_given_with_units(text: str, nbytes: float) -> None:
+    assert memory(text) == nbytes
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_prints_the_report_and_nothing_on_stderr(capsys: Capture) -> None:
+    done = splitc(capsys, "inspect net.py --world 3 --quiet --strategy layer_separation")
+    assert (done.code, done.err) == (0, "")
+    assert "Net on 3 ranks of v100-10gbe: layer_separation" in done.out
+    for strategy in ("data_parallel", "single_device", "layer_separation"):
+        assert re.search(rf"^{strategy} .*x$", done.out, re.MULTILINE)
+    assert re.search(r"^parameter_server +2 worker, 1 server .*x$", done.out, re.MULTILINE)
+
+
+def test_inspect_as_json_is_json_alone(capsys: Capture) -> None:
+    done = splitc(capsys, "inspect net.py --world 3 --json --global-batch 9")
+    report = json.loads(done.out)
+    assert done.code == 0
+    assert (report["schema"], report["world"], report["global_batch"]) == (1, 3, 9)
+    assert {c["strategy"]: c["feasible"] for c in report["candidates"]}["parameter_server"] is True
+
+
+def test_a_pin_is_named_in_the_reasons_and_in_what_cannot_follow_it(capsys: Capture) -> None:
+    done = splitc(capsys, "inspect net.py --world 3 --pin second=fc")
+    flat = " ".join(done.out.split())
+    assert "second pinned by 'second'; holds 27 parameters" in flat
+    assert "data_parallel: pin 'second' asks for role 'fc' of second, but data_parallel has only all" in flat
+
+
+def test_a_pin_given_later_counts(capsys: Capture) -> None:
+    pins = "--pin *=conv --pin first=conv --pin second=fc"
+    done = splitc(capsys, f"inspect net.py --world 2 --strategy layer_separation {pins} --json")
+    assert {layer["name"]: layer["role"] for layer in json.loads(done.out)["layers"]} == {
+        "first": "conv",
+        "second": "fc",
+    }
+
+
+def test_a_pin_of_parts_by_name_is_a_placement() -> None:
+    assert parse_pins(["classifier.*=fc", "a = holding:sharded, group:2", "b=role:fc"]) == {
+        "classifier.*": "fc",
+        "a": Placement(holding="sharded", group=2),
+        "b": "fc",
+    }
+    whole = "role:fc,holding:sharded,sync:none,group:2,split:rows"
+    assert parse_pins([f"x={whole}"]) == {"x": Placement("fc", "sharded", "none", 2, "rows")}
+
+
+def test_of_two_pins_with_one_pattern_the_later_counts_part_by_part() -> None:
+    pins = parse_pins(["a=fc", "b=conv", "a=sync:none,group:2", "a=group:4"])
+    assert pins == {"b": "conv", "a": Placement(role="fc", sync="none", group=4)} and list(pins) == ["b", "a"]
+
+
+def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
+    pins = "--pin first=holding:sharded,group:2 --pin second=sync:late_multiply"
+    done = splitc(capsys, f"inspect net.py --world 2 {pins} --json")
+    report = json.loads(done.out)
+    assert done.code == 0 and report["strategy"] == "mixed"
+    assert {layer["name"]: layer["role"] for layer in report["layers"]} == {"first": "fc", "second": "fc2"}
+
+
+def test_verbose_shows_every_pass_on_stderr(capsys: Capture) -> None:
+    done = splitc(capsys, "inspect net.py --world 2 -v --json")
+    assert "# place: " in done.err
+    json.loads(done.out)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [sys.executable, "-m", "splitc.cli", "inspect", "net.py", "--world", "2", "--cluster", "v100-10gbe", "-q"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0 and errors == b""
+
+
+# -- compile, verify, clusters -----------------------------------------------------------------------------------------
+
+
+def test_compile_writes_a_build_and_says_how_to_run_it(capsys: Capture) -> None:
+    done = splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o out/build")
+    assert done.code == 0
+    assert "wrote out/build/: all.py rank0.py..rank1.py launch.py" in done.out
+    assert "splitc run out/build --steps 3" in done.out
+    plan = Path("out/build/plan.json").read_text()
+    for name in ("all.py", "rank0.py", "rank1.py", "launch.py"):
+        assert f'PLAN = "{json.loads(plan)["hash"]}"' in Path("out/build", name).read_text()
+
+
+def test_what_was_written_is_listed_by_files() -> None:
+    files = ["conv.py", "conv_fc.py", "rank0.py", "rank1.py", "idle.py", "launch.py", "plan.json"]
+    assert listed(files) == "conv.py conv_fc.py idle.py rank0.py..rank1.py launch.py plan.json weights.pt"
+    assert listed(["all.py", "rank0.py", "launch.py", "plan.json"], standalone=True) == (
+        "all.py rank0.py launch.py plan.json weights.pt splitc/"
+    )
+    many = ["all.py", *(f"rank{rank}.py" for rank in range(11)), "launch.py", "plan.json"]
+    assert "rank0.py..rank10.py" in listed(many)
+
+
+def test_a_plan_compiles_again_to_the_same_bytes(capsys: Capture) -> None:
+    splitc(capsys, "compile net.py --world 3 --strategy layer_separation -o build")
+    done = splitc(capsys, "compile net.py --plan build/plan.json -o again")
+    assert done.code == 0
+    for path in Path("build").glob("*.py"):
+        assert Path("again", path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_plan_that_was_edited_sensibly_compiles(capsys: Capture) -> None:
+    splitc(capsys, "compile net.py --world 3 --strategy layer_separation(n_f=1) -o build")
+    plan = json.loads(Path("build/plan.json").read_text())
+    plan["examples"] = {"conv": [0, 2, 8], "fc": [0, 8]}
+    Path("mine.json").write_text(json.dumps(plan))
+    done = splitc(capsys, "compile net.py --plan mine.json -o again")
+    assert done.code == 0
+    assert "examples=(2, 8)" in Path("again/rank1.py").read_text()
+
+
+def test_verify_says_that_it_holds_and_ends_with_0(capsys: Capture) -> None:
+    done = splitc(capsys, "verify net.py --world 3 --strategy layer_separation --dtype float64 --json")
+    assert done.code == 0 and json.loads(done.out)["holds"] is True
+    done = splitc(capsys, "verify net.py --world 2 --strategy data_parallel")
+    assert done.code == 0 and "holds: 3 steps of 8 examples in float32" in done.out
+
+
+def test_verify_ends_with_1_when_it_does_not_hold(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.verify.verify.TOLERANCES", {})
+    monkeypatch.setattr("splitc.verify.verify._loss_error", lambda *_: 1.0)
+    done = splitc(capsys, "verify net.py --world 2 --strategy data_parallel")
+    assert done.code == 1 and "DOES NOT HOLD" in done.out
+
+
+def test_ranks_that_fail_end_with_1(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from splitc.errors import RanksFailed
+
+    def fail(*_: object, **__: object) -> None:
+        raise RanksFailed("the ranks failed:\nrank 1 has had enough")
+
+    monkeypatch.setattr("splitc.api.CompiledProgram.verify", fail)
+    done = splitc(capsys, "verify net.py --world 2")
+    assert done.code == 1 and "splitc: the ranks failed:\nrank 1 has had enough" in done.err
+
+
+def test_clusters_are_listed_with_device_link_and_source(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = splitc(capsys, "clusters")
+    assert done.code == 0
+    assert "v100-10gbe\n  device  Tesla V100 SXM2 16 GB: 16.0 GB" in done.out
+    assert "\n  link    10.0 Gbit/s, 30 us a message\n  source  " in done.out
+    assert "this-machine\n  not measured yet" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_ctrl_c_ends_with_130_and_without_a_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("splitc.cli.compiling.specialise", stop)
+    done = splitc(capsys, "inspect net.py --world 2")
+    assert (done.code, done.out, done.err) == (130, "", "splitc: stopped\n")
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_at_once_on_a_terminal_and_goes_away() -> None:
+    stream = Terminal()
+    with Step("tracing Net", quiet=False, stream=stream):
+        time.sleep(0.05)
+    assert stream.getvalue() == "\rsplitc: tracing Net ...\r\x1b[K"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0, ""), (0.3, "splitc: tracing Net ...\n")])
+def test_elsewhere_progress_shows_only_what_takes_long(seconds: float, text: str) -> None:
+    stream = io.StringIO()
+    with Step("tracing Net", quiet=False, stream=stream, patience=0.1):
+        time.sleep(seconds)
+    assert stream.getvalue() == text
+
+
+def test_quiet_shows_no_progress() -> None:
+    stream = Terminal()
+    with Step("tracing Net", quiet=True, stream=stream, patience=0.0):
+        time.sleep(0.05)
+    assert stream.getvalue() == ""
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "splitc.cli", *arguments],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it else
+    )
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        below = {child for child, parent in parents.items() if parent in todo}
+        todo = list(below - found)
+        found |= below
+    return found
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a process is left")
+def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Capture) -> None:
+    splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o build")
+    process = start("run", "build", "--steps", "1000000")
+    assert process.stdout is not None
+    assert re.match(r"step 1  loss \d\.\d+", process.stdout.readline())
+    ranks = descendants(process.pid)
+    assert len(ranks) >= 3  # torchrun and two ranks
+    process.send_signal(signal.SIGINT)
+    try:
+        _, errors = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        for pid in (process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 130
+    assert "splitc: stopped" in errors and "Traceback" not in errors
+    assert [pid for pid in ranks if runs(pid)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_build_whose_ranks_have_two_roles_runs(capsys: Capture) -> None:
+    done = splitc(capsys, "compile net.py --world 2 --strategy modulo_shard(mp=2) -o build")
+    assert "conv_fc.py rank0.py..rank1.py launch.py plan.json weights.pt" in done.out
+    process = start("run", "build", "--steps", "2")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert re.search(r"^step 2  loss \d", out, re.MULTILINE)
+
+
+@pytest.mark.processes
+def test_run_passes_arguments_on_and_ends_with_1_when_the_ranks_fail(capsys: Capture) -> None:
+    splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o build")
+    role = Path("build/all.py")
+    role.write_text(
+        role.read_text().replace("    return total.wait()", "    print('edited')\n    return total.wait()", 1)
+    )
+    process = start("run", "build", "--steps", "2")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "step 2  loss" in output and "step 3" not in output and "edited" in output
+    Path("mydata.py").write_text("def batches(worker):\n    return []\n")
+    process = start("run", "build", "--data", "mydata:batches")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "ended after 0 of 10 steps" in errors
+
+
+def test_the_demo_gets_its_own_options() -> None:
+    assert parse(["demo", "-o", "here", "--epochs", "1"]).arguments == ["-o", "here", "--epochs", "1"]
+    assert parse(["demo"]).arguments == []

@@ -1,0 +1,472 @@
+"""`splitc run --measure`: the table, the correction of a cluster file, and everything that is wrong said beforehand."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from splitc.cli.comparing import as_text, error_of, read_measurement
+from splitc.cli.correcting import Factors, corrected, factors_of, in_words
+from splitc.cli.plan_file import read_plan_file
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.errors import LaunchError
+from splitc.ir.cluster import Cluster, Rate, Unlike
+from splitc.ir.cluster_file import digest, parse_cluster, to_toml
+from splitc.ir.phases import Phases
+from splitc.ir.plan import Plan
+from splitc.runtime.launch import torchrun
+from tests.cost_models.simulation.test_timeline import toy
+from tests.support.command import splitc
+from tests.support.compiled import CLUSTER, compiled
+from tests.support.every_strategy import planned
+from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+
+Capture = pytest.CaptureFixture[str]
+PREDICTED = [Phases(rank, 0.050, 0.040, 0.010, 0.020, 4000.0) for rank in range(WORLD)]
+MEASURED = [Phases(0, 0.100, 0.060, 0.040, 0.050, 4000.0), Phases(1, 0.098, 0.060, 0.038, 0.050, 4400.0)]
+KNOWN = load_cluster(CLUSTER)
+
+
+@cache
+def program() -> CompiledProgram:
+    x, y = Examples()[:BATCH]
+    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    program().save(tmp_path / "build")
+    return Path("build")
+
+
+def predicting(build: Path, cluster: Cluster = KNOWN, predicted: Sequence[Phases] = PREDICTED) -> Plan:
+    """Put a prediction into a build; the plan that is then in it."""
+    plan = replace(read_plan_file(build / "plan.json"), cluster=cluster.name).with_prediction(predicted, cluster)
+    (build / "plan.json").write_text(plan.to_json())
+    return plan
+
+
+def unpredicted(plan: Plan) -> Plan:
+    """The plan as nobody had simulated it."""
+    return replace(plan, predicted=(), priced_on="", step_seconds=0.0)
+
+
+def file_of(steps: Sequence[Sequence[Phases]], examples: int = BATCH, between: float = 0.0) -> str:
+    """What launch.py would have written."""
+    measured = [{"examples": examples, "phases": [{**asdict(e), "between": between} for e in step]} for step in steps]
+    span = {"rank": 1, "stream": "wait", "name": "receive from rank 0", "start": 1.0, "end": 1.5, "nbytes": 0.0}
+    return json.dumps({"schema": 1, "warm_up": 3, "world": WORLD, "steps": measured, "spans": [span]})
+
+
+Ran = list[list[str]]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Let torchrun write this in place of starting ranks; what it was called with."""
+
+    def leave(text: str | None = None, code: int = 0, errors: str = "") -> Ran:
+        called: Ran = []
+
+        def run(arguments: list[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
+            called.append(arguments)
+            if text is not None:
+                Path(arguments[arguments.index("--measure") + 1]).write_text(text)
+            return subprocess.CompletedProcess(arguments, code, "", errors)
+
+        monkeypatch.setattr(torchrun, "torchrun", run)
+        return called
+
+    return leave
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_keeps_its_prediction_and_its_hash_does_not_depend_on_it() -> None:
+    plan = program().plan
+    predicting = plan.with_prediction(PREDICTED, KNOWN)
+    assert predicting.hash == plan.hash
+    assert Plan.from_json(predicting.to_json()) == predicting
+    assert predicting.predicted == tuple(PREDICTED) and predicting.priced_on == digest(KNOWN)
+    assert json.loads(predicting.to_json())["predicted"][1] == asdict(PREDICTED[1])
+
+
+def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> None:
+    plan = unpredicted(program().plan)
+    data = json.loads(plan.to_json())
+    del data["predicted"], data["priced_on"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert read_plan_file(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("predicted", "problem"),
+    [
+        (3, "predicted must be a list of phases"),
+        ([{"rank": 0}, {"rank": 1}], "predicted: number 0 must have rank, step, compute, waiting"),
+        ([asdict(PREDICTED[1])], "predicted: it is for ranks 1; it must be for each rank"),
+        ([asdict(PREDICTED[0])], "predicted: it is for 1 ranks, not for 2"),
+        ([asdict(PREDICTED[1]), asdict(PREDICTED[0])], "predicted: it is for ranks 1, 0"),
+        ([{**asdict(each), "step": -1} for each in PREDICTED], "predicted: number 1 must have numbers of at least 0"),
+        ([{**asdict(each), "step": "1 s"} for each in PREDICTED], "predicted: number 0 must have numbers"),
+    ],
+)
+def test_a_prediction_that_makes_no_sense_is_told(predicted: Any, problem: str, tmp_path: Path) -> None:
+    data = {**json.loads(program().plan.to_json()), "predicted": predicted}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(LaunchError, match=problem):
+        read_plan_file(tmp_path / "plan.json")
+
+
+def test_the_digest_of_a_cluster_is_that_of_its_prices() -> None:
+    cluster = toy()
+    device = cluster.device
+    alike = replace(cluster, name="other", source="elsewhere", device=replace(device, name="x", memory=3e9))
+    assert digest(alike) == digest(cluster)
+    others = [
+        cluster.with_bandwidth(2e7),
+        replace(cluster, link=replace(cluster.link, latency=1e-3)),
+        replace(cluster, device=device.scaled(1.1)),
+        replace(cluster, device=replace(device, efficiency={**device.efficiency, "conv": 0.3})),
+        replace(cluster, unlike=(Unlike((1,), device.scaled(2.0), cluster.link),)),
+        replace(cluster, ranks_share_device=True),
+    ]
+    assert len({digest(each) for each in (cluster, *others)}) == len(others) + 1
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def test_the_medians_of_all_steps_are_compared_with_the_prediction(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    plan = predicting(build)
+    slow = [replace(each, step=9.0, compute=7.0, waiting=2.0) for each in MEASURED]
+    fast = [replace(each, step=0.05, compute=0.001, waiting=0.049) for each in MEASURED]
+    called = ranks(file_of([MEASURED, slow, fast]))
+    done = splitc(capsys, "run build --measure --steps 6 --seed 3")
+    assert (done.code, done.err) == (0, "")
+    assert called[0][:-1] == ["build/launch.py", "--steps", "6", "--seed", "3", "--measure"]
+    rows = [re.split(r"  +", line.strip()) for line in done.out.splitlines()]
+    role, other = plan.roles
+    assert ["0", role, "compute", "40 ms", "60 ms", "-33 %"] in rows
+    assert ["1", other, "compute", "40 ms", "60 ms", "-33 %"] in rows
+    assert ["sent", "4.00 kB", "4.00 kB", "0 %"] in rows and ["sent", "4.00 kB", "4.40 kB", "-9.1 %"] in rows
+    assert ["communication", "20 ms", "50 ms", "-60 %"] in rows and ["step", "50 ms", "98 ms", "-49 %"] in rows
+    assert "medians of 3 steps after 3 of warm-up" in done.out.replace("\n", " ")
+    assert f"samples/s: predicted {BATCH / 0.05:,.0f}, measured {BATCH / 0.1:,.0f}, +100 %" in done.out
+    assert "steps took 50 ms to 9 s" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    words = "this machine computes 1.50 times slower than cluster v100-10gbe says; its transfers are 2.50 times slower"
+    assert words in done.out.replace("\n", " ")
+    assert "  splitc run build --measure --correct v100-10gbe-measured.toml\n" in done.out
+    assert not Path("v100-10gbe-measured.toml").exists()
+
+
+def test_without_a_prediction_the_table_has_what_was_measured_and_says_why(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    ranks(file_of([MEASURED]))
+    (build / "plan.json").write_text(unpredicted(program().plan).to_json())
+    done = splitc(capsys, "run build --measure")
+    assert done.code == 0
+    assert re.search(r"communication +50 ms$", done.out, re.MULTILINE) and "%" not in done.out
+    assert "samples/s: measured 40\n" in done.out
+    assert "has no predicted phases; compile the model again" in done.out
+    assert "--correct" not in done.out
+
+
+def test_what_passes_between_steps_and_another_batch_are_told(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    predicting(build)
+    ranks(file_of([MEASURED], examples=2, between=0.1))
+    done = splitc(capsys, "run build --measure --correct new.toml")
+    assert done.code == 1 and not Path("new.toml").exists()
+    text = " ".join(done.out.split())
+    assert "samples/s: predicted 80, measured 10" in text
+    assert "between two steps 100 ms pass" in text
+    assert "the data gave 2 examples a step, the prediction is for 4" in text
+    assert "new.toml was not written: nothing could be compared" in text
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "error"), [(1.0, 2.0, -0.5), (3.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, None)]
+)
+def test_the_error_is_that_of_the_prediction(predicted: float, measured: float, error: float | None) -> None:
+    assert error_of(predicted, measured) == error
+
+
+def test_a_prediction_that_is_far_off_and_long_names_stay_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(file_of([[replace(e, compute=1e-6) for e in MEASURED]]))
+    plan = program().plan
+    long = "a_role_whose_name_is_much_too_long_for_a_table"
+    roles = {long if k == 0 else role: ranks for k, (role, ranks) in enumerate(plan.roles.items())}
+    examples = {name: plan.examples[role] for name, role in zip(roles, plan.roles, strict=True)}
+    plan = replace(plan, roles=roles, examples=examples).with_prediction(PREDICTED, KNOWN)
+    text = as_text("build", plan, read_measurement(tmp_path / "m.json"))
+    assert "40000x" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_json_is_all_of_standard_output(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
+    plan = predicting(build)
+    ranks(file_of([MEASURED]))
+    done = splitc(capsys, "run build --measure --json --trace t.json")
+    data = json.loads(done.out)
+    assert (data["schema"], data["plan"], data["steps"], data["examples"]) == (1, plan.hash, 1, BATCH)
+    one = data["ranks"][1]
+    assert one["rank"] == 1 and one["roles"] == list(plan.roles_of(1))
+    assert (one["predicted"]["step"], one["measured"]["step"]) == (0.05, 0.098)
+    assert one["error"]["compute"] == pytest.approx(-1 / 3)
+    assert data["samples_per_second"]["measured"] == pytest.approx(BATCH / 0.1)
+    assert data["factors"] == pytest.approx({"compute": 1.5, "communication": 2.5})
+    assert "wrote t.json" in done.err
+
+
+def test_the_trace_has_the_measured_spans(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
+    ranks(file_of([MEASURED]))
+    assert splitc(capsys, "run build --measure --trace t.json").code == 0
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    (span,) = [event for event in events if event["ph"] == "X"]
+    assert (span["pid"], span["name"], span["dur"]) == (1, "receive from rank 0", 0.5e6)
+    role = program().plan.roles_of(1)[0]
+    assert {"rank 1 " + role + " measured"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
+
+
+# -- the correction ----------------------------------------------------------------------------------------------------
+
+
+def test_factors_are_of_sums_over_ranks_and_of_links_only_where_much_was_predicted() -> None:
+    predicted = [Phases(0, 1, 1.0, 0, 0.0005, 0), Phases(1, 1, 3.0, 0, 0.5, 0)]
+    measured = [Phases(0, 1, 2.0, 0, 9.0, 0), Phases(1, 1, 3.0, 0, 0.25, 0)]
+    assert factors_of(predicted, measured) == Factors(1.25, 0.5)
+    assert factors_of(predicted[:1], measured[:1]) == Factors(2.0, None)
+    assert factors_of([Phases(0, 1, 0, 1, 0, 0)], measured[:1]).empty
+
+
+def test_factors_are_told_in_words() -> None:
+    assert in_words(Factors(1.18, 0.5), "x") == (
+        "this machine computes 1.18 times slower than cluster x says; its transfers are 2.00 times faster than it says"
+    )
+    assert in_words(Factors(1.001, None), "x").startswith("this machine computes as fast as cluster x says; no rank")
+    assert in_words(Factors(None, 2.0), "x") == "its transfers are 2.00 times slower than cluster x says"
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"])
+@pytest.mark.parametrize(("compute", "communication"), [(1.25, 3.0), (0.5, 0.8), (2.0, 1.0)])
+def test_on_the_corrected_cluster_what_was_measured_is_what_is_predicted(
+    strategy: str, compute: float, communication: float
+) -> None:
+    """By simulating a machine that differs from its description by two factors, without latencies."""
+    asked = planned(2, strategy).program
+    described = toy(bandwidth=1e5, latency=0.0)
+    rate = described.link.bandwidth / communication
+    device = replace(described.device.scaled(1 / compute), launch=described.device.launch * compute)
+    truth = replace(described, device=device).with_bandwidth(rate)
+    measured = simulate(asked, truth).phases
+    found = factors_of(simulate(asked, described).phases, measured)
+    assert found.compute == pytest.approx(compute)
+    assert found.communication == pytest.approx(communication)
+    again = simulate(asked, corrected(described, Factors(compute, communication), 2)).phases
+    for one, other in zip(again, measured, strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))
+
+
+def test_devices_and_links_that_were_used_are_corrected_and_no_other() -> None:
+    described = toy(
+        local_link=toy(1e9).link,
+        ranks_per_host=4,
+        unlike=(Unlike((1,), toy().device.scaled(2.0), toy(5e6).link),),
+        link=replace(toy().link, collectives={"all_reduce": Rate(8e6, 1e-4)}),
+    )
+    inside = corrected(described, Factors(2.0, 4.0), 4)
+    assert inside.local_link is not None and inside.local_link.bandwidth == 2.5e8
+    assert (inside.link, inside.unlike[0].link) == (described.link, described.unlike[0].link)
+    assert inside.device.flop_rate == {"float32": 5e8} and inside.unlike[0].device.flop_rate == {"float32": 1e9}
+    between = corrected(described, Factors(None, 4.0), 8)
+    assert between.device == described.device
+    assert (between.link.bandwidth, between.unlike[0].link.bandwidth) == (2.5e6, 1.25e6)
+    assert between.link.collectives["all_reduce"].bandwidth == 2e6
+
+
+def test_a_users_cluster_file_is_corrected_and_kept_as_it_was(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    cluster = replace(toy(), name="ours", source="guessed", ranks_share_device=True)
+    hand_written = "# do not lose me\n" + to_toml(cluster)
+    Path("ours.toml").write_text(hand_written)
+    predicting(build, cluster)
+    ranks(file_of([MEASURED]))
+    done = splitc(capsys, "run build --measure --correct ours.toml")
+    assert done.code == 0, done.err
+    assert "wrote ours.toml; as it was it is kept in ours.toml.bak" in done.out
+    assert Path("ours.toml.bak").read_text() == hand_written
+    found = parse_cluster(Path("ours.toml").read_text(), "ours.toml")
+    wanted = corrected(cluster, Factors(1.5, 2.5), WORLD)
+    assert digest(found) == digest(wanted) and found.name == "ours" and found.device.memory == cluster.device.memory
+    assert re.fullmatch(
+        r"guessed; corrected on \d{4}-\d\d-\d\d by build build, plan \w{12}: "
+        r"computing took 1.5 times as long as predicted, transfers took 2.5 times as long as predicted",
+        found.source,
+    )
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["build", "ours.toml", "ours.toml.bak"]
+
+    again = splitc(capsys, "run build --measure --correct ours.toml")  # would apply the same factors twice
+    assert again.code == 2 and "other numbers than those that the build was priced on" in again.err
+    predicting(build, found)  # as compiling again would
+    assert splitc(capsys, "run build --measure --correct ours.toml").code == 0
+    assert Path("ours.toml.bak").read_text() == hand_written
+    assert parse_cluster(Path("ours.toml.bak2").read_text(), "") == found
+
+
+def test_a_known_cluster_is_corrected_into_a_new_file_under_its_name(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    predicting(build)
+    ranks(file_of([MEASURED]))
+    done = splitc(capsys, "run build --measure --correct mine.toml")
+    assert done.code == 0 and "wrote mine.toml\n" in done.out
+    found = load_cluster("mine.toml")
+    assert found.name == "mine" and digest(found) == digest(corrected(KNOWN, Factors(1.5, 2.5), WORLD))
+    assert found.source.startswith(KNOWN.source)
+    again = splitc(capsys, "run build --measure --correct mine.toml")
+    assert again.code == 2 and "compile the model with --cluster mine.toml" in again.err
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--trace t.json", "--trace belongs to --measure"),
+        ("--json", "--json belongs to --measure"),
+        ("--measure --steps 3", "--measure leaves out the first 3 steps; give 4 or more"),
+        ("--measure --trace nowhere/t.json", "--trace nowhere/t.json: there is no folder"),
+        ("--measure --trace build", "--trace build: it is a folder"),
+        ("--measure --correct mine", "a cluster file ends in .toml"),
+        ("--measure --correct nowhere/mine.toml", "--correct nowhere/mine.toml: there is no folder"),
+        ("--measure --correct other.toml", "describes cluster other, but the build was planned for cluster v100-10gbe"),
+        ("--measure --correct broken.toml", "broken.toml is no TOML file"),
+        ("--measure --mesure", "did you mean --measure?"),
+        ("--measure=3", "ignored explicit argument"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_process_starts(
+    options: str, problem: str, build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    predicting(build)
+    Path("other.toml").write_text(to_toml(replace(toy(), name="other")))
+    Path("broken.toml").write_text("name = ")
+    called = ranks()
+    done = splitc(capsys, f"run build {options}")
+    assert done.code == 2 and problem in done.err
+    assert called == []
+
+
+def test_a_correction_needs_a_prediction_and_a_cluster_that_can_be_found(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    called = ranks()
+    (build / "plan.json").write_text(unpredicted(program().plan).to_json())
+    done = splitc(capsys, "run build --measure --correct mine.toml")
+    assert done.code == 2 and "no predicted phases to compare with" in done.err
+    predicting(build, replace(toy(), name="ours"))
+    done = splitc(capsys, "run build --measure --correct mine.toml")
+    assert done.code == 2 and "ours is none of the clusters that splitc knows by name" in done.err
+    assert called == []
+
+
+def test_a_file_that_cannot_be_written_is_told(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicting(build)
+    called = ranks()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "t.json")  # root may write anywhere
+    Path("t.json").touch()
+    done = splitc(capsys, "run build --measure --trace t.json")
+    assert done.code == 2 and "--trace t.json: t.json cannot be written to" in done.err
+    assert called == []
+
+
+def test_a_build_that_brings_the_runtime_of_another_splitc_is_not_measured(
+    tmp_path: Path, ranks: Callable[..., Ran], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program().save(tmp_path / "build", standalone=True)
+    ranks(file_of([MEASURED]))
+    assert splitc(capsys, "run build --measure").code == 0
+    (tmp_path / "build" / "splitc" / "runtime" / "measured.py").unlink()
+    done = splitc(capsys, "run build --measure")
+    assert done.code == 2 and "brings the runtime of another splitc" in done.err
+
+
+def test_a_launch_script_of_the_users_own_gets_all_options(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    (build / "launch.py").write_text("print('mine')\n")
+    called = ranks()
+    assert splitc(capsys, "run build --measure --fancy 3").code == 0
+    assert called == [["build/launch.py", "--measure", "--fancy", "3"]]
+
+
+def test_ranks_that_fail_or_leave_nothing_are_told(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
+    ranks(code=1, errors="rank 1 failed: because\n")
+    done = splitc(capsys, "run build --measure --json")
+    assert (done.code, done.out) == (1, "") and "rank 1 failed: because" in done.err
+    for text in (None, "{}", "[", json.dumps({"steps": [{"phases": [{"rank": 0}]}]})):
+        ranks(text)
+        done = splitc(capsys, "run build --measure")
+        assert done.code == 2 and "the ranks left no measurement" in done.err
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_a_build_is_measured_on_real_ranks_and_its_cluster_corrected(build: Path, capfd: Any) -> None:
+    plan = predicting(build)
+    done = splitc(capfd, "run build --measure --trace t.json --correct mine.toml --save state.pt")
+    assert done.code == 0, done.err
+    assert "step 10  loss" in done.out and "medians of 7 steps" in " ".join(done.out.split())
+    rows = [re.split(r"  +", line.strip()) for line in done.out.splitlines()]
+    sent = [row for row in rows if row[0] == "sent"]
+    assert len(sent) == WORLD and all(row[1] == "4.00 kB" for row in sent)
+    expected = simulate(program().program, toy()).phases
+    found = [float(row[2].split()[0]) for row in sent]
+    assert found == pytest.approx([phases.sent_bytes for phases in expected], abs=3.0)
+    assert load_cluster("mine.toml").name == "mine"
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {span["pid"] for span in spans} == set(range(plan.world))
+    assert {span["cat"] for span in spans} == {"compute", "wait", "comm"}
+    assert max(span["ts"] + span["dur"] for span in spans) < 60e6
+    torch.load("state.pt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_standalone_build_writes_its_measurement_without_splitc(tmp_path: Path, capfd: Any) -> None:
+    folder = program().save(tmp_path / "alone", standalone=True)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    arguments = [str(folder / "launch.py"), "--steps", "5", "--measure", str(tmp_path / "m.json")]
+    assert torchrun.torchrun(arguments, WORLD).returncode == 0
+    measured = read_measurement(tmp_path / "m.json")
+    assert (measured.steps, measured.warm_up, measured.examples) == (2, 3, BATCH)
+    for phases in measured.ranks:
+        assert phases.step > 0 and phases.sent_bytes > 0

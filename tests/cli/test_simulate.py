@@ -1,0 +1,116 @@
+"""`splitc simulate`: tables over worlds and bandwidths, and the timeline of one plan."""
+
+import json
+import time
+
+import pytest
+
+from splitc.cli.simulating import parse_bandwidths, parse_worlds, tables
+from splitc.cli.sweep import Cell, sweep
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.errors import LaunchError
+from tests.support.command import splitc
+from tests.support.every_strategy import analysed
+
+STRATEGIES = ("parameter_server", "data_parallel", "layer_separation")
+
+
+def cells(worlds, bandwidths, strategies=STRATEGIES, **options):
+    _, program = analysed()
+    return list(sweep(program, load_cluster("v100-10gbe"), worlds, bandwidths, strategies, **options))
+
+
+@pytest.mark.parametrize(
+    ("text", "worlds"),
+    [
+        ("8", [8]), ("16,4,8", [4, 8, 16]), ("2:5", [2, 3, 4, 5]), ("5:80", list(range(5, 81, 5))),
+        ("5:80:25", [5, 30, 55, 80]), ("2,4:6", [2, 4, 5, 6]),
+    ],
+)  # fmt: skip
+def test_worlds_are_numbers_lists_and_ranges(text, worlds):
+    assert parse_worlds(text) == worlds
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "8:4", "5:80:0", "-3", "4,,8"])
+def test_other_worlds_are_refused(text):
+    with pytest.raises(LaunchError, match="--world"):
+        parse_worlds(text)
+
+
+def test_bandwidths_are_bits_per_second_with_a_unit():
+    assert parse_bandwidths("25g,2.6G,100m, 1Gbit/s") == [25e9 / 8, 2.6e9 / 8, 100e6 / 8, 1e9 / 8]
+    for text in ("25", "g", "25q", "0g", ""):
+        with pytest.raises(LaunchError, match="--bandwidth"):
+            parse_bandwidths(text)
+
+
+def test_there_is_a_cell_for_every_bandwidth_world_and_strategy():
+    found = cells([2, 4], [1e8, 1e9])
+    assert [(c.bandwidth, c.world, c.strategy) for c in found] == [
+        (bandwidth, world, strategy) for bandwidth in (1e8, 1e9) for world in (2, 4) for strategy in STRATEGIES
+    ]
+    assert all(c.samples_per_second == pytest.approx(c.global_batch / c.step_seconds) for c in found)
+
+
+def test_more_bandwidth_is_never_slower():
+    found = cells([4], [1e6, 1e7, 1e8, 1e9])
+    for strategy in STRATEGIES:
+        rates = [c.samples_per_second for c in found if c.strategy == strategy]
+        assert rates == sorted(rates)
+
+
+def test_a_world_without_room_for_a_strategy_says_why_in_its_cell():
+    found = cells([1], [1e9], ["layer_separation", "data_parallel"])
+    assert found[0].samples_per_second == 0.0
+    assert "layer_separation" in found[0].why
+    assert found[1].samples_per_second > 0
+    text = tables(found, ["layer_separation", "data_parallel"], None)
+    assert "no layer_separation at 1: " in text
+
+
+def test_the_gain_is_over_the_strategy_that_is_named():
+    made = [Cell("a", 4, 1e9, 1.0, 100.0), Cell("b", 4, 1e9, 0.4, 250.0, roles="3 + 1")]
+    text = tables(made, ["a", "b"], "a")
+    assert "2.50" in text
+    assert "3 + 1" in text
+    assert "8.00 Gbit/s" in text
+
+
+def test_a_thousand_ranks_take_seconds():
+    begin = time.process_time()
+    (cell,) = cells([1024], [1e9], ["layer_separation(n_c=960, n_f=64)"])
+    assert cell.roles == "960 + 64"
+    assert time.process_time() - begin < 30
+
+
+def test_the_command_prints_tables_json_and_a_trace(capsys, tmp_path):
+    model = "examples/mlp.py"
+    done = splitc(capsys, f"simulate {model} --world 2,4 --bandwidth 1g,10g --against parameter_server")
+    assert done.code == 0, done.err
+    assert "1.00 Gbit/s" in done.out
+    assert "gain over parameter_server" in done.out
+    asked = splitc(capsys, f"simulate {model} --world 2 --strategies data_parallel --json")
+    (cell,) = json.loads(asked.out)["models"]["MLP"]
+    assert cell["strategy"] == "data_parallel"
+    trace = tmp_path / "timeline.json"
+    asked = splitc(capsys, f"simulate {model} --world 2 --strategies data_parallel --trace {trace}")
+    assert asked.code == 0, asked.err
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--world 4:2", "--world 4:2"),
+        ("--world 4 --bandwidth 10", "--bandwidth 10"),
+        ("--world 4 --strategies data_parallell", "unknown strategy 'data_parallell'"),
+        ("--world 4 --against nothing", "unknown strategy 'nothing'"),
+        ("--world 4 --cluster v100", "unknown cluster 'v100'"),
+        ("--world 4 --strategies auto --trace nowhere/x.json", "in a folder that exists"),
+        ("--world 4 --trace x.json", "the timeline of one plan"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(capsys, arguments, said):
+    done = splitc(capsys, f"simulate examples/none.py {arguments}")
+    assert done.code == 2
+    assert said in done.err

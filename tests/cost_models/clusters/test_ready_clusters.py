@@ -1,0 +1,142 @@
+"""The clusters that come with splitc: their numbers, and where each is from."""
+
+import re
+
+import pytest
+
+from splitc.cost_models.clusters.named import known_clusters, load_cluster
+from splitc.errors import CostError
+from splitc.ir.cluster_file import parse_cluster
+from splitc.ir.strategies import DataParallel, LayerSeparation
+from tests import ROOT
+from tests.support.small_programs import candidate, place, separable
+
+FOLDER = ROOT / "cost_models" / "clusters"
+PAPERS = {
+    "v100-10gbe", "v100-25gbe", "v100-40gbe", "v100-100gbe", "k80-2.6gbe", "k40-10gbe", "k40-56ib", "m40-10gbe",
+    "m40-56ib", "ivybridge-56ib", "m5-10gbe",
+}  # fmt: skip
+TODAY = {
+    "t4-pcie-50gbe", "a10-pcie-100gbe", "l4-pcie-100gbe", "v100-nvlink-25gbe", "a100-100gbe", "a100-nvlink-200ib",
+    "a100-nvlink-400gbe", "h100-400gbe", "h100-nvlink-400ib", "h200-nvlink-400ib",
+}  # fmt: skip
+
+
+def number_lines(name: str) -> list[str]:
+    lines = (FOLDER / f"{name}.toml").read_text().splitlines()
+    return [line for line in lines if re.match(r"[\w.]+ *= *[\d\[]", line)]
+
+
+def test_the_clusters_of_the_papers_and_those_of_today_ship():
+    assert set(known_clusters()) == PAPERS | TODAY | {"mixed-v100-t4"}
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_cluster_can_be_loaded_and_tells_its_source(name):
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert "assumption" in cluster.source
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_number_says_where_it_is_from(name):
+    lines = number_lines(name)
+    assert len(lines) >= 8
+    for line in lines:
+        assert re.search(r" # \S.{6,}$", line), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_an_assumption_says_what_it_rests_on(name):
+    for line in (FOLDER / f"{name}.toml").read_text().splitlines():
+        assert not re.search(r"# assumption\W*$", line), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_a_host_of_several_ranks_says_whether_they_share_its_link(name):
+    text = (FOLDER / f"{name}.toml").read_text()
+    assert (load_cluster(name).local_link is None) or re.search(r"^shared = (true|false) +# .", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(set(known_clusters()) - {"k80-2.6gbe"}))
+def test_the_network_of_a_name_is_that_of_its_file(name):
+    """As bits a second; what InfiniBand's codes leave of it."""
+    link = load_cluster(name).link
+    match = re.search(r"-([\d.]+)(gbe|ib)$", name)
+    if match is not None:
+        nominal = float(match[1]) * 1e9 / 8
+        assert 0.7 * nominal < link.bandwidth <= nominal
+
+
+@pytest.mark.parametrize("gbit", [10, 25, 40, 100])
+def test_the_v100_clusters_differ_in_their_link_only(gbit):
+    cluster = load_cluster(f"v100-{gbit}gbe")
+    assert cluster.link.bandwidth == gbit * 1e9 / 8
+    assert cluster.device == load_cluster("v100-10gbe").device
+
+
+def test_the_v100_of_stanza_has_the_numbers_of_its_data_sheet():
+    cluster = load_cluster("v100-10gbe")
+    assert cluster.device.flop_rate["float32"] == 15.7e12
+    assert cluster.device.memory_bandwidth == 900e9
+    assert cluster.link.bandwidth == 10e9 / 8
+
+
+def test_one_gpu_is_the_same_in_all_files():
+    """But for the names that a file may give it, the numbers of a board do not depend on the network."""
+    for names in (
+        ("k40-10gbe", "k40-56ib"),
+        ("m40-10gbe", "m40-56ib"),
+        ("v100-10gbe", "v100-nvlink-25gbe", "mixed-v100-t4"),
+        ("a100-100gbe", "a100-nvlink-200ib"),
+        ("h100-nvlink-400ib", "h100-400gbe"),
+    ):
+        first, *others = (load_cluster(name).device for name in names)
+        for other in others:
+            assert (other.memory_bandwidth, other.memory, other.efficiency) == (
+                first.memory_bandwidth, first.memory, first.efficiency
+            )  # fmt: skip
+            assert all(first.flop_rate[dtype] == rate for dtype, rate in other.flop_rate.items())
+    assert load_cluster("mixed-v100-t4").unlike[0].device == load_cluster("t4-pcie-50gbe").device
+
+
+def test_an_unknown_name_is_answered_with_a_near_one_and_all_others():
+    with pytest.raises(CostError, match="did you mean v100-10gbe") as error:
+        load_cluster("v100-10gb")
+    assert "h100-400gbe" in str(error.value)
+    assert "splitc calibrate" in str(error.value)
+
+
+def test_unequal_ranks_are_priced_by_the_slowest_of_them():
+    """Four V100 and four T4: a plan of the first four knows nothing of the others."""
+    mixed, fast = load_cluster("mixed-v100-t4"), load_cluster("v100-10gbe")
+    assert mixed.device_for(4) is mixed.device
+    assert mixed.device_for(8).flop_rate["float32"] == 8.1e12
+    assert mixed.link_between(0, 3).bandwidth == 1.25e9
+    assert mixed.link_between(0, 4).bandwidth == mixed.link_for(8).bandwidth == 0.625e9
+    program = separable()
+    for strategy in (DataParallel(), LayerSeparation(n_c=6, n_f=2)):
+        slow, usual = (place(program, 8, strategy, cluster) for cluster in (mixed, fast))
+        assert slow.step_seconds > usual.step_seconds
+        assert place(program, 4, DataParallel(), mixed).step_seconds == pytest.approx(
+            place(program, 4, DataParallel(), fast).step_seconds
+        )
+    assert candidate(slow, "parameter_server").step_seconds > candidate(usual, "parameter_server").step_seconds
+
+
+def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts():
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    listed = {}
+    for names, _, ranks in re.findall(r"^\| (`.*`) \| (.*) \| (\d+).* \|$", page, re.MULTILINE):
+        listed |= dict.fromkeys(re.findall(r"`(.*?)`", names), int(ranks))
+    assert listed == {name: load_cluster(name).ranks_per_host or 1 for name in known_clusters()}
+
+
+@pytest.mark.parametrize("page", ["clusters.md", "commands.md"])
+def test_the_cluster_files_in_the_docs_are_read(page):
+    texts = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    (cluster,) = (parse_cluster(text, page) for text in texts)
+    if page == "clusters.md":
+        assert cluster.device_of(12).memory == 32e9
+        assert cluster.link_between(0, 4).bandwidth == 0.625e9
+        assert cluster.link_for(4) == cluster.local_link

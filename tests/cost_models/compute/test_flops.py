@@ -1,0 +1,201 @@
+"""What the layers of a program compute and move: op by op, at any batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from splitc.capture.capture import capture
+from splitc.cost_models.compute.counting import OpCounter
+from splitc.cost_models.compute.flops import layer_costs
+from splitc.ir.costs import CostLine, LayerCost, OpCost
+from splitc.ir.program import Program
+from splitc.report import as_json, report
+from tests.support.compiled import compiled
+from tests.support.models import BATCH, CASES, made
+
+
+def costs_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, CostLine]:
+    return layer_costs(capture(model, x, y, F.cross_entropy))
+
+
+@cache
+def case(name: str) -> tuple[Program, dict[str, CostLine]]:
+    torch.manual_seed(0)
+    program = capture(*CASES[name].make())
+    return program, layer_costs(program)
+
+
+def everything(costs: dict[str, CostLine], batch: int) -> list[LayerCost]:
+    return [line.at(batch) for line in costs.values()]
+
+
+@pytest.mark.parametrize("name", ["vgg", "alexnet", "mlp", "resnet", "frozen_trunk", "language_model"])
+@pytest.mark.parametrize("batch", [BATCH, 2 * BATCH])
+def test_a_program_is_counted_as_its_model_runs(name: str, batch: int) -> None:
+    """FLOPs to the last one; bytes up to what the trace writes in another way, as a tensor's parts taken one by one."""
+    _, costs = case(name)
+    model, example, target, loss = CASES[name].make()
+    rows = torch.arange(batch) % BATCH
+    real: list[OpCost] = []
+    with OpCounter(lambda each: real.append(each.cost)) as counter:
+        value = loss(model(example[rows]), target[rows])
+        counter.backward = True
+        value.backward()
+    for backward in (False, True):
+        ours = [op for cost in everything(costs, batch) for op in cost.ops if op.backward == backward]
+        theirs = [op for op in real if op.backward == backward and op.name != "index"]
+        assert sum(op.flops for op in ours) == sum(op.flops for op in theirs)
+        assert sum(op.moved for op in ours) == pytest.approx(sum(op.moved for op in theirs), rel=0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_more_examples_never_cost_less(name: str) -> None:
+    for line in case(name)[1].values():
+        costs = [line.at(batch) for batch in (1, 2, 3, BATCH, 10 * BATCH, 1000)]
+        for less, more in pairwise(costs):
+            for key in ("forward_flops", "backward_flops", "forward_moved", "backward_moved", "kept", "launches"):
+                assert getattr(less, key) <= getattr(more, key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_free(name: str) -> None:
+    program, costs = case(name)
+    for layer in program.layers:
+        cost = costs[layer.name].at(BATCH)
+        assert cost.forward_moved > 0 and cost.launches >= 1
+        assert cost.batch == BATCH and not cost.by_bytes
+        trains = any(program.holdings[name].trainable for name in layer.holdings)
+        assert not trains or cost.backward_moved > 0
+
+
+def test_the_line_at_the_counted_sizes_is_what_was_counted() -> None:
+    for line in case("vgg")[1].values():
+        for counted in (line.small, line.large):
+            assert line.at(counted.batch) == counted
+
+
+def test_the_sums_of_a_layer_are_those_of_its_ops() -> None:
+    for cost in everything(case("resnet")[1], 7):
+        assert cost.forward_flops == sum(op.flops for op in cost.ops if not op.backward)
+        assert cost.backward_moved == sum(op.moved for op in cost.ops if op.backward)
+        assert cost.launches == sum(op.launches for op in cost.ops)
+        assert cost.flops == cost.forward_flops + cost.backward_flops
+
+
+def test_a_weight_costs_its_bytes_at_every_batch_and_an_activation_for_each_example() -> None:
+    (line,) = costs_of(nn.Linear(300, 10), torch.randn(4, 300), torch.arange(4)).values()
+    (product,) = (op for op in line.at(40).ops if op.name == "addmm")
+    assert product.moved == 4 * (300 * 10 + 10 + 40 * (300 + 10))
+    assert product.flops == 2 * 40 * 300 * 10
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(F.relu(self.low(x)))
+
+
+def test_a_frozen_layer_below_all_others_has_no_backward_and_the_next_one_half() -> None:
+    costs = costs_of(Frozen(), torch.randn(4, 8), torch.arange(4))
+    assert costs["low"].at(4).backward_flops == costs["low"].at(4).backward_moved == 0
+    assert costs["high"].at(4).backward_flops == costs["high"].at(4).forward_flops
+
+
+def test_what_does_not_reach_the_loss_has_no_backward() -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        return m.fc(x) + m.aside(x).detach().mean()
+
+    model = made(run, fc=nn.Linear(8, 5), aside=nn.Linear(8, 8))
+    costs = costs_of(model, torch.randn(4, 8), torch.arange(4))
+    assert costs["aside"].at(4).forward_flops > 0
+    assert costs["aside"].at(4).backward_flops == 0
+
+
+def test_gradients_of_a_value_with_two_readers_are_added_up() -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.fc(h + F.relu(h * 2))
+
+    costs = costs_of(made(run, first=nn.Linear(8, 8), fc=nn.Linear(8, 5)), torch.randn(4, 8), torch.arange(4))
+    sums = [op for op in costs["first"].at(4).ops if op.backward and op.name == "add"]
+    assert [op.moved for op in sums] == [3 * 4 * 4 * 8]
+
+
+def test_a_tied_weight_gets_the_sum_of_its_gradients() -> None:
+    ops = [op for cost in everything(case("language_model")[1], BATCH) for op in cost.ops]
+    table = next(h.nbytes for h in case("language_model")[0].holdings.values() if len(h.names) > 1)
+    assert any(op.backward and op.name == "add" and op.moved == 3 * table for op in ops)
+
+
+def test_counting_leaves_no_gradients_behind() -> None:
+    program, _ = case("mlp")
+    layer_costs(program)
+    assert all(parameter.grad is None for parameter in program.root.parameters())
+
+
+# -- ops that nobody knows ---------------------------------------------------------------------------------------------
+
+
+def waves(m: nn.Module, x: Tensor) -> Tensor:
+    return m.high(torch.fft.rfft(m.low(x)).abs())
+
+
+def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_the_report_says_so() -> None:
+    model = made(waves, low=nn.Linear(8, 8), high=nn.Linear(5, 5))
+    program = compiled(model, (torch.randn(4, 8),), torch.arange(4), F.cross_entropy, 2).program
+    cost = program.costs["low"].at(4)
+    assert cost.by_bytes[0] == "_fft_r2c"
+    assert [op.moved for op in cost.ops if op.name == "_fft_r2c"] == [4 * 4 * 8 + 8 * 4 * 5]
+    assert "what they compute is not known: _fft_r2c" in " ".join(report(program).split())
+    assert as_json(program)["by_bytes"] == list(cost.by_bytes)
+
+
+def test_the_report_is_silent_where_all_ops_are_known() -> None:
+    program = compiled(nn.Linear(6, 3), (torch.randn(4, 6),), torch.arange(4) % 3, F.cross_entropy, 2).program
+    assert "not known" not in report(program) and as_json(program)["by_bytes"] == []
+
+
+@torch.library.custom_op("splitc_tests::stubborn", mutates_args=())
+def stubborn(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@stubborn.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def only_real(context: object, gradient: Tensor) -> Tensor:
+    assert not isinstance(gradient, FakeTensor), "fails on fake tensors"
+    return 2 * gradient
+
+
+stubborn.register_autograd(only_real)
+
+
+def test_a_backward_that_fake_tensors_cannot_run_is_taken_for_twice_its_forward_and_told() -> None:
+    model = made(lambda m, x: m.high(m.low(x)), low=nn.Linear(8, 8), high=nn.Linear(8, 5))
+    program = capture(model, torch.randn(4, 8), torch.arange(4), F.cross_entropy)
+    low = next(node for node in program.graph.nodes if node.name == "low")
+    with program.graph.inserting_after(low):
+        between = program.graph.call_function(torch.ops.splitc_tests.stubborn.default, (low,))
+    between.meta = dict(low.meta)
+    low.replace_all_uses_with(between, lambda user: user is not between)
+    costs = {name: line.at(4) for name, line in layer_costs(program).items()}
+    assert costs["low"].backward_flops == 2 * costs["low"].forward_flops
+    assert costs["low"].backward_moved == 2 * costs["low"].forward_moved
+    assert costs["low"].by_bytes == ("splitc_tests::stubborn", "addmm_backward", "splitc_tests::stubborn_backward")
+    assert costs["high"].backward_flops == 2 * costs["high"].forward_flops and not costs["high"].by_bytes

@@ -1,0 +1,138 @@
+"""Compute or memory, whichever takes longer."""
+
+from dataclasses import replace
+
+import pytest
+
+from splitc.cost_models.compute.roofline import (
+    achieved_flop_rate,
+    backward_seconds,
+    forward_seconds,
+    layer_seconds,
+    ops_seconds,
+    priced,
+)
+from splitc.errors import CostError
+from splitc.ir.cluster import Device
+from splitc.ir.costs import LayerCost, OpCost
+
+DEVICE = Device("toy", {"float32": 100.0, "float16": 400.0}, 10.0, 1e9, {"matmul": 0.5, "memory": 0.8}, 0.01)
+COST = LayerCost(1, 100.0, 200.0, 8.0, 16.0, 0.0, launches=3)
+
+
+def test_a_layer_that_computes_much_is_bound_by_its_flops():
+    assert layer_seconds(COST, DEVICE, "float32") == pytest.approx(2 + 4 + 0.03)
+
+
+def test_a_layer_that_moves_much_is_bound_by_its_memory():
+    cost = replace(COST, forward_moved=80.0, backward_moved=160.0)
+    assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 20 + 0.03)
+
+
+def test_forward_and_backward_are_bound_each_by_its_own():
+    cost = replace(COST, forward_moved=80.0)
+    assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 4 + 0.03)
+
+
+def test_a_smaller_dtype_computes_at_its_own_rate():
+    assert achieved_flop_rate(DEVICE, "float16") == 200.0
+    assert layer_seconds(COST, DEVICE, "float16") == pytest.approx(1 + 2 + 0.03)
+
+
+def test_priced_fills_in_the_seconds_and_nothing_else():
+    assert priced(COST, DEVICE, "float32") == replace(COST, seconds=pytest.approx(6.03))
+
+
+def test_a_dtype_without_a_rate_is_an_error_and_never_another_dtypes_rate():
+    with pytest.raises(CostError, match=r"toy has no FLOP rate for bfloat16.*splitc calibrate"):
+        layer_seconds(COST, DEVICE, "bfloat16")
+
+
+def test_a_layer_that_computes_nothing_needs_no_flop_rate():
+    lookup = replace(COST, forward_flops=0.0, backward_flops=0.0)
+    assert layer_seconds(lookup, DEVICE, "bfloat16") == pytest.approx(1 + 2 + 0.03)
+
+
+# -- op by op ----------------------------------------------------------------------------------------------------------
+
+CPU = Device(
+    "a core",
+    {"float32": 100.0},
+    10.0,
+    1e9,
+    {"matmul": 0.5, "conv": 1.0, "conv_backward": 0.8, "memory": 0.8, "math": 0.4, "conv_moved": 0.2},
+    0.01,
+    conv_launch=0.03,
+    overlap=0.0,
+)
+PRODUCT = OpCost("mm", "matmul", False, 100.0, 8.0)
+
+
+def seconds(*ops: OpCost, device: Device = CPU) -> float:
+    return ops_seconds(ops, device, "float32")
+
+
+def test_a_device_that_hides_nothing_takes_the_sum_and_one_that_hides_all_the_longer():
+    assert seconds(PRODUCT) == pytest.approx(2 + 1 + 0.01)
+    assert seconds(PRODUCT, device=replace(CPU, overlap=1.0)) == pytest.approx(2 + 0.01)
+    assert seconds(PRODUCT, device=replace(CPU, overlap=0.5)) == pytest.approx(2.5 + 0.01)
+
+
+def test_what_a_product_moves_has_an_efficiency_of_its_own():
+    assert seconds(OpCost("convolution", "conv", False, 100.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
+    assert seconds(OpCost("convolution_backward", "conv", True, 80.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
+
+
+def test_channels_that_are_not_there_take_time_and_are_no_flops():
+    op = OpCost("convolution", "conv", False, 100.0, 0.0, filling=100.0)
+    assert seconds(op) == pytest.approx(2 + 0.01 + 0.03)
+    assert LayerCost.of_ops(1, (op,), 0.0).flops == 100.0
+
+
+def test_an_op_of_memory_moves_at_the_rate_of_its_class():
+    assert seconds(OpCost("relu", "memory", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
+    assert seconds(OpCost("gelu", "math", True, 0.0, 8.0)) == pytest.approx(2 + 0.01)
+    assert seconds(OpCost("max_pool2d", "max_pool", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
+
+
+def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own():
+    moving = OpCost("relu", "memory", False, 0.0, 80.0)
+    backward = OpCost("mm", "matmul", True, 200.0, 16.0, 2)
+    cost = LayerCost.of_ops(1, (PRODUCT, moving, backward), 0.0)
+    device = replace(CPU, overlap=1.0)
+    assert forward_seconds(cost, device, "float32") == pytest.approx((2 + 0.01) + (10 + 0.01))
+    assert backward_seconds(cost, device, "float32") == pytest.approx(4 + 0.02)
+    assert layer_seconds(cost, device, "float32") == pytest.approx(16.04)
+
+
+def test_equal_ops_cost_as_much_together_as_one_by_one():
+    both = OpCost("mm", "matmul", False, 200.0, 16.0, 2)
+    for overlap in (0.0, 0.3, 1.0):
+        device = replace(CPU, overlap=overlap)
+        assert seconds(both, device=device) == pytest.approx(seconds(PRODUCT, PRODUCT, device=device))
+
+
+@pytest.mark.parametrize("key", ["flops", "moved", "launches", "filling"])
+def test_more_work_never_takes_less_time(key: str):
+    for op in (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0)):
+        for overlap in (0.0, 0.5, 1.0):
+            device = replace(CPU, overlap=overlap)
+            more = replace(op, **{key: 1.5 * getattr(op, key) + 1})
+            assert seconds(more, device=device) >= seconds(op, device=device)
+            if overlap < 1 or key == "launches":  # else the smaller part is hidden
+                assert seconds(more, device=device) > seconds(op, device=device)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_a_faster_device_never_takes_longer(overlap: float):
+    device = replace(CPU, overlap=overlap)
+    ops = (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0), OpCost("relu", "memory", False, 0.0, 80.0))
+    before = seconds(*ops, device=device)
+    for faster in (
+        device.scaled(2),
+        replace(device, launch=0.0),
+        replace(device, conv_launch=0.0),
+        replace(device, overlap=1.0),
+        replace(device, efficiency=dict.fromkeys(device.efficiency, 1.0)),
+    ):
+        assert seconds(*ops, device=faster) <= before

@@ -1,0 +1,253 @@
+"""Bytes of one rank: what is predicted, and what ranks really have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples import alexnet, mlp, resnet, transformer, vgg16
+from splitc.compiled import CompiledProgram, analyse
+from splitc.cost_models.memory.memory import RankMemory, cut_nbytes, gradient_nbytes, rank_memory
+from splitc.cost_models.memory.memory_check import memory_of_all
+from splitc.cost_models.memory.rank_memory import memory_of
+from splitc.errors import PlacementError
+from splitc.ir.program import Holding, Program, TensorSpec
+from tests.support.compiled import class_batch, compiled
+from tests.support.every_strategy import Asked, everywhere, planned
+from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
+from tests.support.models import CASES
+from tests.support.ranks import Net, compile_net, sgd
+
+WEIGHT = Holding("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
+FROZEN = Holding("embed.weight", (100,), torch.float32, parameter=True)
+BUFFER = Holding("bn.running_mean", (5,), torch.float64, parameter=False)
+BF16 = torch.bfloat16
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def plain_adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+OPTIMIZERS: dict[int, Callable[[Any], torch.optim.Optimizer]] = {0: plain_sgd, 1: sgd, 2: plain_adam}
+"""Copies of the parameters in the state -> an optimizer."""
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
+    "alexnet": lambda: (alexnet.alexnet(0.25, 100), *class_batch((8, 3, 96, 96), 100), F.cross_entropy),
+    "vgg with BatchNorm": lambda: (
+        vgg16.vgg16(0.25, 100, batch_norm=True),
+        *class_batch((4, 3, 64, 64), 100),
+        F.cross_entropy,
+    ),
+    "mlp": lambda: (mlp.mlp(768, (256, 256, 1024)), *class_batch((32, 3, 16, 16)), F.cross_entropy),
+    "resnet": lambda: (resnet.resnet18(), *class_batch((4, 3, 64, 64)), F.cross_entropy),
+    "transformer": lambda: (
+        transformer.transformer(vocabulary=500, width=64, depth=2, time=32),
+        *(f(8, 32, 500) for f in (lambda *n: transformer.example(*n)[0], transformer.target)),
+        transformer.loss,
+    ),
+}
+"""The examples at a reduced size: model, example, target, loss."""
+
+STRATEGIES = {
+    "single_device": 1,
+    "data_parallel": 2,
+    "data_parallel(sync_batchnorm=True)": 2,
+    "parameter_server": 3,
+    "parameter_server(beside=True)": 2,
+    "layer_separation(n_c=2, n_f=1)": 3,
+    "layer_separation(n_c=1, n_f=2)": 3,
+    "hybrid_single": 2,
+    "late_multiply": 2,
+    "modulo_shard(mp=2, scheme=BK)": 2,
+    "modulo_shard(mp=2, scheme=B)": 2,
+    "modulo_shard(mp=2, scheme=B/K)": 4,
+}
+"""Strategy -> ranks."""
+
+
+@cache
+def example(name: str, autocast: torch.dtype | None = None) -> tuple[tuple[Any, ...], Program]:
+    """One of MODELS, and what is known of it."""
+    given = MODELS[name]()
+    return given, analyse(*given, autocast=autocast)
+
+
+def program(name: str, strategy: str, autocast: torch.dtype | None = None, **options: Any) -> CompiledProgram:
+    given, known = example(name, autocast)
+    world = STRATEGIES[strategy]
+    return compiled(*given, world, strategy, analysed=known, autocast=autocast, **options)
+
+
+def assert_as_measured(
+    done: CompiledProgram, copies: int = 1, accumulate: int = 1, activations: float = 0.05
+) -> list[tuple[RankMemory, Measured]]:
+    """Compare every rank's prediction with what it really has; activations within this part."""
+    found = measured(done, OPTIMIZERS[copies], accumulate)
+    pairs = [(memory_of(done.program, rank, copies, accumulate), real) for rank, real in enumerate(found)]
+    for rank, (memory, real) in enumerate(pairs):
+        exact = (memory.parameters, memory.buffers, memory.gradients, memory.optimizer_state)
+        assert exact == (real.parameters, real.buffers, real.gradients, real.optimizer_state), f"rank {rank}"
+        assert memory.activations == pytest.approx(real.saved, rel=activations), f"rank {rank}"
+    return pairs
+
+
+# -- its parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainable_parameter_counts_with_its_gradient_and_optimizer_state() -> None:
+    memory = rank_memory([WEIGHT], kept=1000, communication=30)
+    assert (memory.parameters, memory.gradients, memory.optimizer_state) == (200, 200, 200)
+    assert memory.total == memory.peak == 600 + 1000 + 30
+
+
+def test_frozen_parameters_and_buffers_are_only_held() -> None:
+    assert gradient_nbytes([FROZEN, BUFFER]) == 0
+    memory = rank_memory([FROZEN, BUFFER], kept=0)
+    assert (memory.parameters, memory.buffers, memory.total) == (400, 40, 440)
+
+
+def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
+    assert rank_memory([WEIGHT], 0, optimizer_copies=2).total == 800
+    assert rank_memory([WEIGHT], 0, optimizer_copies=0).total == 400
+
+
+def test_both_sides_of_a_cut_keep_value_and_gradient() -> None:
+    assert cut_nbytes(TensorSpec((1, 10), torch.float32, 0, requires_grad=True), 3) == 240
+    assert cut_nbytes(TensorSpec((1,), torch.int64, 0), 3) == 24
+
+
+# -- what ranks really have --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4)))
+def test_every_strategy_has_the_bytes_that_were_predicted(world: int, asked: Asked) -> None:
+    assert_as_measured(planned(world, asked, norm=True))
+
+
+@pytest.mark.parametrize("copies", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "parameter_server(beside=True)", "modulo_shard(mp=2, scheme=BK)"]
+)
+def test_the_state_of_an_optimizer_is_exact(strategy: str, copies: int) -> None:
+    assert_as_measured(planned(2, strategy), copies)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["single_device", "data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=2, scheme=B)"]
+)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "recurrent"])
+def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
+    given = CASES[name].make()
+    try:
+        done = compiled(*given, STRATEGIES[strategy], strategy)
+    except PlacementError:
+        pytest.skip("the model has no plan of this strategy")
+    assert_as_measured(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
+    assert_as_measured(program(name, strategy))
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"])
+def test_ranks_under_autocast_have_the_bytes_that_were_predicted(strategy: str) -> None:
+    assert_as_measured(program("transformer", strategy, BF16))
+
+
+def test_autocast_narrows_activations_and_keeps_casts_of_weights() -> None:
+    few, many = (memory_of(program("transformer", "single_device", dtype).program, 0) for dtype in (BF16, None))
+    assert few.activations < 0.8 * many.activations
+    few, many = (memory_of(program("mlp", "single_device", dtype).program, 0) for dtype in (BF16, None))
+    first = 4 * 768 * 256  # whose input needs no gradient, so that its weight is not kept
+    assert few.activations >= 0.5 * (few.parameters - first) + 0.4 * many.activations
+
+
+def test_what_is_on_around_a_prediction_does_not_change_it() -> None:
+    done = planned(2, "data_parallel", norm=True).program
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        inside = memory_of(done, 0)
+    assert inside == memory_of(done, 0)
+
+
+def test_dropout_keeps_a_mask_for_backward() -> None:
+    without, with_it = (compile_net(Net(drop=drop), "data_parallel", 2) for drop in (0.0, 0.5))
+    masked = memory_of(with_it.program, 0).activations - memory_of(without.program, 0).activations
+    assert masked >= 4 * 36 * 4  # (4, 36) float32
+    assert_as_measured(with_it)
+
+
+def test_a_recurrent_layer_has_at_least_the_bytes_that_were_predicted() -> None:
+    """OneDNN keeps a workspace of its own besides."""
+    (real,) = measured(done := compiled(*CASES["recurrent"].make(), 1, "single_device"))
+    memory = memory_of(done.program, 0)
+    assert (memory.parameters, memory.gradients) == (real.parameters, real.gradients)
+    assert 0 < memory.activations <= real.saved
+
+
+def test_turns_keep_the_activations_of_one_turn() -> None:
+    at_once, in_turns = (memory_of(program("mlp", f"modulo_shard(mp=2, scheme={s})").program, 0) for s in ("BK", "B"))
+    assert in_turns.activations < 0.7 * at_once.activations
+
+
+def test_gradients_of_earlier_batches_are_there_while_the_next_goes_forward() -> None:
+    assert_as_measured(planned(2, "data_parallel"), accumulate=2)
+    done = compiled(*CASES["resnet"].make(), 1, "single_device")  # its activations are larger than its parameters
+    one, two = (memory_of(done.program, 0, accumulate=n) for n in (1, 2))
+    assert two.gradients == one.gradients and one.peak < two.peak <= one.peak + one.gradients
+    assert two.peak == pytest.approx(measured(done, accumulate=2)[0].peak, rel=0.01)
+
+
+def test_updates_in_every_turn_need_the_gradients_of_one() -> None:
+    assert_as_measured(planned(2, "modulo_shard(mp=2, scheme=B, updates=every)"))
+
+
+def test_a_rank_without_work_needs_nothing() -> None:
+    assert memory_of(planned(2, "single_device").program, 1) == RankMemory(0, 0, 0, 0, 0, most=0)
+
+
+def test_ranks_that_are_alike_are_followed_once_and_get_the_same_figures() -> None:
+    for strategy in ("layer_separation(ranks=2+1+1)", "modulo_shard(mp=2)", "parameter_server(servers=2)"):
+        done = planned(4, strategy, global_batch=13).program
+        assert memory_of_all(done) == tuple(memory_of(done, rank) for rank in range(4))
+
+
+# -- the peak ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [None, BF16])
+@pytest.mark.parametrize(
+    "name", [n if n in ("alexnet", "transformer") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
+def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: torch.dtype | None) -> None:
+    done = program(name, "single_device", autocast)
+    assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+def test_the_peak_may_be_in_the_update(copies: int) -> None:
+    done = program("mlp", "single_device")
+    assert memory_of(done.program, 0, copies).peak == pytest.approx(allocator_peak(done, OPTIMIZERS[copies]), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "single_device"])
+def test_processes_have_the_peak_that_was_predicted(strategy: str, tmp_path: Path) -> None:
+    done = program("alexnet", strategy)
+    for memory, real in zip(memory_of_all(done.program), in_processes(done, tmp_path), strict=True):
+        assert memory.peak == pytest.approx(real.peak, rel=0.02)
+        assert memory.gradients == real.gradients and memory.activations == real.saved

@@ -1,0 +1,128 @@
+"""Plans that do not fit are refused: by what the planner sums up, and by what a step of the plan comes to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import splitc
+from splitc.compiled import CompiledProgram, analyse
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.memory.memory_check import _bound, memory_of_all, require_memory
+from splitc.errors import PlacementError
+from splitc.ir.program import Program
+from splitc.ir.strategies import parse_strategy
+from splitc.passes.planner.parameter_server import server_memory
+from splitc.passes.planner.pricing import memory_needed
+from splitc.passes.planner.request import Request
+from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
+from tests.cost_models.memory.test_memory import STRATEGIES, example, program
+from tests.support.compiled import CLUSTER, compiled
+from tests.support.every_strategy import Asked, Small, every_strategy, images, planned
+
+
+def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str, float]:
+    """Role -> bytes that the planner weighed for its last rank, all of that rank's roles together."""
+    plan = done.plan
+    request = Request(known, load_cluster(CLUSTER), plan.world)
+    layers = [layer.name for layer in known.layers]
+    (first, ranks), batch = next(iter(plan.roles.items())), plan.largest_batch(next(iter(plan.roles)))
+    if strategy.startswith(("layer_separation", "hybrid_single")):
+        asked = parse_strategy(strategy)
+        offer = hybrid_single(request) if strategy == "hybrid_single" else layer_separation(request, asked)  # type: ignore[arg-type]
+        assert offer.problem is not None
+        return offer.problem.memory_of({layer for layer, role in offer.role_of.items() if role == "fc"})
+    if plan.servers:
+        serving = server_memory(request, len(ranks), len(plan.servers), beside := plan.servers[0] in ranks)
+        worker = sum(request.served_memory(layer, batch) for layer in layers)
+        return {first: worker + serving} if beside else {first: worker, "server": serving}
+    if len(plan.roles) > 1 or "late" in strategy:
+        return {list(plan.roles)[-1]: memory_needed(request, done.program)[0]}
+    return {first: sum(request.layer_memory(layer, batch, len(ranks) > 1) for layer in layers)}
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "sync" not in s])
+@pytest.mark.parametrize("name", ["mlp", "transformer", pytest.param("alexnet", marks=pytest.mark.slow)])
+def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str) -> None:
+    """The sum of the parts where layers are whole; elsewhere parts that take turns make the planner weigh more."""
+    done, known = program(name, strategy), example(name)[1]
+    memories = memory_of_all(done.program)
+    for role, need in estimated(done, known, strategy).items():
+        rank = done.plan.servers[0] if role == "server" else done.plan.roles[role][-1]
+        memory = memories[rank]
+        if strategy.startswith(("single", "data", "layer", "hybrid")) or (
+            role == "worker" and "beside" not in strategy
+        ):
+            assert need == pytest.approx(memory.total, rel=0.045), role
+        else:
+            assert 0.95 * memory.peak <= need <= 1.25 * max(memory.peak, memory.total), role
+
+
+@pytest.mark.parametrize("asked", every_strategy(2), ids=str)
+def test_no_step_needs_more_than_the_bound_that_spares_its_run(asked: Asked) -> None:
+    done = planned(2, asked, norm=True).program
+    for rank, memory in enumerate(memory_of_all(done, 2)):
+        assert memory.peak <= _bound(done, rank, 2)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_need_more_than_they_have_are_named_with_the_parts_of_their_need() -> None:
+    done = planned(3, "layer_separation(n_c=2, n_f=1)").program
+    peaks = [memory.peak for memory in memory_of_all(done)]
+    require_memory(done, lambda rank: peaks[rank])
+    with pytest.raises(PlacementError) as error:
+        require_memory(done, lambda rank: peaks[rank] - 1 if rank < 2 else peaks[rank])
+    title, *lines = str(error.value).splitlines()
+    assert "the plan layer_separation does not fit into memory; give a step fewer examples (global_batch)" in title
+    (line,) = lines
+    assert line.startswith("  - ranks 0 1 (conv) need ") and "at the peak of a step and have" in line
+    assert all(part in line for part in ("parameters ", "gradients ", "optimizer state ", "activations "))
+
+
+def test_ranks_short_by_different_amounts_get_a_line_each() -> None:
+    done = planned(3, "parameter_server(servers=1)").program
+    with pytest.raises(PlacementError) as error:
+        require_memory(done, lambda rank: 100.0 + rank)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(")")[0] for line in lines] == [
+        "  - rank 0 (worker",
+        "  - rank 1 (worker",
+        "  - rank 2 (server",
+    ]
+    assert all(" needs " in line and "has 10" in line for line in lines)
+
+
+class Wide(nn.Module):
+    """What a step makes on its way is far more than what backward keeps: the sum over layers does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        wide = x.unsqueeze(-1) + torch.zeros(20_000, device=x.device)
+        return self.last(wide.mean(-1))  # type: ignore[no-any-return]
+
+
+def test_a_plan_that_the_planner_took_for_fitting_is_refused_when_its_step_does_not() -> None:
+    given = Wide(), (torch.randn(4, 4),), torch.randint(2, (4,)), F.cross_entropy
+    known = analyse(*given)
+    (memory,) = memory_of_all(compiled(*given, 1, "single_device", analysed=known).program)
+    assert memory.peak > 2 * memory.total
+    with pytest.raises(PlacementError, match=r"rank 0 \(all\) needs .* at the peak of a step and has"):
+        compiled(*given, 1, "single_device", analysed=known, memory=memory.peak - 1)
+    compiled(*given, 1, "single_device", analysed=known, memory=memory.peak)
+
+
+def test_a_plan_that_is_given_must_fit_the_memory_that_is_given() -> None:
+    images_, labels = images(4)
+    given = Small(), 2, (images_,), labels, F.cross_entropy
+    plan = planned(2, "data_parallel").plan
+    assert splitc.compile(*given, plan=plan).plan == plan
+    with pytest.raises(PlacementError, match=r"ranks 0 1 \(all\) need .* and have 1.00 kB"):
+        splitc.compile(*given, plan=plan, memory=1000)

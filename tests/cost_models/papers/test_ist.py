@@ -1,0 +1,104 @@
+"""The costs of independent subnet training against subnets that are really drawn, and the curves of figure 2."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from examples.mlp import MLP
+from splitc.capture.capture import capture
+from splitc.cost_models.papers.ist import (
+    FIGURE_2,
+    Symbols,
+    data_parallel_flops,
+    data_parallel_nbytes,
+    ist_flops,
+    ist_nbytes,
+)
+from splitc.errors import CostError
+from splitc.ir.pass_manager import run_passes
+from splitc.ir.program import Program
+from splitc.passes.measure_costs import MeasureCosts
+
+SITES = [1, 2, 4, 8, 16, 40]
+
+
+@cache
+def network() -> Program:
+    """The network of figure 2."""
+    inputs, *hidden, labels = FIGURE_2.N
+    given = torch.randn(4, inputs), torch.randint(labels, (4,))
+    with torch.device("meta"):
+        model = MLP(inputs, hidden, labels)
+    program = capture(model.to_empty(device="cpu"), (given[0],), given[1], F.cross_entropy)
+    return run_passes(program, [MeasureCosts()])
+
+
+def subnets(N: tuple[int, ...], n: int, seed: int) -> list[list[int]]:
+    """For each of n sites, the weights of its matrices: hidden neurons are dealt out, the ends are everybody's."""
+    draw = random.Random(seed)
+    sizes = [[N[0]] * n]
+    for neurons in N[1:-1]:
+        owner = [k % n for k in range(neurons)]
+        draw.shuffle(owner)
+        sizes.append([owner.count(site) for site in range(n)])
+    sizes.append([N[-1]] * n)
+    return [[a * b for a, b in pairwise([size[site] for size in sizes])] for site in range(n)]
+
+
+@pytest.mark.parametrize("n", SITES)
+@pytest.mark.parametrize("N", [FIGURE_2.N, (30, 80, 10), (7, 80, 160, 3), (5, 40, 80, 120, 240, 9)])
+def test_ist_sends_and_computes_what_drawn_subnets_hold(N: tuple[int, ...], n: int) -> None:
+    s = Symbols(N, B=32, J=5)
+    drawn = sum(map(sum, subnets(N, n, seed=n)))
+    assert ist_nbytes(s, n) == pytest.approx(4 * drawn / 5)
+    assert ist_flops(s, n) == pytest.approx(4 * 32 * drawn)
+
+
+def test_data_parallelism_sends_all_weights_of_the_network_of_figure_2_to_every_site() -> None:
+    weights = sum(h.numel for name, h in network().holdings.items() if name.endswith("weight"))
+    for n in SITES:
+        assert data_parallel_nbytes(FIGURE_2, n) == 4 * n * weights
+
+
+def test_its_flops_are_twice_those_of_forward() -> None:
+    forward = sum(cost.at(FIGURE_2.B).forward_flops for cost in network().costs.values())
+    assert data_parallel_flops(FIGURE_2) == pytest.approx(2 * forward)
+
+
+def test_on_one_site_ist_is_local_training() -> None:
+    assert ist_flops(FIGURE_2, 1) == data_parallel_flops(FIGURE_2)
+    assert ist_nbytes(replace(FIGURE_2, J=1), 1) == data_parallel_nbytes(FIGURE_2, 1)
+
+
+def test_in_figure_2_ists_curves_fall_with_the_sites_and_data_parallelisms_rise_or_stay() -> None:
+    for few, more in pairwise(SITES):
+        assert ist_nbytes(FIGURE_2, more) < ist_nbytes(FIGURE_2, few)
+        assert ist_flops(FIGURE_2, more) < ist_flops(FIGURE_2, few)
+        assert data_parallel_nbytes(FIGURE_2, more) == pytest.approx(data_parallel_nbytes(FIGURE_2, few) * more / few)
+
+
+def test_the_curves_of_figure_2_are_these_polynomials() -> None:
+    """N_0 N_1 = 4 M, two hidden matrices of 16 M, N_{t-1} N_t = 0.8 M."""
+    for n in SITES:
+        assert data_parallel_nbytes(FIGURE_2, n) / 4 == pytest.approx(36.8e6 * n)
+        assert ist_nbytes(FIGURE_2, n) / 4 == pytest.approx(0.48e6 + 3.2e6 / n)
+        assert data_parallel_flops(FIGURE_2) == pytest.approx(4 * 512 * 36.8e6)
+        assert ist_flops(FIGURE_2, n) == pytest.approx(4 * 512 * (4.8e6 + 32e6 / n))
+
+
+def test_more_local_steps_send_less_and_compute_the_same() -> None:
+    for few, more in pairwise(replace(FIGURE_2, J=J) for J in (1, 2, 10, 50)):
+        assert ist_nbytes(more, 8) < ist_nbytes(few, 8)
+        assert ist_flops(more, 8) == ist_flops(few, 8)
+
+
+def test_a_network_without_hidden_layers_has_no_subnets() -> None:
+    with pytest.raises(CostError, match="divides hidden layers, and there are 0"):
+        Symbols((10, 3), B=1, J=1)

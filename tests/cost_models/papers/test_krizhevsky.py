@@ -1,0 +1,110 @@
+"""The schemes BK, B and B/K: their turns, memory and bytes, against what compiled programs put on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.papers.conv_fc_split import two_parts
+from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
+from splitc.errors import CostError
+from splitc.ir.plan import Placement
+from splitc.ir.wire import WireOp, wire
+from tests.support.compiled import compiled
+from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
+
+LINK = replace(load_cluster("v100-10gbe").link, latency=0.0)
+EACH = 8
+
+
+@cache
+def program(scheme: str, K: int) -> CompiledProgram:
+    """SplitBrain's VGG on one group of K ranks of 8 images, divided from its first fc layer on."""
+    given = (torch.randn(EACH, 3, 32, 32),), torch.randint(10, (EACH,))
+    return compiled(
+        SplitBrainVGG(), *given, F.cross_entropy, K, f"modulo_shard(mp={K},scheme={scheme})", analysed=splitbrain_vgg(),
+        pins={"fc*": Placement(holding="sharded", group=K)}, global_batch=EACH * K,
+    )  # fmt: skip
+
+
+def activations(scheme: str, K: int, kind: str) -> list[list[WireOp]]:
+    """For each rank, the operations that gather the activations ("modulo") or return their gradients ("return")."""
+    (cut,) = {
+        cut.name for stage in program(scheme, K).program.stages for cut in stage.receives if cut.spec.shape == (1, 4096)
+    }
+    ops = [wire(program(scheme, K).program, rank) for rank in range(K)]
+    return [[op for op in each if op.label.startswith(f"{kind} {cut}[")] for each in ops]
+
+
+def exchange(scheme: str, K: int) -> Exchange:
+    return Exchange(scheme, EACH, K, 4 * two_parts(splitbrain_vgg()).A)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_programs_send_the_bytes_of_a_scheme_in_its_turns(scheme: str, K: int) -> None:
+    expected = exchange(scheme, K)
+    for kind in ("modulo", "return"):
+        by_rank = activations(scheme, K, kind)
+        assert {len(ops) for ops in by_rank} == {expected.turns}
+        assert sum(op.sent for ops in by_rank for op in ops) == expected.nbytes
+    for turn in range(expected.turns):
+        sent = [ops[turn].sent for ops in activations(scheme, K, "modulo")]
+        assert sum(s > 0 for s in sent) == expected.senders
+        assert max(sent) == expected.sent_in_turn
+        assert {op.shape[0] for op in (ops[turn] for ops in activations(scheme, K, "modulo"))} == {expected.examples}
+
+
+def test_all_schemes_move_the_same_bytes_and_work_on_all_examples() -> None:
+    schemes = [Exchange(scheme, 128, 8, 9216 * 4) for scheme in SCHEMES]
+    assert len({each.nbytes for each in schemes}) == 1
+    assert {each.turns * each.examples for each in schemes} == {128 * 8}
+
+
+def test_only_scheme_bk_needs_memory_that_grows_with_the_workers() -> None:
+    few, many = ({scheme: Exchange(scheme, 128, K, 4.0).held for scheme in SCHEMES} for K in (2, 16))
+    assert many["BK"] == 8 * few["BK"]
+    assert many["B"] == few["B"] == many["B/K"] == few["B/K"] == 128 * 4
+
+
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_taking_turns_as_the_only_sender_takes_k_times_as_long(K: int) -> None:
+    seconds = {scheme: Exchange(scheme, 128, K, 9216 * 4).seconds(LINK) for scheme in SCHEMES}
+    assert seconds["BK"] == pytest.approx(seconds["B/K"]) == pytest.approx((K - 1) * 128 * 9216 * 4 / 1.25e9)
+    assert seconds["B"] == pytest.approx(K * seconds["B/K"])
+
+
+def test_turns_cost_latency_and_half_duplex_links_time_where_workers_send_at_once() -> None:
+    slow, half = replace(LINK, latency=1e-3), replace(LINK, duplex=False)
+    for scheme in SCHEMES:
+        each = Exchange(scheme, 64, 4, 1000.0)
+        assert each.seconds(slow) - each.seconds(LINK) == pytest.approx(each.turns * 3 * 1e-3)
+        assert each.seconds(half) == pytest.approx(each.seconds(LINK) * (1 if scheme == "B" else 2))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_time_falls_with_bandwidth_and_rises_with_bytes(scheme: str) -> None:
+    each = Exchange(scheme, 64, 4, 1000.0)
+    assert each.seconds(replace(LINK, bandwidth=2 * LINK.bandwidth)) < each.seconds(LINK)
+    for more in (replace(each, B=128), replace(each, K=8), replace(each, row=2000.0)):
+        assert more.seconds(LINK) > each.seconds(LINK)
+
+
+def test_one_worker_exchanges_nothing() -> None:
+    for scheme in SCHEMES:
+        alone = Exchange(scheme, 64, 1, 1000.0)
+        assert alone.nbytes == alone.seconds(LINK) == 0 and alone.turns == 1
+
+
+def test_what_is_no_scheme_and_parts_that_do_not_come_out_even_are_refused() -> None:
+    with pytest.raises(CostError, match="scheme 'K' is none of BK, B, B/K"):
+        Exchange("K", 64, 4, 1.0)
+    with pytest.raises(CostError, match="3 does not divide 64"):
+        Exchange("B/K", 64, 3, 1.0)
+    assert Exchange("B", 64, 3, 1.0).examples == 64

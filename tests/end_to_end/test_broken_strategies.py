@@ -1,0 +1,265 @@
+"""Each node and action of every strategy is needed: without it a check, the ranks or verify say where it is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.checks.graph import no_deadlock, sends_meet_receives
+from splitc.compiled import CompiledProgram
+from splitc.ir.actions import Action
+from splitc.ir.plan import Placement
+from splitc.ir.program import Program
+from splitc.passes.schedule import Schedule
+from splitc.runtime.transport.base import Mismatch
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Asked, images, planned
+
+
+def columns(size: int) -> Placement:
+    return Placement(holding="sharded", group=size, split="columns")
+
+
+def sharded(world: int = 2, scheme: str = "BK") -> CompiledProgram:
+    """Groups of 2 ranks, all linear layers by columns."""
+    return planned(world, f"modulo_shard(mp=2,scheme={scheme})", pins={"fc*": columns(2)})
+
+
+def rows() -> CompiledProgram:
+    pins = {
+        "fc6": columns(2),
+        "fc7": Placement(holding="sharded", group=2, split="rows"),
+        "fc8": Placement(holding="replicated"),
+    }
+    return planned(2, "modulo_shard(mp=2,scheme=BK)", pins=pins)
+
+
+def mixed() -> CompiledProgram:
+    """A divided layer, a late-multiplied one and one on a single rank."""
+    return planned(2, Asked("", "auto", {"fc6": columns(2), "fc7": Placement(sync="late_multiply"), "fc8": "fc"}))
+
+
+def late() -> CompiledProgram:
+    return planned(2, Asked("", "late_multiply", {"fc*": Placement(sync="late_multiply")}))
+
+
+def hybrid(world: int = 2) -> CompiledProgram:
+    return planned(world, "hybrid_single", pins={"conv": "conv", "fc*": "fc"})
+
+
+class Normed(nn.Module):
+    """A norm that every rank of a group computes whole, before a layer that they divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.norm = nn.LayerNorm(27)
+        self.fc = nn.Linear(27, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.fc(self.norm(F.max_pool2d(F.relu(self.conv(x)), 2).flatten(1)))
+        return scores
+
+
+def entered() -> CompiledProgram:
+    x, y = images(4)
+    pins = {"norm": Placement(group=2), "fc": columns(2)}
+    return compiled(Normed(), (x,), y, F.cross_entropy, 2, "auto", pins=pins)
+
+
+def edited(program: CompiledProgram, pattern: str, new: str) -> CompiledProgram:
+    """The program with a pattern replaced in all of its generated files."""
+    assert any(re.search(pattern, text) for text in program.files.values()), f"{pattern} is in no file"
+    program.__dict__["files"] = {name: re.sub(pattern, new, text) for name, text in program.files.items()}
+    return program
+
+
+def test_the_unbroken_programs_hold() -> None:
+    for make in (sharded, rows, mixed, late, hybrid, entered):
+        assert make().verify(steps=1).holds
+
+
+# -- wrong numbers: verify names the layer -----------------------------------------------------------------------------
+
+Case = tuple[Callable[[], CompiledProgram], str, str, str]
+GATHERED = r"d_cut0( = |\.append\()fc\.give_back\(cut0_group\.grad\)"
+NAMED: dict[str, Case] = {
+    "a gradient of the loss that is summed though all ranks have it": (
+        sharded, "features=5, partial=False", "features=5, partial=True", r"layer fc8.*2 times"),
+    "parts of a gradient that are taken for the whole": (
+        sharded, "features=14", "features=14, partial=False", "layer fc6"),
+    "gathered examples whose gradients are not summed": (
+        sharded, GATHERED, r"d_cut0\1fc.give_back(cut0_group.grad, partial=False)", "layer conv"),
+    "gathered examples whose gradients are not given back": (
+        sharded, GATHERED, r"d_cut0\1cut0_group.grad[: len(cut0)]", "layer conv"),
+    "parts of a sum that are not summed": (
+        rows, r"rank\.sum_partials\((F\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
+    "the gradient of a norm that nobody sums": (
+        entered, r"rank\.enter\((self\.norm\(cut0\))\)", r"\1", "layer norm"),
+    "examples of others that are kept": (mixed, r"fc\.keep\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
+    "a rank's own gradient in place of its group's": (
+        mixed, r"fc\.spread\((cut1_fc2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
+    "a layer whose gradient nobody gathers": (late, r"rank\.late_multiply\(flatten", "F.linear(flatten", "layer fc6"),
+    "a gradient divided by the number of ranks": (
+        hybrid, r"(recv\(\"fc\", \(-1, 27\), torch\.float32\))", r"\1 / 2", r"layer conv.*0\.5 times"),
+    "a turn that is left out of the loss": (
+        lambda: sharded(scheme="B/K"), r"sum\(losses\)", "losses[-1]", "the loss cross_entropy"),
+    "gradients of divided layers that groups do not sum": (
+        lambda: sharded(4), r"with fc\.all_reduce\(stage, FC_BUCKETS\):", "if True:", "layer fc8"),
+    "gradients of convolutions that ranks do not sum": (
+        lambda: sharded(4), r"with conv\.all_reduce\(stage, CONV_BUCKETS\):", "if True:", "layer conv"),
+    "a mean over the group's examples only": (
+        lambda: sharded(4), r"rank\.total_weight\(target\)", "target.shape[0]", "the loss cross_entropy.*2 times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_verify_names_where_a_wrong_number_begins(name: str) -> None:
+    make, pattern, new, where = NAMED[name]
+    result = edited(make(), pattern, new).verify(steps=1)
+    assert not result.holds
+    assert re.search(where, result.where), result.where
+
+
+def test_the_share_of_a_mean_counts_every_turn_of_a_group() -> None:
+    x, y = images(4)
+    target = F.one_hot(y, 5).float()
+    model, pins = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 5)), {"3": columns(2)}
+    program = compiled(model, (x,), target, F.mse_loss, 2, "modulo_shard(mp=2,scheme=B/K)", pins={"1": "conv", **pins})
+    assert program.verify(steps=1).holds
+    result = edited(program, r"rank\.share\(", "(").verify(steps=1)
+    assert not result.holds and "mse_loss" in result.where and "2 times" in result.where
+
+
+@pytest.mark.parametrize("make", [late, mixed])
+def test_late_multiplied_layers_that_are_never_multiplied_do_not_hold(make: Callable[[], CompiledProgram]) -> None:
+    result = edited(make(), r"\n    \w+\.multiply\(\).*", "").verify(steps=1)
+    assert not result.holds and re.match(r"fc\d\.weight \(gradient\)", result.worst)
+
+
+@pytest.mark.parametrize("make", [late, mixed])
+def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], CompiledProgram]) -> None:
+    result = edited(make(), r"\n    \w+\.multiply\(\).*", "").verify(steps=1)
+    assert re.match(r"layer fc\d", result.where), result.where
+
+
+# -- what cannot run ---------------------------------------------------------------------------------------------------
+
+CRASHES: dict[str, Case] = {
+    "features that are not gathered": (
+        sharded, r"rank\.shard\((F\.relu\(self\.fc6\(cut0\)\)), features=14\)", r"\1", "shapes cannot be multiplied"),
+    "examples that are not gathered": (sharded, r"fc\.modulo\(cut0\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
+    "targets that are not gathered": (sharded, r"fc\.modulo\(target\)", "target", r"batch_size \(8\).*\(4\)"),
+    "neither": (sharded, r"(\w+)_group = fc\.modulo\(\w+\)", r"\1_group = \1.detach()", "return_examples.*should be 8"),
+    "a turn that is left out": (lambda: sharded(scheme="B/K"), r"fc\.turns\(2\)", "fc.turns(1)", "shape"),
+    "all examples of the group where one's own are read": (mixed, r"fc\.keep\(cut1\)", "cut1", "Mismatch in shape"),
+    "one's own gradient where the group's is read": (
+        mixed, r"fc\.spread\((cut1_fc2\.grad)\)", r"\1", "Mismatch in shape"),
+    "a group that not all its ranks know": (sharded, r"group=\(0, 1\)", "group=(0,)", "not one of the group's ranks"),
+    "replicas that are not": (lambda: sharded(4), r"replicas=\(0, 2\)", "replicas=(0, 1)", "not one of the group's"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_what_is_missing_stops_the_ranks_and_tells_the_rank(name: str) -> None:
+    make, pattern, new, words = CRASHES[name]
+    with pytest.raises((RuntimeError, ValueError), match=words) as error:
+        edited(make(), pattern, new).verify(steps=1)
+    assert any("rank" in note for note in error.value.__notes__)
+
+
+def test_ranks_that_do_not_sum_the_same_gradients_are_told_apart() -> None:
+    program = edited(hybrid(), r"with conv\.all_reduce\(stage, CONV_BUCKETS\):", "if True:")  # rank 0 has both roles
+    with pytest.raises(Mismatch, match=r"rank 0 and rank 1 disagree(.|\n)*all_reduce \(30,\)"):
+        program.verify(steps=1)
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+def without(program: Program, dropped: str) -> Program:
+    """The program without an action, in its printed form, in every part."""
+    parts = [replace(p, actions=tuple(a for a in p.actions if str(a) != dropped)) for p in program.parts]
+    assert parts != list(program.parts), f"{dropped} is no action"
+    return replace(program, parts=tuple(parts))
+
+
+def swapped(program: Program, first: str, second: str) -> Program:
+    """The program with two actions in each other's place, in every part that has both."""
+
+    def swap(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        names = [str(a) for a in actions]
+        if not {first, second} <= set(names):
+            return actions
+        i, j = names.index(first), names.index(second)
+        found = list(actions)
+        found[i], found[j] = found[j], found[i]
+        return tuple(found)
+
+    return replace(program, parts=tuple(replace(p, actions=swap(p.actions)) for p in program.parts))
+
+
+DROPPED = [
+    (mixed, "fc2: send cut2 -> fc3", "rank 0 receives cut2.fc2.fc3[4:8], which rank 1 never sends"),
+    (mixed, "fc3: recv cut2 <- fc2", "rank 1 sends cut2.fc2.fc3[4:8], which rank 0 never receives"),
+    (mixed, "fc2: recv_grad cut2 <- fc3", "rank 0 sends d_cut2.fc2.fc3[4:8], which rank 1 never receives"),
+    (mixed, "fc3: sum_loss", "rank 0 sums X fc2.fc7[0]"),
+    (hybrid, "fc: send_grad cut0 -> conv", "rank 1 receives d_cut0.conv.fc[4:8], which rank 0 never sends"),
+    (hybrid, "conv: send target -> fc", "rank 0 receives target.conv.fc[4:8]"),
+]
+
+
+@pytest.mark.parametrize(("make", "action", "words"), DROPPED)
+def test_a_dropped_message_is_named_with_both_its_ranks(
+    make: Callable[[], CompiledProgram], action: str, words: str
+) -> None:
+    assert any(words in problem for problem in sends_meet_receives(without(make().program, action)))
+
+
+def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
+    circle = swapped(mixed().program, "fc2: send cut2 -> fc3", "fc2: sum_loss")
+    assert any("in a circle" in problem and "cut2" in problem for problem in no_deadlock(circle))
+    crossed = swapped(mixed().program, "fc: modulo cut0", "fc: forward")
+    one_part = replace(crossed, parts=(crossed.parts[0], *mixed().program.parts[1:]))
+    (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
+    assert "modulo cut0[0]" in problem and "fc.relu_1_whole[0]" in problem
+
+
+LOCAL = [
+    (sharded, "fc: modulo cut0"),
+    (sharded, "fc: return cut0"),
+    (mixed, "fc: keep cut1"),
+    (mixed, "fc: spread cut1"),
+    (late, "all: multiply"),
+    (hybrid, "conv: reduce bucket0"),
+    (hybrid, "conv: backward"),
+    (lambda: sharded(scheme="B/K"), "fc: modulo cut0"),
+]
+
+
+@pytest.mark.parametrize(("make", "action"), LOCAL)
+def test_an_action_that_all_ranks_leave_out_is_named_by_a_check(
+    make: Callable[[], CompiledProgram], action: str
+) -> None:
+    program = without(make().program, action)
+    problems = [problem for check in Schedule.ensures for problem in check(program)]
+    value = action.split()[-1]
+    assert any(value in problem for problem in problems), problems
+
+
+def test_a_gradient_that_never_arrived_is_told_where_it_is_spread() -> None:
+    program = edited(mixed(), r"    cut2\.backward\(d_cut2\)\n", "")
+    with pytest.raises(RuntimeError, match="no gradient arrived"):
+        program.verify(steps=1)
+
+
+def test_an_error_in_an_edited_program_names_its_file_and_line() -> None:
+    program = edited(sharded(), r"rank\.shard\((.*), features=14\)", r"\1")
+    with pytest.raises(RuntimeError) as caught:
+        program.verify(steps=1)
+    assert any(re.match(r"in conv_fc.py, line \d+: .*fc", note) for note in caught.value.__notes__)

@@ -1,0 +1,135 @@
+"""Every code block of the README and the docs runs: Python as it stands, commands through the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from splitc.cli import main
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.worker import Worker
+from tests import ROOT
+from tests.support.compiled import compiled
+from tests.support.ranks import on_ranks, worker_of
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    return [Block(*found) for found in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def commands(block: Block) -> list[str]:
+    return [
+        line
+        for line in block.text.splitlines()
+        if line.split()[:1] and line.split()[0] in ("splitc", "torchrun", "make")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_commands_and_the_python_of_a_page_run_in_its_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in blocks(page):
+        if block.language == "sh":
+            for line in commands(block):
+                if _in_process(line):
+                    assert main(shlex.split(_small(line))[1:]) == 0, f"{line}\n{capsys.readouterr().err}"
+        elif block.language == "python":
+            _run_python(page, block, tmp_path)
+
+
+def _in_process(line: str) -> bool:
+    """Commands that start processes or install have tests of their own."""
+    return (
+        line.startswith("splitc")
+        and not line.startswith(("splitc run", "splitc calibrate", "splitc demo"))
+        and "--processes" not in line
+    )
+
+
+def _small(line: str) -> str:
+    """The same command on this test's time: a cluster that is not measured, a batch of a few images."""
+    if "--world" in line and "--cluster" not in line:
+        line += " --cluster v100-10gbe"
+    return line + (" --input 4x3x224x224" if "alexnet" in line else " --input 4x3x32x32" if "mlp.py" in line else "")
+
+
+def _run_python(page: Path, block: Block, folder: Path) -> None:
+    name = re.match(r"# file: (\S+)", block.text)
+    if name is not None:
+        (folder / name[1]).write_text(block.text)
+        if "torchrun" in page.read_text() and "worker" in block.text:
+            return  # runs under torchrun, in the test of processes below
+    if "def step(rank" in block.text:
+        return  # an excerpt of a generated file, held by the golden files
+    names: dict[str, Any] = {
+        "model": nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 10)),
+        "images": torch.randn(8, 3, 2, 2),
+        "labels": torch.randint(0, 10, (8,)),
+        "dataset": TensorDataset(torch.randn(32, 3, 2, 2), torch.randint(0, 10, (32,))),
+        "F": F,
+    }
+    text = block.text.split("# or train with it")[0]
+    if page.name == "training.md":
+        _run_on_a_rank(page, text, names)
+        return
+    exec(compile(text, f"{page.name} block", "exec"), names)
+
+
+def _run_on_a_rank(page: Path, text: str, names: dict[str, Any]) -> None:
+    """Run a block about workers on a simulated rank, with a `program`, its `worker` and an `other` one."""
+    program = compiled(names["model"], (names["images"],), names["labels"], F.cross_entropy, 1, "single_device")
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def make(transport: Transport, optimizer: Any = sgd, **options: Any) -> Worker:
+        return worker_of(program, transport, optimizer=optimizer, **options)
+
+    def run(transport: Transport) -> None:
+        given = SimpleNamespace(worker=lambda optimizer, **options: make(transport, optimizer, **options))
+        own = {"program": given, "worker": make(transport), "other": make(transport), "torch": torch}
+        exec(compile(text, f"{page.name} block", "exec"), {**names, **own})
+
+    on_ranks(1, run)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_tutorial_trains_under_torchrun(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "tutorial.md"
+    for block in blocks(page):
+        if name := re.match(r"# file: (\S+)", block.text):
+            (tmp_path / name[1]).write_text(block.text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "train.py"]
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"epoch 1: loss \d", done.stdout)

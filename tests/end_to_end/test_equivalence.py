@@ -1,0 +1,140 @@
+"""The ranks of every plan train exactly as one process: float64 within 1e-9, float32 within 1e-5."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.alexnet import alexnet
+from examples.mlp import mlp
+from examples.resnet import resnet18
+from examples.vgg16 import vgg16
+from splitc.compiled import CompiledProgram, analyse
+from splitc.ir.program import Program
+from tests.support.compiled import class_batch, compiled
+
+SPLITS = list(itertools.product((1, 2, 3, 5), (1, 2)))
+
+
+def ignoring() -> nn.Module:
+    return nn.CrossEntropyLoss(ignore_index=3, weight=torch.linspace(0.5, 2.0, 10))
+
+
+def frozen_trunk() -> nn.Module:
+    model = small_vgg()
+    model.features.requires_grad_(False)
+    return model
+
+
+def small_vgg() -> nn.Module:
+    return vgg16(width=0.05, num_classes=10, batch_norm=True)
+
+
+def small_alexnet() -> nn.Module:
+    return alexnet(width=0.05, num_classes=10)
+
+
+MODELS = {
+    "alexnet": (small_alexnet, (3, 3, 96, 96), F.cross_entropy),
+    "vgg_bn": (small_vgg, (4, 3, 32, 32), F.cross_entropy),
+    "mlp": (lambda: mlp(hidden=(32, 24, 48)), (4, 3, 32, 32), F.cross_entropy),
+    "resnet": (lambda: resnet18(width=8), (4, 3, 32, 32), F.cross_entropy),
+    "ignore_index": (small_vgg, (4, 3, 32, 32), ignoring()),
+    "frozen_trunk": (frozen_trunk, (4, 3, 32, 32), F.cross_entropy),
+}
+
+
+@cache
+def analysed(name: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor, object, Program]:
+    """A model, its batch and what is known of it, once for all plans."""
+    make, shape, loss = MODELS[name]
+    model = make().to(dtype)
+    loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+    x, y = class_batch(shape, dtype=dtype)
+    return model, x, y, loss, analyse(model, (x,), y, loss)
+
+
+def program(
+    name: str, world: int, strategy: str, dtype: torch.dtype = torch.float64, **options: object
+) -> CompiledProgram:
+    model, x, y, loss, known = analysed(name, dtype)
+    return compiled(model, (x,), y, loss, world, strategy, analysed=known, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("n_c", "n_f"), SPLITS)
+def test_layer_separation_is_the_same_training_in_float64(name: str, n_c: int, n_f: int) -> None:
+    result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})").verify()
+    assert result.holds and result.tolerance == 1e-9, str(result)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("n_c", "n_f"), [(3, 1), (2, 2)])
+def test_layer_separation_is_the_same_training_in_float32(name: str, n_c: int, n_f: int) -> None:
+    result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", torch.float32).verify()
+    assert result.holds and result.tolerance == 1e-5, str(result)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_data_parallel_is_the_same_training(name: str, world: int) -> None:
+    result = program(name, world, "data_parallel").verify()
+    assert result.holds, str(result)
+
+
+@pytest.mark.parametrize(("n_c", "n_f", "batch"), [(3, 1, 10), (3, 2, 11), (5, 2, 13), (2, 3, 7), (1, 2, 5)])
+@pytest.mark.parametrize("name", ["vgg_bn", "ignore_index"])
+def test_unequal_shares_are_the_same_training(name: str, n_c: int, n_f: int, batch: int) -> None:
+    compiled_program = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", global_batch=batch)
+    assert len(set(compiled_program.plan.sizes)) > 1 or n_c == 1 or batch % n_c == 0
+    result = compiled_program.verify()
+    assert result.holds and result.examples == batch, str(result)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_unequal_shares_of_data_parallel_are_the_same_training(world: int) -> None:
+    result = program("ignore_index", world, "data_parallel", global_batch=11).verify()
+    assert result.holds, str(result)
+
+
+def test_ranks_without_work_learn_the_loss() -> None:
+    result = program("mlp", 3, "single_device").verify()
+    assert result.holds, str(result)
+
+
+def test_no_gradient_crosses_a_cut_below_which_nothing_trains() -> None:
+    compiled_program = program(
+        "frozen_trunk", 3, "layer_separation(n_c=2, n_f=1)", pins={"features.*": "conv", "classifier.*": "fc"}
+    )
+    assert "d_cut0" not in compiled_program.files["conv.py"] and ".backward(" not in compiled_program.files["conv.py"]
+    assert "requires_grad_()" not in compiled_program.files["fc.py"]
+    assert compiled_program.verify().holds
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "n_c", "n_f"),
+    [
+        ("alexnet", 3, 1),
+        ("vgg_bn", 3, 2),
+        ("mlp", 1, 1),
+        ("resnet", 2, 1),
+        ("ignore_index", 2, 2),
+        ("frozen_trunk", 1, 2),
+        ("vgg_bn", 5, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_real_processes_are_the_same_training(name: str, n_c: int, n_f: int, dtype: torch.dtype) -> None:
+    result = program(
+        name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", dtype, global_batch=4 * n_c + 1
+    ).verify(processes=True)
+    assert result.holds, str(result)
+    assert result.tolerance == (1e-9 if dtype == torch.float64 else 1e-5)

@@ -1,0 +1,298 @@
+"""The ranks of every exact strategy, and of mixtures, train exactly as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.verify_matrix import MODELS, Model, strategies
+from splitc.compiled import CompiledProgram
+from splitc.ir.plan import Placement
+from splitc.ir.program import Program
+from splitc.verify.verify import Verification
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Asked, everywhere, group_size, planned
+from tests.support.models import CASES
+
+SHARDED = Placement(holding="sharded", split="columns")
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def assert_exact(result: Verification, dtype: torch.dtype = torch.float64) -> None:
+    assert result.holds and result.tolerance == (1e-9 if dtype == torch.float64 else 1e-5), str(result)
+
+
+# -- the matrix --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def of_matrix(name: str) -> tuple[Model, Program]:
+    """A model of the matrix, and what is known of it, once for all plans."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model, model.program()
+
+
+def cell(name: str, world: int, strategy: str, **options: Any) -> CompiledProgram:
+    model, known = of_matrix(name)
+    return compiled(model.module, model.example, model.target, model.loss, world, strategy, analysed=known, **options)
+
+
+SAMPLE = [
+    ("alexnet", 3, "hybrid_single"),
+    ("alexnet", 4, "modulo_shard(mp=2,scheme=B/K)"),
+    ("alexnet", 4, "layer_separation(ranks=2+1+1)"),
+    ("vgg", 2, "modulo_shard(mp=2,scheme=B)"),
+    ("vgg", 3, "late_multiply"),
+    ("transformer", 2, "hybrid_single"),
+    ("transformer", 3, "modulo_shard(mp=3,scheme=BK)"),
+    ("transformer", 4, "late_multiply"),
+    ("recommender", 3, "layer_separation(ranks=1+1+1)"),
+    ("recommender", 4, "modulo_shard(mp=4,scheme=B/K)"),
+    ("mlp", 3, "data_parallel(all_reduce=recursive_doubling)"),
+    ("mlp", 4, "modulo_shard(mp=4,scheme=B)"),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "strategy"), SAMPLE[::2] + [slow(*each) for each in SAMPLE[1::2]])
+def test_a_sample_of_the_matrix_is_one_process_in_float64(name: str, world: int, strategy: str) -> None:
+    assert_exact(cell(name, world, strategy).verify(dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("name", "world", "strategy"), [SAMPLE[1], SAMPLE[7], SAMPLE[9], SAMPLE[11]])
+def test_so_it_is_in_float32(name: str, world: int, strategy: str) -> None:
+    assert_exact(cell(name, world, strategy).verify(), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_whole_matrix_is_one_process(name: str, world: int, dtype: torch.dtype) -> None:
+    for strategy in strategies(world):
+        result = cell(name, world, strategy).verify(dtype=dtype)
+        assert result.holds, f"{strategy}\n{result}"
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(4,)))
+def test_every_strategy_and_mixture_is_one_process(world: int, asked: Asked) -> None:
+    assert_exact(planned(world, asked, torch.float64).verify(steps=2))
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(slow=(2,)))
+def test_so_it_is_in_float32_on_two_ranks(world: int, asked: Asked) -> None:
+    assert_exact(planned(world, asked).verify(steps=2), torch.float32)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_updates_in_every_turn_are_another_training_and_say_so(world: int) -> None:
+    """SplitBrain 3.1 updates the fc layers K times a step; the batches of these updates are smaller."""
+    program = planned(world, f"modulo_shard(mp={world},updates=every)", torch.float64)
+    assert not program.plan.exact
+    result = program.verify()
+    assert not result.holds and result.parameter_error < 0.1, str(result)
+
+
+# -- models in several roles -------------------------------------------------------------------------------------------
+
+
+@cache
+def case(name: str) -> tuple[nn.Module, Any, Any, Any]:
+    """A model that tests share, in float64."""
+    torch.manual_seed(1)
+    return CASES[name].make(torch.float64)
+
+
+@pytest.mark.parametrize("sizes", ["1+1+1", "2+1+1"])
+@pytest.mark.parametrize("cut", ["layer2.conv2", "layer1.conv2"])
+def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: str) -> None:
+    before = ["conv1", "layer1.conv1", "layer1.bn1", "layer1.conv2", "layer1.bn2", "layer2.*"]
+    pins = dict.fromkeys(before[: before.index("layer2.*" if cut.startswith("layer2") else cut)], "conv") | {cut: "fc"}
+    if cut.startswith("layer2"):
+        pins = {"layer1.*": "conv", "layer2.conv1": "conv", "layer2.bn1": "conv", cut: "fc"}
+    world = sum(map(int, sizes.split("+")))
+    program = compiled(*case("resnet"), world, f"layer_separation(ranks={sizes})", pins={**pins, "fc": "fc2"})
+    crossing = [c.name for c in program.program.stage("conv").sends if c.consumer == "fc" and c.gradient]
+    assert len(crossing) == 2, "what the block computed and what goes around it"
+    assert_exact(program.verify())
+
+
+@pytest.mark.parametrize("name", ["branches", slow("recurrent"), slow("encoder"), "functional", "frozen_trunk"])
+@pytest.mark.parametrize("strategy", ["layer_separation(ranks=1+1+1)", "hybrid_single", "modulo_shard(mp=3,scheme=BK)"])
+def test_models_of_many_kinds_run_in_several_roles(name: str, strategy: str) -> None:
+    """Several inputs, layers that run twice, parameters used by functions, frozen trunks."""
+    if name == "functional" and strategy.startswith("modulo"):
+        pytest.skip("it has no linear layer")
+    assert_exact(compiled(*case(name), 3, strategy).verify())
+
+
+def test_what_crosses_more_than_one_role_goes_straight_to_its_reader() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = torch.tanh(self.a(x))
+            scores: Tensor = self.c(torch.tanh(self.b(first))) + first
+            return scores
+
+    x, y = torch.randn(4, 8, dtype=torch.float64), torch.randint(6, (4,))
+    pins = {"a": "conv", "b": "fc", "c": "fc2"}
+    model = Skipping().double()
+    program = compiled(model, (x,), y, F.cross_entropy, 3, "layer_separation(ranks=1+1+1)", pins=pins)
+    assert {cut.consumer for cut in program.program.stage("conv").sends if cut.gradient} == {"fc", "fc2"}
+    assert_exact(program.verify())
+
+
+# -- BatchNorm over the whole batch ------------------------------------------------------------------------------------
+
+NORMED: list[tuple[int, str, dict[str, Any]]] = [
+    (3, "data_parallel(sync_batchnorm=True)", {}),
+    (3, "layer_separation(n_c=2,n_f=1,sync_batchnorm=True)", {"conv": "conv", "norm": "conv", "fc8": "fc"}),
+    (2, "hybrid_single(sync_batchnorm=True)", {"conv": "conv", "norm": "conv", "fc8": "fc"}),
+    (4, "modulo_shard(mp=2,scheme=B/K,sync_batchnorm=True)", {"fc6": Placement(holding="sharded", group=2)}),
+    (3, "late_multiply(sync_batchnorm=True)", {}),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "pins"), NORMED)
+def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
+    world: int, strategy: str, pins: dict[str, Any]
+) -> None:
+    program = planned(world, strategy, torch.float64, norm=True, pins=pins, global_batch=3 * world + 1)
+    assert program.plan.synchronised and "rank.batch_norm(" in "".join(program.files.values())
+    result = program.verify()
+    assert_exact(result)
+    assert not any("BatchNorm normalises" in note for note in result.notes)
+
+
+def test_norms_that_are_not_synchronised_are_another_training_than_one_process_over_the_whole_batch() -> None:
+    program = planned(3, "data_parallel", torch.float64, norm=True)
+    result = program.verify()
+    assert_exact(result)
+    assert any("groups of 4+4+4" in note for note in result.notes)
+
+
+# -- numbers that do not divide ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "batch"), [(2, 5), (3, 7), (4, 9), slow(4, 11)])
+@pytest.mark.parametrize("scheme", ["BK", "B", "B/K"])
+def test_batches_and_features_that_groups_do_not_divide_are_one_process(world: int, batch: int, scheme: str) -> None:
+    size = group_size(world)
+    pins = {"fc*": Placement(holding="sharded", group=size, split="columns")}
+    program = planned(world, f"modulo_shard(mp={size},scheme={scheme})", torch.float64, pins=pins, global_batch=batch)
+    assert len(set(program.plan.sizes)) == 2
+    assert_exact(program.verify(steps=2))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_single", "late_multiply", "layer_separation(ranks=2+1+1)"])
+def test_uneven_global_batches_are_one_process(strategy: str) -> None:
+    assert_exact(planned(4, strategy, torch.float64, global_batch=7).verify(steps=2))
+
+
+ALL_OF_4 = {"*": Placement(holding="sharded", group=4, split="columns")}
+
+
+class Two(nn.Module):
+    """Two linear layers, and nothing before them."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(5, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.b(F.relu(self.a(x)))
+        return scores
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_layer_with_fewer_features_than_ranks_leaves_some_with_none_of_them(classes: int) -> None:
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, classes, dtype=torch.float64)
+    strategy = "modulo_shard(mp=4,scheme=BK)"
+    assert_exact(compiled(Two(classes).double(), (x,), y, F.mse_loss, 4, strategy, pins=ALL_OF_4).verify())
+
+
+def test_the_inputs_of_a_sequential_may_go_straight_to_a_group() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))
+    assert_exact(compiled(model, (x,), y, F.cross_entropy, 4, "modulo_shard(mp=4)", pins=ALL_OF_4).verify())
+
+
+# -- values with a time dimension, and losses --------------------------------------------------------------------------
+
+
+class Timed(nn.Module):
+    """Linear layers on (batch, time, features)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 7)
+        self.head = nn.Linear(7, 5, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        scores: Tensor = self.head(F.gelu(self.down(F.gelu(self.up(x)))))
+        return scores
+
+
+def weighted(scores: Tensor, target: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, 5, dtype=scores.dtype)
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), weight, ignore_index=2)
+
+
+def summed(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def squared(scores: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(scores.sum(-1), target.to(scores.dtype))
+
+
+def masked(scores: Tensor, target: Tensor) -> Tensor:
+    """A quotient of two sums."""
+    each = F.cross_entropy(scores.transpose(1, 2), target, reduction="none")
+    mask = (target > 0).to(scores.dtype)
+    return (each * mask).sum() / mask.sum()
+
+
+TIMED = ["late_multiply", "hybrid_single", *(f"modulo_shard(mp=2,scheme={s})" for s in ("BK", "B", "B/K"))]
+
+
+@pytest.mark.parametrize("strategy", TIMED)
+@pytest.mark.parametrize("loss", [weighted, summed, squared, masked])
+def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str, loss: Callable[..., Tensor]) -> None:
+    """In turns too: each turn's part of a mean, of a weighted mean, of a sum, and of a quotient."""
+    torch.manual_seed(2)
+    x, y = torch.randint(11, (4, 5)), torch.randint(5, (4, 5))
+    program = compiled(Timed().double(), (x,), y, loss, 4, strategy, global_batch=14)
+    assert_exact(program.verify(steps=2))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["modulo_shard(mp=2,scheme=B)", "modulo_shard(mp=4)", "modulo_shard(mp=4,scheme=BK)"]
+)
+def test_a_norm_of_a_head_that_works_in_turns_counts_and_normalises_each_turn(strategy: str) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5)).double()
+    x, y = torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(5, (8,))
+    assert_exact(compiled(model, (x,), y, F.cross_entropy, 4, strategy).verify())
+
+
+def test_rows_after_columns_hold_on_values_with_a_time_dimension() -> None:
+    x, y = torch.randint(11, (4, 5)), torch.randint(5, (4, 5))
+    rows = Placement(holding="sharded", group=2, split="rows")
+    pins = {"up": Placement(holding="sharded", group=2), "down": rows}
+    program = compiled(Timed().double(), (x,), y, weighted, 4, "modulo_shard(mp=2,scheme=B/K)", pins=pins)
+    assert "sum_partials" in "".join(program.files.values())
+    assert_exact(program.verify(steps=2))

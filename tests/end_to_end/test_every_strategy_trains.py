@@ -1,0 +1,322 @@
+"""Workers of every strategy train as one process does: optimizers, groups, schedules, clipping, accumulation, state."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.transformer import next_token_loss, transformer
+from splitc.compiled import CompiledProgram, analyse
+from splitc.errors import LaunchError
+from splitc.ir.program import Program
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.simulated import run_ranks
+from splitc.runtime.weights import first_names
+from splitc.runtime.worker import Worker
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Asked, Small, analysed, every_strategy, images, planned
+from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+
+Named = list[tuple[str, nn.Parameter]]
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+WORLD = 4
+EVERY = {asked.name: asked for asked in every_strategy(WORLD)}
+SOME = [
+    "data_parallel(all_reduce=recursive_doubling)",
+    "layer_separation(n_c=3, n_f=1)",
+    "layer_separation(ranks=2+1+1)",
+    "hybrid_single",
+    "late_multiply of all",
+    "modulo_shard(mp=2,scheme=BK)",
+    "modulo_shard(mp=2,scheme=B/K)",
+    "modulo_shard(mp=4,scheme=B)",
+    "modulo_shard(mp=2) with rows",
+    "sharded, late, one rank",
+    "parameter_server",
+    "parameter_server(beside=True)",
+]
+"""One of each kind: what is not told apart by an optimizer is left to `slow`."""
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01, weight_decay=0.01)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def grouped(params: Named) -> torch.optim.Optimizer:
+    """Biases without weight decay and with a rate of their own, by name."""
+    biases = [p for name, p in params if name.endswith("bias")]
+    weights = [p for name, p in params if not name.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.3, "weight_decay": 0.0}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.1, momentum=0.9)
+
+
+@cache
+def plan_of(name: str) -> CompiledProgram:
+    """In float64, so that an optimizer that divides by small gradients shows no rounding."""
+    return planned(WORLD, EVERY[name], torch.float64)
+
+
+def model() -> Small:
+    return copy.deepcopy(analysed(torch.float64)[0])
+
+
+def batches(number: int) -> list[tuple[Tensor, Tensor]]:
+    return [images(4 * WORLD, torch.float64) for _ in range(number)]
+
+
+def feeds(program: CompiledProgram, number: int) -> list[tuple[Tensor, Tensor]]:
+    return [images(program.plan.global_batch, torch.float64) for _ in range(number)]
+
+
+def assert_trains(program: CompiledProgram, optimizer: Optimizer, **options: Any) -> None:
+    """Four batches on the ranks are four in one process."""
+    given = feeds(program, 4)
+    results = on_workers(program, lambda worker: train(worker, given), optimizer=optimizer, **options)
+    losses, state = one_process(model(), given, optimizer, **options)
+    assert all(got == pytest.approx(losses, rel=1e-9) for got, _ in results)
+    assert_same(results[0][1], state, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_kind_of_strategy_trains_with_an_optimizer_that_remembers(name: str) -> None:
+    assert_trains(plan_of(name), adamw)
+
+
+@pytest.mark.parametrize("name", SOME[1::3])
+def test_groups_of_parameters_by_name_keep_their_own_options(name: str) -> None:
+    assert_trains(plan_of(name), grouped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("optimizer", [sgd, adam, adamw, grouped])
+def test_every_strategy_trains_with_any_elementwise_optimizer(name: str, optimizer: Optimizer) -> None:
+    assert_trains(plan_of(name), optimizer)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("limit", [0.05, pytest.param(1e3, marks=pytest.mark.slow)])
+def test_clipping_counts_each_parameter_once_however_it_is_held(name: str, limit: float) -> None:
+    assert_trains(plan_of(name), sgd, clip_norm=limit)
+
+
+@pytest.mark.parametrize("name", SOME[::2])
+def test_two_batches_to_an_update_are_one_process_that_halves_each_loss(name: str) -> None:
+    assert_trains(plan_of(name), adam, accumulate=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_clipping_and_accumulation_go_together(name: str) -> None:
+    assert_trains(plan_of(name), sgd, accumulate=2, clip_norm=0.05)
+
+
+@pytest.mark.parametrize("name", SOME[2::4])
+def test_a_scheduler_of_the_learning_rate_is_called_on_every_rank(name: str) -> None:
+    program = plan_of(name)
+    given = feeds(program, 4)
+
+    def scheduled(optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
+        if optimizer is None:
+            return lambda: None
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1).step
+
+    def run(worker: Worker) -> dict[str, Tensor] | None:
+        advance = scheduled(worker.optimizer)
+        for batch in given:
+            worker.step(*part_of(worker, batch, program.plan.sizes))
+            advance()
+        return worker.state_dict()
+
+    whole = model()
+    optimizer = sgd(whole.parameters())
+    advance = scheduled(optimizer)
+    for x, y in given:
+        optimizer.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        optimizer.step()
+        advance()
+    assert_same(on_workers(program, run, optimizer=sgd)[0], whole.state_dict(), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_evaluation_is_that_of_one_process_and_leaves_training_alone(name: str) -> None:
+    program = plan_of(name)
+    first, aside, second = feeds(program, 3)
+
+    def run(worker: Worker) -> tuple[float, dict[str, Tensor] | None]:
+        train(worker, [first])
+        loss = float(worker.evaluate(*part_of(worker, aside, program.plan.sizes)))
+        return loss, train(worker, [second])[1]
+
+    results = on_workers(program, run, optimizer=sgd)
+    whole = model()
+    updates = sgd(whole.parameters())
+    for k, (x, y) in enumerate((first, second)):
+        updates.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        updates.step()
+        if k == 0:
+            expected = float(F.cross_entropy(whole(aside[0]), aside[1]).detach())
+    assert all(loss == pytest.approx(expected, rel=1e-9) for loss, _ in results)
+    assert_same(results[0][1], whole.state_dict(), tolerance=1e-9)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def plain_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+@cache
+def trained(name: str) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Two batches, and the state of the ranks after them."""
+    torch.manual_seed(5)
+    program = plan_of(name)
+    given = feeds(program, 2)
+    state = on_workers(program, lambda worker: train(worker, given), optimizer=plain_sgd)[0][1]
+    assert state is not None
+    return given, state
+
+
+def assert_goes_on(source: str, target: str) -> None:
+    """Two steps as `source`, one as `target`, are three of one process."""
+    before, state = trained(source)
+    program = plan_of(target)
+    after = feeds(program, 1)
+
+    def run(worker: Worker) -> dict[str, Tensor] | None:
+        worker.load_state_dict(state if worker.rank.index == 0 else None)
+        return train(worker, after)[1]
+
+    _, expected = one_process(model(), [*before, *after], plain_sgd)
+    assert_same(on_workers(program, run, optimizer=plain_sgd)[0], expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.pairwise([*SOME, SOME[0]])))
+def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) -> None:
+    assert_goes_on(source, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", EVERY)
+@pytest.mark.parametrize("target", EVERY)
+def test_a_state_moves_between_every_two_strategies(source: str, target: str) -> None:
+    assert_goes_on(source, target)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_state_of_the_models_own_loads_and_comes_back_as_it_was(name: str) -> None:
+    torch.manual_seed(6)
+    other = Small().double().state_dict()
+
+    def run(worker: Worker) -> dict[str, Tensor] | None:
+        worker.load_state_dict(other)
+        return worker.state_dict()
+
+    assert_same(on_workers(plan_of(name), run)[0], other, tolerance=0.0)
+
+
+# -- tied weights and embeddings ---------------------------------------------------------------------------------------
+
+LANGUAGE = [
+    "data_parallel",
+    "hybrid_single",
+    "late_multiply",
+    "layer_separation",
+    "modulo_shard(mp=2,scheme=B/K)",
+    "parameter_server",
+    "parameter_server(servers=3,beside=True)",
+]
+
+
+@cache
+def language(tied: bool) -> tuple[nn.Module, Any, Any, Program]:
+    torch.manual_seed(7)
+    built = transformer(vocabulary=31, width=8, depth=1, heads=2, time=5, tied=tied).double()
+    x, y = tokens(4)
+    return built, x, y, analyse(built, (x,), y, next_token_loss)
+
+
+def tokens(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(31, (examples, 5)), torch.randint(31, (examples, 5))
+
+
+@pytest.mark.parametrize(("strategy", "tied"), [(s, False) for s in LANGUAGE] + [(s, True) for s in LANGUAGE[::2]])
+def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, tied: bool) -> None:
+    built, x, y, known = language(tied)
+    program = compiled(built, (x,), y, next_token_loss, 4, strategy, analysed=known)
+    given = [tokens(program.plan.global_batch) for _ in range(3)]
+    results = on_workers(program, lambda worker: train(worker, given), optimizer=adamw)
+    losses, state = one_process(copy.deepcopy(built), given, adamw, next_token_loss)
+    assert results[0][0] == pytest.approx(losses, rel=1e-9)
+    assert_same(results[0][1], state, tolerance=1e-9)
+    if tied:
+        assert torch.equal(state["head.weight"], state["tokens.weight"])
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "parameter_server"])
+@pytest.mark.parametrize(("clip_norm", "accumulate"), [(None, 2), (0.05, 1), (0.05, 2)])
+def test_a_tied_weight_is_averaged_and_clipped_once(strategy: str, clip_norm: float | None, accumulate: int) -> None:
+    """Under two names it is one parameter: of the mean over batches, and of the global norm."""
+    built, x, y, known = language(tied=True)
+    program = compiled(built, (x,), y, next_token_loss, 4, strategy, analysed=known)
+    given = [tokens(program.plan.global_batch) for _ in range(4)]
+    options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate}
+    results = on_workers(program, lambda worker: train(worker, given), optimizer=adamw, **options)
+    losses, state = one_process(copy.deepcopy(built), given, adamw, next_token_loss, **options)
+    assert results[0][0] == pytest.approx(losses, rel=1e-9)
+    assert_same(results[0][1], state, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("asked", [a for a in every_strategy(2) if "modulo" in a.strategy or a.strategy == "auto"])
+def test_parameters_are_named_and_shaped_as_each_rank_holds_them(asked: Asked) -> None:
+    """Under the model's own names; of a divided layer a rank has its part, and all parts make it up."""
+    program = planned(2, asked)
+
+    def run(worker: Worker) -> dict[str, int]:
+        return {name: p.numel() for name, p in worker.stage.named_parameters()}
+
+    held: Iterable[dict[str, int]] = on_workers(program, run)
+    whole = {name: p.numel() for name, p in Small().named_parameters()}
+    for name, numel in whole.items():
+        parts = [each[name] for each in held if name in each]
+        assert sum(parts) == numel or set(parts) == {numel}, name
+
+
+@pytest.mark.parametrize("strategy", ["modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"])
+def test_an_optimizer_of_whole_tensors_is_refused_where_a_rank_has_parts(strategy: str) -> None:
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    program = compiled(model, (x,), y, F.cross_entropy, 2, strategy)
+    weights = program.weights()
+
+    def adafactor(params: Named) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor([p for _, p in params])
+
+    def make(transport: Transport) -> Worker:
+        part = load_rank(program.files, transport.rank)
+        keys = first_names(weights["state"])
+        return Worker(part, transport, weights["state"], keys, adafactor)
+
+    with pytest.raises(LaunchError, match=r"Adafactor looks at whole tensors, and this rank has a part of"):
+        run_ranks(2, make)

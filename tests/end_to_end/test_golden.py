@@ -1,0 +1,137 @@
+"""What splitc prints is kept in golden files: program, plan, scripts, report.  A refactor leaves them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.alexnet import alexnet
+from examples.mlp import mlp
+from examples.resnet import resnet18
+from splitc.compiled import CompiledProgram
+from splitc.ir.actions import parse_actions, print_actions
+from splitc.ir.plan import Placement, Plan
+from splitc.ir.printer import print_program
+from tests.support.compiled import class_batch, compiled
+
+Golden = Callable[[str, str], None]
+
+
+def separated_alexnet() -> CompiledProgram:
+    x, y = class_batch((8, 3, 224, 224), classes=1000)
+    return compiled(alexnet(), (x,), y, F.cross_entropy, 4, "layer_separation(n_c=3, n_f=1)")
+
+
+def two_fc_ranks() -> CompiledProgram:
+    """Unequal shares, a weighted mean over two fc ranks, skip connections and BatchNorm below the cut."""
+    x, y = class_batch((4, 3, 32, 32))
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    pins = {"fc": "fc", "conv1": "conv", "bn1": "conv", "layer*": "conv"}
+    return compiled(resnet18(width=4), (x,), y, loss, 5, "layer_separation(n_c=3, n_f=2)", pins=pins, global_batch=11)
+
+
+def data_parallel_alexnet() -> CompiledProgram:
+    x, y = class_batch((8, 3, 224, 224), classes=1000)
+    return compiled(alexnet(), (x,), y, F.cross_entropy, 2, "data_parallel")
+
+
+def mixed_alexnet() -> CompiledProgram:
+    """Convolutions all-reduced, fc6 sharded in groups of 2, fc7 late-multiplied, fc8 on one rank."""
+    x, y = class_batch((4, 3, 64, 64))
+    pins = {
+        "classifier.1": Placement(holding="sharded", group=2),
+        "classifier.4": Placement(sync="late_multiply"),
+        "classifier.6": Placement(role="fc"),
+    }
+    return compiled(alexnet(0.25, 10), (x,), y, F.cross_entropy, 4, pins=pins)
+
+
+def modulo_mlp() -> CompiledProgram:
+    """Layers divided by columns and by rows in groups of 2, in turns; a weighted mean."""
+    x, y = class_batch((4, 20))
+    loss = nn.CrossEntropyLoss(ignore_index=0)
+    pins = {"hidden.0": "conv", "hidden.1": Placement(holding="sharded"), "output": Placement(holding="sharded")}
+    return compiled(mlp(20, (16, 33), 10), (x,), y, loss, 4, "modulo_shard(mp=2)", pins=pins)
+
+
+def served_mlp() -> CompiledProgram:
+    """Two workers, two servers on ranks of their own."""
+    x, y = class_batch((4, 20))
+    return compiled(mlp(20, (16, 33), 10), (x,), y, F.cross_entropy, 4, "parameter_server(servers=2)")
+
+
+PROGRAMS = {
+    "alexnet_3_1": separated_alexnet,
+    "resnet_3_2": two_fc_ranks,
+    "alexnet_dp_2": data_parallel_alexnet,
+    "alexnet_mixed_4": mixed_alexnet,
+    "mlp_modulo_4": modulo_mlp,
+    "mlp_served_2_2": served_mlp,
+}
+
+
+@cache
+def made(name: str) -> CompiledProgram:
+    """One of the programs, compiled once for all tests that only read it."""
+    return PROGRAMS[name]()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_generated_scripts_are_as_they_were(name: str, golden: Golden) -> None:
+    program = made(name)
+    for file, text in program.files.items():
+        golden(f"{name}/{file}", text)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_printed_program_and_the_report_are_as_they_were(name: str, golden: Golden) -> None:
+    program = made(name)
+    golden(f"{name}/program.txt", print_program(program.program))
+    golden(f"{name}/report.txt", program.report())
+    assert max(map(len, program.report().splitlines())) <= 80
+
+
+def test_compiling_twice_gives_the_same_bytes() -> None:
+    torch.manual_seed(1)
+    first = two_fc_ranks().files
+    torch.manual_seed(2)  # other weights and other data: the programs do not depend on them
+    assert two_fc_ranks().files == first
+
+
+def test_ranks_of_one_role_differ_only_in_what_is_their_own() -> None:
+    files = made("alexnet_3_1").files
+    a, b = files["rank0.py"].splitlines(), files["rank1.py"].splitlines()
+    differing = [x.split("=")[0].strip() for x, y in zip(a, b, strict=True) if x != y]
+    assert differing[0].startswith('"""Rank 0') and differing[1:] == ["index", "examples", "routes"]
+
+
+def test_a_plan_reads_back_as_it_was_written() -> None:
+    plan = two_fc_ranks().plan
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash
+
+
+def test_the_hash_of_a_plan_tells_decisions_and_not_prices() -> None:
+    plan = two_fc_ranks().plan
+    assert dataclasses.replace(plan, step_seconds=1.0, reasons={}, candidates=()).hash == plan.hash
+    assert dataclasses.replace(plan, examples={**plan.examples, "conv": (0, 3, 7, 11)}).hash != plan.hash
+    assert json.loads(plan.to_json())["hash"] == plan.hash
+
+
+def test_action_lists_print_and_parse_back() -> None:
+    for part in two_fc_ranks().program.parts:
+        assert part.actions and parse_actions(print_actions(part.actions)) == part.actions
+
+
+def test_generated_code_names_no_absolute_path() -> None:
+    for name in PROGRAMS:
+        for text in made(name).files.values():
+            assert not re.search(r"(?<![\w.:])/\w+/", text)

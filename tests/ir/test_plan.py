@@ -1,0 +1,157 @@
+"""The plan: shares, who serves whom, routes, and what its text keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from splitc.errors import LaunchError
+from splitc.ir.plan import SCHEMES, Grouping, Placement, Plan, serve, share_out
+
+
+def plan(n_c: int, n_f: int, batch: int) -> Plan:
+    conv = share_out(batch, n_c)
+    return Plan(
+        strategy="layer_separation",
+        world=n_c + n_f,
+        roles={"conv": tuple(range(n_c)), "fc": tuple(range(n_c, n_c + n_f))},
+        placements={"a": Placement("conv", "replicated", "all_reduce"), "b": Placement("fc", "replicated", "none")},
+        examples={"conv": conv, "fc": serve(conv, n_f)},
+        cluster="none",
+    )
+
+
+def test_shares_are_nearly_equal_and_the_first_are_the_larger() -> None:
+    assert share_out(10, 3) == (0, 4, 7, 10)
+    assert share_out(2, 3) == (0, 1, 2, 2)
+
+
+@pytest.mark.parametrize(("producers", "servers", "expected"), [
+    ((0, 4, 8, 12), 1, (0, 12)),
+    ((0, 4, 8, 12), 2, (0, 8, 12)),
+    ((0, 4, 8, 12, 16), 2, (0, 8, 16)),
+    ((0, 6), 4, (0, 2, 4, 5, 6)),
+])  # fmt: skip
+def test_a_server_takes_whole_producers_while_there_are_enough(
+    producers: tuple[int, ...], servers: int, expected: tuple[int, ...]
+) -> None:
+    assert serve(producers, servers) == expected
+
+
+@pytest.mark.parametrize(("n_c", "n_f", "batch"), [(3, 1, 10), (2, 3, 7), (5, 2, 13), (1, 4, 9), (4, 4, 4)])
+def test_routes_cover_every_example_once_and_both_sides_agree(n_c: int, n_f: int, batch: int) -> None:
+    made = plan(n_c, n_f, batch)
+    sent = [(rank, peer, a, b) for rank in made.roles["conv"] for peer, a, b in made.routes(rank, "conv", "fc")]
+    received = [(peer, rank, a, b) for rank in made.roles["fc"] for peer, a, b in made.routes(rank, "fc", "conv")]
+    assert sorted(sent) == sorted(received)
+    covered = sorted(example for _, _, a, b in sent for example in range(a, b))
+    assert covered == list(range(batch))
+    for rank in range(made.world):
+        (role,) = made.roles_of(rank)
+        start, stop = made.interval(role, rank)
+        parts = [(a, b) for _, a, b in made.routes(rank, role, "fc" if role == "conv" else "conv")]
+        assert parts[0][0] == start and parts[-1][1] == stop
+        assert all(left[1] == right[0] for left, right in pairwise(parts))
+
+
+def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
+    """Ranks 0 to 3 are in both roles, in fc in groups; rank 4 serves and rank 5 does nothing."""
+    bounds = (0, 3, 4, 9, 12)
+    return Plan(
+        strategy="hybrid",
+        world=6,
+        roles={"conv": (0, 1, 2, 3), "fc": (0, 1, 2, 3)},
+        placements={"a": Placement("conv", "replicated", "parameter_server"), "b": Placement("fc", "sharded", "none")},
+        examples={"conv": bounds, "fc": bounds},
+        cluster="none",
+        groups={"fc": Grouping(size, scheme)},
+        servers=(4,),
+        all_reduce="recursive_doubling",
+    )
+
+
+def test_a_rank_may_be_in_several_roles_and_keeps_its_own_examples() -> None:
+    made = in_both()
+    assert [made.roles_of(rank) for rank in range(6)] == [("conv", "fc")] * 4 + [()] * 2
+    assert made.parts == {("conv", "fc"): (0, 1, 2, 3), ("server",): (4,)}
+    assert made.is_local("conv", "fc")
+    assert made.routes(1, "conv", "fc") == ((1, 3, 4),)
+    moved = replace(made, examples={**made.examples, "fc": (0, 2, 6, 9, 12)})
+    assert not moved.is_local("conv", "fc")
+    assert moved.routes(0, "conv", "fc") == ((0, 0, 2), (1, 2, 3))
+    assert moved.interval("conv", 1) == (3, 4) and moved.interval("fc", 1) == (2, 6)
+    assert moved.batch("conv", 1) == 1 and moved.batch("fc", 1) == 4
+
+
+def test_ranks_of_one_combination_of_roles_run_one_part() -> None:
+    made = replace(
+        in_both(), roles={"conv": (0, 1, 2), "fc": (2, 3)}, groups={}, servers=(3, 5),
+        examples={"conv": (0, 4, 8, 12), "fc": (0, 6, 12)},
+    )  # fmt: skip
+    assert made.parts == {("conv",): (0, 1), ("conv", "fc"): (2,), ("fc", "server"): (3,), ("server",): (5,)}
+
+
+def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them() -> None:
+    made = in_both()
+    assert [made.group("fc", rank) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [made.replicas("fc", rank) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [made.group("conv", rank) for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert made.replicas("conv", 2) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_turns_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
+    made = in_both(scheme, size)
+    turns = made.groups["fc"].turns
+    assert turns == (1 if scheme == "BK" else size)
+    for rank in range(4):
+        pieces = [made.turn("fc", rank, turn) for turn in range(turns)]
+        assert all(len(each) == size for each in pieces)
+        seen = sorted(example for each in pieces for a, b in each for example in range(a, b))
+        group = made.group("fc", rank)
+        assert seen == list(range(made.interval("fc", group[0])[0], made.interval("fc", group[-1])[1]))
+        assert made.worked("fc", rank) == max(sum(b - a for a, b in each) for each in pieces)
+        for k, member in enumerate(group):  # every member's own are in order, without a gap
+            own = [each[k] for each in pieces if each[k][0] < each[k][1]]
+            assert own[0][0] == made.interval("fc", member)[0] and own[-1][1] == made.interval("fc", member)[1]
+            assert all(left[1] == right[0] for left, right in pairwise(own))
+
+
+def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -> None:
+    assert in_both("BK").turn("fc", 2, 0) == ((4, 9), (9, 12))
+    assert in_both("B").turn("fc", 2, 1) == ((4, 4), (9, 12))
+    assert in_both("B/K").turn("fc", 2, 1) == ((6, 9), (10, 12))
+    assert [in_both(scheme).worked("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": {"fc": Grouping(4)}}, {"groups": {"fc": Grouping(2, "B")}}, {"servers": (5,)}, {"overlap": False},
+        {"groups": {"fc": Grouping(2, "B/K", "every")}}, {"all_reduce": "backend"}, {"synchronised": True},
+    ],
+)  # fmt: skip
+def test_what_decides_the_programs_changes_the_hash(change: dict[str, Any]) -> None:
+    assert replace(in_both(), **change).hash != in_both().hash
+    assert replace(in_both(), exact=False, gap=0.1).hash == in_both().hash
+
+
+def test_a_plan_with_groups_and_servers_reads_back_from_its_text() -> None:
+    made = in_both()
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_plan_reads_back_from_its_text() -> None:
+    made = plan(3, 2, 11)
+    assert Plan.from_json(made.to_json()) == made
+    assert made.sizes == (4, 4, 3) and made.reader == "conv" and made.global_batch == 11
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "hash": "x"}', '{"schema": 2, "hash": "x"}'])
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"compile (again|the model again)"):
+        Plan.from_json(text)

@@ -1,0 +1,280 @@
+"""What a rank counts in a step is what its program is defined to send, and what its transport sees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.ir.plan import Placement
+from splitc.ir.program import Program
+from splitc.ir.wire import WireOp, wire
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.worker import Worker
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Asked, Small, everywhere, images, planned
+from tests.support.ranks import on_workers, part_of
+
+LOSS = 8  # bytes of the loss, which is summed in float64
+
+
+@dataclass
+class Seen:
+    """What a transport saw this rank send: bytes to each peer, and what its collectives cost by definition."""
+
+    messages: Counter[int] = field(default_factory=Counter)
+    collectives: float = 0.0
+
+    def watch(self, transport: Transport) -> None:
+        """Count from now on; a sum as on a ring, a gather once to each of the others, a scatter what is not its own."""
+        isend, all_reduce = transport._isend, transport._all_reduce
+        all_gather, reduce_scatter = transport._all_gather, transport._reduce_scatter
+
+        def sent(tensor: Tensor, dst: int, tag: int) -> Any:
+            self.messages[dst] += tensor.nbytes
+            return isend(tensor, dst, tag)
+
+        def summed(tensor: Tensor, ranks: tuple[int, ...]) -> Any:
+            self.collectives += 2 * (len(ranks) - 1) * tensor.nbytes / len(ranks)
+            return all_reduce(tensor, ranks)
+
+        def gathered(outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Any:
+            self.collectives += (len(ranks) - 1) * tensor.nbytes
+            return all_gather(outputs, tensor, ranks)
+
+        def scattered(output: Tensor, pieces: Any, ranks: tuple[int, ...]) -> Any:
+            self.collectives += sum(piece.nbytes for piece in pieces) - pieces[ranks.index(transport.rank)].nbytes
+            return reduce_scatter(output, pieces, ranks)
+
+        for name, watched in (
+            ("_isend", sent),
+            ("_all_reduce", summed),
+            ("_all_gather", gathered),
+            ("_reduce_scatter", scattered),
+        ):
+            setattr(transport, name, watched)
+
+
+def counted(program: CompiledProgram, batch: tuple[Tensor, ...]) -> list[tuple[int, Seen]]:
+    """For every rank, the bytes that it counts in one step, not the first, and what its transport saw in it."""
+
+    def run(worker: Worker) -> tuple[int, Seen]:
+        mine = part_of(worker, batch, program.plan.sizes)
+        worker.step(*mine)
+        before, seen = worker.rank.sent_bytes, Seen()
+        seen.watch(worker.rank.transport)
+        worker.step(*mine)
+        return worker.rank.sent_bytes - before, seen
+
+    return on_workers(program, run)
+
+
+def assert_defined(program: CompiledProgram, batch: tuple[Tensor, ...]) -> None:
+    """Counted, defined and seen bytes agree on every rank; what an op divides between ranks, to a byte."""
+    doubling = program.plan.all_reduce == "recursive_doubling"
+    for rank, (bytes_, seen) in enumerate(counted(program, batch)):
+        ops = wire(program.program, rank)
+        whole = sum(op.sent for op in ops)
+        assert abs(bytes_ - whole) <= len(ops), f"rank {rank} counts {bytes_}, defined {whole}: {[*map(str, ops)]}"
+        assert abs(sum(seen.messages.values()) + seen.collectives - whole) <= len(ops), f"rank {rank}"
+        messages = Counter[int]()
+        for op in (op for op in ops if op.kind == "send"):
+            messages[op.ranks[0]] += int(op.sent)
+        if not doubling:  # which sends messages for a sum
+            assert seen.messages == messages, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(4, slow=(2, 3)))
+def test_every_rank_counts_the_bytes_that_its_program_is_defined_to_send(world: int, asked: Asked) -> None:
+    program = planned(world, asked)
+    assert_defined(program, images(program.plan.global_batch))
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(2, 4)))
+def test_so_it_does_where_the_ranks_have_unequal_batches(world: int, asked: Asked) -> None:
+    program = planned(world, asked, global_batch=7 if world < 4 else 10)
+    assert_defined(program, images(program.plan.global_batch))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=3,scheme=BK)"]
+)
+def test_so_it_does_with_norms_that_are_synchronised(strategy: str) -> None:
+    text = f"{strategy[:-1]},sync_batchnorm=True)" if strategy.endswith(")") else f"{strategy}(sync_batchnorm=True)"
+    pins = {"conv": "conv", "fc8": "fc"} if strategy.startswith("layer") else {}
+    program = planned(3, text, norm=True, pins=pins)
+    (ops,) = {tuple(op.label for op in wire(program.program, rank) if "norm" in op.label) for rank in (0, 1)}
+    assert len(ops) == 2, "one sum in forward and one in backward"
+    assert_defined(program, images(program.plan.global_batch))
+
+
+class Tokens(nn.Module):
+    """Linear layers on (batch, time, features), after an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 9)
+        self.down = nn.Linear(9, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.down(torch.tanh(self.up(self.embed(tokens))))
+        return scores
+
+
+def token_loss(scores: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=3)
+
+
+def tokens(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(11, (examples, 5)), torch.randint(7, (examples, 5))
+
+
+TIMED = [
+    "late_multiply",
+    "modulo_shard(mp=2,scheme=BK)",
+    "modulo_shard(mp=2,scheme=B)",
+    "modulo_shard(mp=2,scheme=B/K)",
+    "hybrid_single",
+]
+
+
+@pytest.mark.parametrize("strategy", TIMED)
+def test_so_it_does_with_values_that_have_a_time_dimension(strategy: str) -> None:
+    x, y = tokens(4)
+    assert_defined(compiled(Tokens(), (x,), y, token_loss, 4, strategy), tokens(16))
+
+
+# -- the closed forms of the papers ------------------------------------------------------------------------------------
+
+
+def ops_of(program: Program, rank: int, *words: str) -> list[WireOp]:
+    """The operations of a rank whose label has one of `words`."""
+    return [op for op in wire(program, rank) if any(word in op.label for word in words)]
+
+
+def nbytes(program: Program, *layers: str) -> int:
+    return sum(program.holdings[h].nbytes for layer in layers for h in program.layer(layer).holdings)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_data_parallelism_sends_the_gradients_as_a_ring_does(world: int) -> None:
+    program = planned(world, "data_parallel").program
+    gradients = sum(h.nbytes for h in program.holdings.values())
+    for rank in range(world):
+        (bucket,) = ops_of(program, rank, "bucket")
+        assert bucket.sent == pytest.approx(2 * (world - 1) / world * gradients)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("beside", [True, False])
+def test_workers_push_and_pull_the_model_and_servers_sum_for_all_of_them(world: int, beside: bool) -> None:
+    """Stanza equation (6): a worker pushes P bytes; servers send P to every worker, but what one serves itself."""
+    program = planned(world, f"parameter_server(beside={beside})").program
+    P = sum(h.nbytes for h in program.holdings.values())
+    sent = [sum(op.sent for op in ops_of(program, rank, "push", "pull")) for rank in range(world)]
+    if beside:
+        assert sum(sent) == 2 * (world - 1) * P
+        assert max(sent) - min(sent) <= 0.25 * P, "each server has its part"
+    else:
+        assert sent == [P] * (world - 1) + [(world - 1) * P]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_separation_sends_activations_there_gradients_back_and_sums_what_convolutions_hold(world: int) -> None:
+    """Stanza 4.1: a conv rank sends its activations and sums P_c, the fc rank returns as many bytes of gradients."""
+    strategy = f"layer_separation(n_c={world - 1}, n_f=1)"
+    program = planned(world, strategy, pins={"conv": "conv", "fc*": "fc"}).program
+    n_c, batch, activations, target = world - 1, 4, 27 * 4, 8
+    ring = 2 * (world - 1) / world * LOSS
+    for rank in range(n_c):
+        conv = 2 * (n_c - 1) / n_c * nbytes(program, "conv")
+        assert sum(op.sent for op in wire(program, rank)) == pytest.approx(batch * (activations + target) + conv + ring)
+    assert sum(op.sent for op in wire(program, n_c)) == pytest.approx(n_c * batch * activations + ring)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_hybrid_parallelism_sends_neurons_and_sums_convolutions_only(world: int) -> None:
+    """Practical Lessons 2.2: O(|N|), not O(|W|); the fc rank has its own part of every value already."""
+    program = planned(world, "hybrid_single", pins={"conv": "conv", "fc*": "fc"}).program
+    batch, activations, target = 4, 27 * 4, 8
+    sums = 2 * (world - 1) / world * (nbytes(program, "conv") + LOSS)
+    assert sum(op.sent for op in wire(program, 0)) == pytest.approx((world - 1) * batch * activations + sums)
+    for rank in range(1, world):
+        assert sum(op.sent for op in wire(program, rank)) == pytest.approx(batch * (activations + target) + sums)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("scheme", "turns"), [("BK", 1), ("B", None), ("B/K", None)])
+def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_gradients(
+    world: int, scheme: str, turns: int | None
+) -> None:
+    """SplitBrain 3.1: in a turn of B/K a rank gives B/K examples to each of K - 1 others, and returns B - B/K."""
+    pins = {"fc6": Placement(holding="sharded", group=world, split="columns")}
+    program = planned(world, f"modulo_shard(mp={world},scheme={scheme})", pins=pins, global_batch=12 * world).program
+    K, batch, example = world, 12, 27 * 4
+    for rank in range(world):
+        there, back = ops_of(program, rank, "modulo cut0"), ops_of(program, rank, "return cut0")
+        assert len(there) == len(back) == (turns or K)
+        assert sum(op.sent for op in there) == sum(op.sent for op in back) == (K - 1) * batch * example
+        if scheme == "B/K":
+            assert {op.sent for op in (*there, *back)} == {(K - 1) / K * batch * example}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_shard_layer_sends_its_features_and_returns_the_others(world: int) -> None:
+    """SplitBrain 3.2: of B examples 1/K of the features go to K - 1 others, gradients of (K-1)/K come back."""
+    every = {"fc*": Placement(holding="sharded", group=world, split="columns")}
+    model = Small()
+    model.fc6, model.fc7, model.fc8 = nn.Linear(27, 12 * world), nn.Linear(12 * world, 24), nn.Linear(24, 12)
+    x, y = images(4)
+    program = compiled(model, (x,), y, F.cross_entropy, world, f"modulo_shard(mp={world},scheme=B/K)", pins=every)
+    K, batch, features = world, 4, 12 * world
+    for rank in range(world):
+        forward = [op for op in ops_of(program.program, rank, "relu_1_whole") if not op.label.startswith("d_")]
+        backward = [op for op in ops_of(program.program, rank, "relu_1_whole") if op.label.startswith("d_")]
+        assert len(forward) == len(backward) == K
+        # B/K does not divide the batch for K = 3: over all turns it does
+        assert sum(op.sent for op in forward) == K * (K - 1) * batch * features // K * 4
+        assert sum(op.sent for op in backward) == K * (K - 1) * batch * features // K * 4
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_layer(world: int) -> None:
+    """Practical Lessons 2.1: an all-gather of X, M x N, and of E, M x K."""
+    program = planned(world, Asked("", "late_multiply", {"fc*": Placement(sync="late_multiply")})).program
+    for rank in range(world):
+        gathers = ops_of(program, rank, "X ", "E ")
+        shapes = {op.label.split(".")[-1].split("[")[0] + op.label[0]: op.shape for op in gathers}
+        M = 4 * world
+        assert shapes == {
+            "fc6X": (M, 27), "fc6E": (M, 14), "fc7X": (M, 14), "fc7E": (M, 13), "fc8X": (M, 13), "fc8E": (M, 5)
+        }  # fmt: skip
+        assert sum(op.sent for op in gathers) == (world - 1) * 4 * 4 * (27 + 14 + 14 + 13 + 13 + 5)
+        (bucket,) = ops_of(program, rank, "bucket")
+        assert bucket.shape == (sum(p.numel() for p in Small().conv.parameters()),)
+
+
+def test_late_multiply_of_values_with_a_time_dimension_gathers_all_their_rows() -> None:
+    x, y = tokens(4)
+    program = compiled(Tokens(), (x,), y, token_loss, 3, "late_multiply", pins={"*": Placement()}).program
+    late = {name for name, place in program.required_plan.placements.items() if place.sync == "late_multiply"}
+    assert late <= {"up", "down"} and late
+    for layer, (wide, narrow) in {"up": (6, 9), "down": (9, 7)}.items():
+        shapes = [op.shape for op in ops_of(program, 0, f".{layer}[")]
+        assert shapes == ([(12, 5, wide), (12, 5, narrow)] if layer in late else [])
+
+
+def test_enter_and_sum_partials_are_one_sum_each_way_of_the_whole_value() -> None:
+    """Rows after columns: the ranks sum (B, 13) forward; backward of that is free, and the input's gradient returns."""
+    columns, rows = (Placement(holding="sharded", group=2, split=split) for split in ("columns", "rows"))
+    pins = {"fc6": columns, "fc7": rows, "fc8": Placement(holding="replicated")}
+    program = planned(2, "modulo_shard(mp=2,scheme=BK)", pins=pins).program
+    (total,) = ops_of(program, 0, "fc7_sum")
+    assert total.shape == (8, 13) and total.sent == 8 * 13 * 4

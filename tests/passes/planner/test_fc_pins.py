@@ -1,0 +1,224 @@
+"""Pins of fully connected layers: what they mix, and what is said of those that cannot be followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.errors import PlacementError
+from splitc.ir.plan import Placement, Plan
+from tests.support.compiled import compiled
+from tests.support.every_strategy import Small, images, planned
+
+
+def pinned(world: int, strategy: str = "auto", **pins: str | Placement) -> Plan:
+    return planned(world, strategy, pins=pins).plan
+
+
+class Tokens(nn.Module):
+    """An embedding and a linear layer, whose weight may be the same."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.embed(x).sum(1)))
+        return scores
+
+
+def of_tokens(tied: bool, strategy: str = "auto", **pins: str | Placement) -> Plan:
+    x, y = torch.randint(9, (4, 3)), torch.randint(9, (4,))
+    return compiled(Tokens(tied), (x,), y, F.cross_entropy, 2, strategy, pins=pins).plan
+
+
+def test_pins_mix_what_strategies_do_layer_by_layer() -> None:
+    late = Placement(sync="late_multiply")
+    plan = pinned(4, fc6=Placement(holding="sharded", group=2), fc7=late, fc8="fc")
+    assert plan.strategy == "mixed" and plan.exact
+    got = {layer: (p.role, p.holding, p.sync, p.group) for layer, p in plan.placements.items()}
+    assert got == {
+        "conv": ("conv", "replicated", "all_reduce", None),
+        "fc6": ("fc", "sharded", "all_reduce", 2),
+        "fc7": ("fc2", "replicated", "late_multiply", None),
+        "fc8": ("fc3", "replicated", "none", None),
+    }
+
+
+def test_without_pins_for_holdings_and_syncs_nothing_is_mixed() -> None:
+    assert "mixed" not in [candidate.strategy for candidate in pinned(4).candidates]
+
+
+def test_a_layer_pinned_to_be_whole_is_not_late_multiplied_or_divided() -> None:
+    plan = pinned(4, "late_multiply", fc7=Placement(sync="all_reduce"))
+    assert plan.placements["fc7"].sync == "all_reduce"
+    plan = pinned(4, "modulo_shard(mp=2)", fc7=Placement(holding="replicated"))
+    assert plan.placements["fc7"].holding == "replicated"
+
+
+REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
+    "late_multiply of what one rank has": ("hybrid_single", {"fc6": Placement(sync="late_multiply")}, "pin 'fc6' asks"),
+    "late_multiply in groups": (
+        "modulo_shard", {"fc6": Placement(sync="late_multiply")}, "sync 'late_multiply' of fc6"),
+    "groups and late multiply": (
+        "auto", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
+    "subnets": (
+        "auto", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
+    "rows of what comes whole": (
+        "modulo_shard", {"fc6": Placement(holding="sharded", split="rows")}, "fc6 is pinned to be divided by rows"),
+    "rows after rows": (
+        "auto", {"fc7": Placement(holding="sharded", split="rows"), "fc8": Placement(holding="sharded", split="rows"),
+                 "fc6": Placement(holding="sharded")}, "fc8 is pinned to be divided by rows, but no layer"),
+    "a role that no strategy has with a holding": (
+        "modulo_shard", {"fc6": "fc2"}, "role 'fc2' of fc6, but modulo_shard has only conv, fc"),
+    "no sync of what many ranks train": (
+        "data_parallel", {"fc6": Placement(sync="none")}, "sync 'none' of fc6, whose gradient must be summed"),
+    "no sync of what servers hold": (
+        "parameter_server", {"fc6": Placement(sync="none")}, "sync 'none' of fc6, whose gradient must be summed"),
+    "a split where nothing is divided": (
+        "single_device", {"fc7": Placement(split="rows")}, "split 'rows' of fc7, but single_device divides no layer$"),
+    "a split of what is whole": (
+        "modulo_shard", {"fc7": Placement(holding="replicated", split="rows")}, "'rows' of fc7, which is not sharded"),
+    "groups of what is below them": (
+        "modulo_shard", {"fc7": Placement(role="conv", holding="sharded")}, "role 'conv' of fc7 and for groups"),
+    "groups of one rank": (
+        "auto", {"fc6": Placement(holding="sharded", group=1)}, "asks fc6 to be sharded in groups of 1"),
+    "groups on one rank": (
+        "auto", {"fc6": Placement(role="fc", group=2), "fc7": Placement(sync="late_multiply")},
+        "pin 'fc6' asks for groups of 2 of fc6 on one rank"),
+    "servers in a mixture": (
+        "auto", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
+        "pin 'fc6' asks for sync 'parameter_server' of fc6, which only the strategy of that name has"),
+    "all reduced where late multiply was asked for": (
+        "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"no linear layer is left to multiply late \(pin"),
+    "cuts that pins leave none of": (
+        "layer_separation(ranks=1+1)", {"*": "conv"}, "in every role and keeps to the pins: conv is pinned by"),
+    "no sync of convolutions": ("hybrid_single", {"conv": Placement(sync="none")}, "conv is pinned by 'conv'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pins_that_cannot_be_followed_are_refused_by_name(name: str) -> None:
+    strategy, pins, words = REFUSED[name]
+    with pytest.raises(PlacementError, match=words):
+        pinned(2, strategy, **pins)
+
+
+def test_pins_of_tied_layers_are_refused_by_name() -> None:
+    with pytest.raises(PlacementError, match="asks head to be late-multiplied, but only linear layers of their own"):
+        of_tokens(True, head=Placement(sync="late_multiply"))
+    with pytest.raises(PlacementError, match="asks head to be sharded, but only linear layers of their own"):
+        of_tokens(True, head=Placement(holding="sharded"))
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "pin"),
+    [
+        (4, "auto", Placement(holding="sharded", group=3)),
+        (4, "auto", Placement(holding="sharded", group=8)),
+        (4, "modulo_shard(mp=2)", Placement(holding="sharded", group=4)),
+        (4, "modulo_shard(mp=2)", Placement(group=4)),
+    ],
+)
+def test_groups_that_do_not_fit_the_ranks_or_mp_are_refused_by_name(world: int, strategy: str, pin: Placement) -> None:
+    with pytest.raises(PlacementError, match=rf"fc6.*group.*{pin.group}|group.*{pin.group}.*fc6"):
+        pinned(world, strategy, fc6=pin)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_layer_pinned_to_be_sharded_is_in_groups_of_mp(world: int) -> None:
+    plan = pinned(world, f"modulo_shard(mp={world})", **{"fc*": Placement(holding="sharded")})
+    assert {grouping.size for grouping in plan.groups.values()} == {world}
+
+
+@pytest.mark.parametrize("group", [0, -2, 2.0, True])
+def test_a_group_that_is_no_number_of_ranks_is_refused(group: Any) -> None:
+    with pytest.raises(PlacementError, match=r"pin 'fc6'.*group"):
+        pinned(2, fc6=Placement(holding="sharded", group=group))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "modulo_shard(mp=2)"])
+def test_only_linear_layers_can_be_sharded(strategy: str) -> None:
+    with pytest.raises(PlacementError, match="pin 'conv' asks conv to be sharded, but only linear layers"):
+        pinned(2, strategy, conv=Placement(holding="sharded", group=2))
+    with pytest.raises(PlacementError, match="pin 'embed' asks embed to be sharded, but only linear layers"):
+        of_tokens(False, strategy, embed=Placement(holding="sharded", group=2))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "late_multiply"])
+def test_only_linear_layers_can_be_late_multiplied(strategy: str) -> None:
+    with pytest.raises(PlacementError, match="pin 'conv' asks conv to be late-multiplied, but only linear layers"):
+        pinned(2, strategy, conv=Placement(sync="late_multiply"))
+    with pytest.raises(PlacementError, match="pin 'embed' asks embed to be late-multiplied, but only linear layers"):
+        of_tokens(False, strategy, embed=Placement(sync="late_multiply"))
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "pins"),
+    [
+        (4, "auto", {"fc6": Placement(sync="none"), "fc7": Placement(sync="late_multiply")}),
+        (4, "modulo_shard(mp=2)", {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}),
+        (2, "late_multiply", {"fc6": Placement(sync="none")}),
+        (4, "auto", {"fc6": Placement(sync="none", holding="sharded", group=2)}),
+    ],
+)
+def test_no_sync_of_what_many_ranks_train_is_refused_in_every_family(
+    world: int, strategy: str, pins: dict[str, str | Placement]
+) -> None:
+    with pytest.raises(PlacementError, match="sync 'none' of fc6, whose gradient must be summed"):
+        pinned(world, strategy, **pins)
+
+
+def test_no_sync_of_what_is_trained_once_is_followed() -> None:
+    """In groups of all ranks each parameter is trained by one group, whose ranks need no sum."""
+    pins: dict[str, str | Placement] = {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}
+    program = planned(2, "auto", pins=pins)
+    assert program.plan.groups["fc"].size == 2 and program.plan.placements["fc6"].sync == "none"
+    assert program.verify().holds
+
+
+def test_groups_of_two_sizes_are_a_mixture_and_no_modulo_shard() -> None:
+    pins = {"fc6": Placement(holding="sharded", group=4), "fc7": Placement(holding="sharded", group=2)}
+    plan = pinned(4, **pins)
+    assert plan.strategy == "mixed" and [grouping.size for grouping in plan.groups.values()] == [4, 2]
+    with pytest.raises(PlacementError, match=r"asks for groups of 4 of fc6, but here all groups have 2 ranks"):
+        pinned(4, "modulo_shard", **pins)
+
+
+@pytest.mark.parametrize("role", ["fc2", "worker"])
+def test_a_mixture_refuses_roles_that_it_does_not_have(role: str) -> None:
+    with pytest.raises(PlacementError, match=f"pin 'fc6' asks for role '{role}'"):
+        pinned(3, fc6=role, fc7=Placement(holding="sharded", group=3))
+
+
+@pytest.mark.parametrize("split", ["rows", "columns"])
+def test_a_split_without_a_sharded_holding_is_refused_or_means_one(split: str) -> None:
+    try:
+        plan = pinned(2, fc6=Placement(split=split))
+    except PlacementError as error:
+        assert "pin 'fc6'" in str(error)
+    else:
+        assert plan.placements["fc6"].holding == "sharded"
+
+
+def test_late_multiply_of_a_layer_pinned_to_one_rank_is_refused() -> None:
+    with pytest.raises(PlacementError, match="pin 'fc6'"):
+        pinned(2, fc6=Placement(role="fc", sync="late_multiply"))
+
+
+def test_a_strategy_whose_pins_leave_nothing_of_it_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"nothing is left to divide: no linear layer .*pin 'fc\*'"):
+        pinned(2, "modulo_shard", **{"fc*": Placement(holding="replicated")})
+
+
+def test_the_plan_of_a_mixture_is_the_same_for_the_same_request() -> None:
+    pins: dict[str, str | Placement] = {"fc6": Placement(holding="sharded", group=2), "fc8": "fc"}
+    x, y = images(4)
+    first, second = (compiled(Small(), (x,), y, F.cross_entropy, 4, "auto", pins=pins).plan for _ in range(2))
+    assert first.hash == second.hash

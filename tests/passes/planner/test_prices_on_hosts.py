@@ -1,0 +1,216 @@
+"""Prices of plans where ranks have hosts, links of unequal speed, or a link that a host's ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from splitc.cost_models.network.alpha_beta import recursive_doubling, ring_all_reduce
+from splitc.ir.cluster import Cluster, Link, Rate, Unlike
+from splitc.ir.program import Program
+from splitc.ir.strategies import (
+    DataParallel,
+    HybridSingle,
+    LateMultiply,
+    LayerSeparation,
+    ModuloShard,
+    ParameterServer,
+    Strategy,
+)
+from splitc.passes.planner.reasons import reasons
+from splitc.passes.planner.request import Request
+from splitc.passes.planner.separate_layers import layer_separation
+from splitc.passes.planner.wire_price import step_seconds
+from tests.support.every_strategy import analysed, planned
+from tests.support.small_programs import place, separable, small_cluster
+
+SEPARATE = LayerSeparation(n_c=2, n_f=2)
+ENDLESS = Link(1e18, 0.0)
+PINS = {"conv*": "conv", "fc*": "fc"}
+STRATEGIES = [
+    "data_parallel", "data_parallel(all_reduce=recursive_doubling)", "hybrid_single", "late_multiply",
+    "modulo_shard(mp=2)", "layer_separation(n_c=2, n_f=2)", "parameter_server(servers=2)",
+    "parameter_server(beside=True)",
+]  # fmt: skip
+FAMILIES = [DataParallel(), SEPARATE, HybridSingle(), ParameterServer(servers=2), LayerSeparation(ranks="2+1+1")]
+
+
+def hosts(bandwidth: float, ranks: int = 2, inside: Link = ENDLESS, shared: bool = False, **others: Any) -> Cluster:
+    """Hosts of so many ranks, with links between them that have no latency."""
+    link = Link(bandwidth, 0.0, shared=shared)
+    return replace(small_cluster(), link=link, local_link=inside, ranks_per_host=ranks, **others)
+
+
+def seconds(cluster: Cluster, strategy: Strategy = SEPARATE) -> float:
+    """A step of four ranks; a separation at the one cut that is pinned."""
+    pins = PINS if strategy is SEPARATE else {}
+    return place(separable(), 4, strategy, cluster, pins=pins).step_seconds
+
+
+@cache
+def program_of(strategy: str) -> Program:
+    """What four ranks run, planned elsewhere."""
+    return planned(4, strategy).program
+
+
+def wired(strategy: str, cluster: Cluster) -> float:
+    """What a program computes and sends, on a cluster."""
+    return step_seconds(Request(program_of(strategy), cluster, 4), program_of(strategy))
+
+
+# -- closed forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", FAMILIES, ids=str)
+def test_ranks_that_all_fit_one_host_are_priced_on_its_own_link(strategy):
+    inside = Link(3e5, 2e-4)
+    alone = replace(small_cluster(), link=inside)
+    assert seconds(hosts(1.0, 4, inside), strategy) == seconds(hosts(1.0, 8, inside), strategy)
+    assert seconds(hosts(1.0, 4, inside), strategy) == pytest.approx(seconds(alone, strategy), rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", FAMILIES, ids=str)
+def test_ranks_of_several_hosts_are_slower_the_slower_the_link_between_them(strategy):
+    times = [seconds(hosts(bandwidth), strategy) for bandwidth in (1e12, 1e7, 1e6, 1e5, 1e4)]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+
+
+@pytest.mark.parametrize("strategy", FAMILIES, ids=str)
+def test_one_slow_link_slows_every_step_that_it_is_in(strategy):
+    usual = small_cluster()
+    slow = replace(usual, unlike=(Unlike((3,), usual.device, Link(1e4, 1e-4)),))
+    assert seconds(slow, strategy) > seconds(usual, strategy)
+    outside = replace(usual, unlike=(Unlike((4,), usual.device, Link(1e4, 1e-4)),))
+    assert seconds(outside, strategy) == seconds(usual, strategy)
+
+
+def test_an_all_reduce_over_hosts_has_their_adapters_together_or_the_one_they_share():
+    none = seconds(hosts(1e18), DataParallel())
+    exchange = seconds(replace(small_cluster(), link=Link(1e5, 0.0)), DataParallel()) - none
+    assert seconds(hosts(1e5), DataParallel()) - none == pytest.approx(exchange / 2)
+    assert seconds(hosts(1e5, shared=True), DataParallel()) - none == pytest.approx(exchange)
+
+
+def test_a_separation_of_hosts_sums_inside_them_and_exchanges_between_them():
+    """Two conv ranks on one host, two fc ranks on the other: a link that the ranks share carries both cuts."""
+    none, own, shared = seconds(hosts(1e18)), seconds(hosts(1e5)), seconds(hosts(1e5, shared=True))
+    cut = 2 * (32 * 4 * 4) / 1e5  # there and back: 32 numbers of 4 bytes for the 4 examples of a rank
+    labels = 4 * 4 / 1e5
+    assert own - none == pytest.approx(cut + labels)
+    assert shared - none == pytest.approx(2 * (cut + labels))
+    inside = hosts(1e18, inside=Link(1e5, 0.0))
+    fc = (50_000 + 10_000) * 4
+    assert seconds(inside) - none == pytest.approx(fc / 1e5)  # a ring of two: all of it once
+
+
+def test_servers_of_a_host_share_its_link():
+    """Equation (6): 2 n_w P / (n_s B), with half of B for each of two servers."""
+    strategy = ParameterServer(servers=2)
+    none = seconds(hosts(1e18), strategy)
+    served = 2 * 2 * 60_300 * 4 / (2 * 1e5)
+    assert seconds(hosts(1e5), strategy) - none == pytest.approx(served)
+    assert seconds(hosts(1e5, shared=True), strategy) - none == pytest.approx(2 * served)
+
+
+def test_more_servers_than_workers_do_not_make_a_workers_link_faster():
+    """All parameters come and all gradients go over it, however many servers there are."""
+    plain = replace(small_cluster(), link=Link(1e5, 0.0))
+    none = seconds(replace(plain, link=ENDLESS), ParameterServer(servers=3))
+    assert seconds(plain, ParameterServer(servers=3)) - none == pytest.approx(2 * 60_300 * 4 / 1e5)
+
+
+def test_recursive_doubling_sends_from_every_rank_at_once():
+    """Rings leave a host once; the ranks that double each send all bytes to another host."""
+    program = separable()
+    nbytes = 1e6
+    rings = Request(program, hosts(1e5, shared=True), 4)
+    doubling = replace(rings, all_reduce="recursive_doubling")
+    assert rings.all_reduce_seconds(nbytes, range(4)) == ring_all_reduce(nbytes, 4, Link(1e5, 0.0))
+    assert doubling.all_reduce_seconds(nbytes, range(4)) == recursive_doubling(nbytes, 4, Link(0.5e5, 0.0))
+    assert doubling.all_reduce_seconds(nbytes, range(2)) == recursive_doubling(nbytes, 2, ENDLESS)
+
+
+def test_groups_and_replicas_are_priced_where_they_run():
+    request = Request(separable(), hosts(1e5, 4, Link(1e7, 0.0), shared=True), 8)
+    assert request.groups(4) == (range(4), range(4, 8))
+    assert request.replicas(4) == (range(0, 8, 4), range(1, 8, 4), range(2, 8, 4), range(3, 8, 4))
+    assert request.all_gather_seconds(1e6, *request.groups(4)) == pytest.approx(0.75 * 1e6 / 1e7)
+    assert request.all_reduce_seconds(1e6, *request.replicas(4)) == pytest.approx(1e6 / (1e5 / 4))
+    assert request.all_gather_seconds(1e6, *request.groups(8)) == pytest.approx(7 / 8 * 1e6 / 1e5)
+
+
+def test_reasons_name_the_link_that_sums_a_gradient():
+    def why(cluster: Cluster) -> str:
+        program = separable()
+        request = Request(program, cluster, 4)
+        offer = layer_separation(request, SEPARATE)
+        return reasons(request, offer)["conv1"]
+
+    assert "on 1.00 Mbit/s" in why(hosts(1e2, inside=Link(1.25e5, 0.0)))
+    assert "on 800 bit/s" in why(replace(small_cluster(), link=Link(1e2, 0.0)))
+
+
+# -- what programs put on the wire -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_program_sends_on_one_host_is_priced_on_its_link(strategy):
+    """All ranks of a host are looked at, but only the first and the last of those that are hosts of their own."""
+    inside = Link(3e5, 2e-4)
+    alone = wired(strategy, replace(small_cluster(), link=inside))
+    assert alone * (1 - 1e-9) <= wired(strategy, hosts(1.0, 4, inside)) <= 1.2 * alone
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_program_sends_costs_more_on_slower_links_and_on_those_that_ranks_share(strategy):
+    times = [wired(strategy, hosts(bandwidth)) for bandwidth in (1e12, 1e6, 1e5, 1e4)]
+    assert times == sorted(times)
+    shared = wired(strategy, hosts(1e4, shared=True))
+    assert shared >= times[-1] * (1 - 1e-9)
+    assert shared > times[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_slow_link_makes_what_a_program_sends_slower(strategy):
+    usual = small_cluster(bandwidth=1e5)
+    slow = replace(usual, unlike=(Unlike((1,), usual.device, Link(1e3, 1e-4)),))
+    assert wired(strategy, slow) > wired(strategy, usual)
+
+
+def test_replicas_of_groups_divide_the_link_that_they_share():
+    """Groups of two, each on a host: both parts of a gradient are summed between the hosts at once."""
+    none, own, shared = (
+        wired("modulo_shard(mp=2)", hosts(bandwidth, shared=shared))
+        for bandwidth, shared in ((1e18, False), (1e3, False), (1e3, True))
+    )
+    assert shared - none == pytest.approx(2 * (own - none), rel=0.05)
+
+
+def test_messages_of_all_ranks_of_a_host_pass_its_link_one_after_the_other():
+    none, own, shared = (
+        wired("layer_separation(n_c=2, n_f=2)", hosts(bandwidth, shared=shared))
+        for bandwidth, shared in ((1e18, False), (1e3, False), (1e3, True))
+    )
+    assert shared - none == pytest.approx(2 * (own - none), rel=0.05)
+
+
+def test_a_measured_collective_is_priced_as_measured():
+    plain = small_cluster(1e4, 0.0)
+    half = {name: Rate(0.5e4, 0.0) for name in ("all_reduce", "all_gather", "reduce_scatter")}
+    measured = replace(plain, link=replace(plain.link, collectives=half))
+    for strategy in ("modulo_shard(mp=2)", "late_multiply"):
+        none = wired(strategy, small_cluster(1e18, 0.0))
+        apart = wired(strategy, plain) - none
+        assert wired(strategy, measured) - none == pytest.approx(2 * apart, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", [ModuloShard(mp=2), LateMultiply()], ids=str)
+def test_plans_for_linear_layers_cost_less_with_a_fast_link_inside_hosts_and_more_than_on_that_alone(strategy):
+    known = analysed()[1]
+    near = place(known, 4, strategy, hosts(1e4, 2, Link(1e7, 1e-6)))
+    assert near.step_seconds < place(known, 4, strategy, small_cluster(1e4)).step_seconds
+    assert near.step_seconds > place(known, 4, strategy, small_cluster(1e7, 1e-6)).step_seconds

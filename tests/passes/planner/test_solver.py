@@ -1,0 +1,90 @@
+"""What the solver says, and that it says no more than is true."""
+
+import random
+
+import pytest
+
+from splitc.passes.planner import solver
+from splitc.passes.planner.solver import Model, total
+
+
+def knapsack(weights, limit):
+    """The cheapest way to fill a knapsack to at least `limit`."""
+    model = Model("knapsack")
+    taken = [model.binary(f"take[{i}]") for i in range(len(weights))]
+    model.require(total(w * x for w, x in zip(weights, taken, strict=True)) >= limit, "eq1")
+    model.minimise(total(w * x for w, x in zip(weights, taken, strict=True)))
+    return model
+
+
+def market_split(size=40, rows=5):
+    """A small problem that takes branch and bound very long."""
+    rng = random.Random(0)
+    model = Model("market_split")
+    chosen = [model.binary(f"x[{i}]") for i in range(size)]
+    slack = []
+    for row in range(rows):
+        numbers = [rng.randrange(100) for _ in range(size)]
+        over, under = model.real(f"over[{row}]"), model.real(f"under[{row}]")
+        hit = total(n * x for n, x in zip(numbers, chosen, strict=True)) + under - over
+        model.require(hit == sum(numbers) // 2, f"eq{row}")
+        slack += [over, under]
+    model.minimise(total(slack))
+    return model
+
+
+def test_a_solved_problem_is_optimal_and_its_bound_is_its_value():
+    solution = knapsack([5, 6, 7], 11).solve(10)
+    assert solution.status == "optimal"
+    assert solution.objective == solution.bound == 11
+    assert solution.values == {"take[0]": 1, "take[1]": 1, "take[2]": 0}
+
+
+def test_a_problem_without_solution_is_infeasible_and_not_a_matter_of_time():
+    assert knapsack([5, 6, 7], 19).solve(10).status == "infeasible"
+
+
+def test_integer_infeasible_is_infeasible_too():
+    model = Model("half")
+    x = model.binary("x")
+    model.require(2 * x == 1, "eq1")
+    model.minimise(1 * x)
+    assert model.solve(10).status == "infeasible"
+
+
+def test_a_problem_that_the_time_limit_stopped_is_never_called_optimal():
+    solution = market_split().solve(0.2)
+    assert solution.status in ("feasible", "unknown")
+    assert solution.bound < solution.objective
+
+
+def test_a_point_that_breaks_a_constraint_is_not_a_solution(monkeypatch):
+    monkeypatch.setattr(solver, "_holds", lambda constraint: False)
+    solution = knapsack([5, 6, 7], 11).solve(10)
+    assert solution.status == "unknown"
+    assert not solution.values
+
+
+def test_broken_constraints_are_named():
+    model = Model("named")
+    x, y = model.binary("x"), model.real("y")
+    model.require(x + y <= 1, "eq1")
+    model.require(y >= 2, "eq2")
+    x.varValue, y.varValue = 1, 2
+    assert model.broken() == ["eq1"]
+
+
+@pytest.mark.parametrize("names", [("a-b", "a_b"), ("a b", "a+b"), ("x.1", "x/1")])
+def test_names_that_look_alike_to_the_solver_stay_two_variables(names):
+    model = Model("alike")
+    first, second = (model.binary(name) for name in names)
+    model.require(first >= 1, "eq1")
+    model.require(second <= 0, "eq2")
+    model.minimise(1 * first + 1 * second)
+    assert model.solve(10).values == {names[0]: 1, names[1]: 0}
+
+
+def test_an_objective_that_would_spoil_the_bound_is_refused():
+    model = Model("constant")
+    with pytest.raises(AssertionError):
+        model.minimise(7 + model.binary("x"))

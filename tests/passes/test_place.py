@@ -1,0 +1,199 @@
+"""Plans: what they cost, what they hold, and what they say of themselves."""
+
+import time
+
+import pytest
+
+from splitc.errors import PlacementError
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
+from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
+
+
+@pytest.mark.parametrize("strategy", [DataParallel(), LayerSeparation(), Auto()])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_plan_gets_slower_when_the_link_gets_faster(strategy, seed):
+    program = separable(batch=seed + 1)
+    rates = [
+        place(program, 5, strategy, small_cluster(bandwidth)).samples_per_second
+        for bandwidth in (1e3, 1e4, 1e5, 1e6, 1e7, 1e9)
+    ]
+    assert rates == sorted(rates)
+
+
+def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not():
+    slow = place(separable(), 4, Auto(), small_cluster(1e5))
+    assert slow.strategy == "hybrid_single"
+    assert slow.roles == {"conv": (0, 1, 2, 3), "fc": (0,)}
+    assert fc_layers(slow) == {"fc1", "fc2", "loss"}
+    fast = place(separable(), 4, Auto(), small_cluster(1e9, latency=1e-6))
+    assert fast.strategy == "data_parallel"
+
+
+def test_the_price_of_a_separation_is_the_sum_of_its_parts():
+    plan = place(separable(), 3, LayerSeparation(n_c=2, n_f=1), small_cluster(1e6, 0.01))
+    assert fc_layers(plan) == {"fc1", "fc2", "loss"}
+    compute = 4 * 8e5 / 1e6 + 8 * 3e4 / 1e6
+    cut, labels = 8 * 32 * 4 / 1e6 + 2 * 0.01, 8 * 4 / 1e6 + 2 * 0.01
+    all_reduce = 300 * 4 / 1e6 + 2 * 0.01
+    assert plan.step_seconds == pytest.approx(compute + 2 * cut + labels + all_reduce)
+
+
+def test_the_price_of_data_parallelism_is_compute_and_one_all_reduce():
+    plan = place(separable(), 2, DataParallel(), small_cluster(1e6, 0.01))
+    gradient = (100 + 200 + 50_000 + 10_000) * 4
+    assert plan.step_seconds == pytest.approx(4 * 8.3e5 / 1e6 + gradient / 1e6 + 2 * 0.01)
+    assert {p.sync for p in plan.placements.values()} == {"all_reduce", "none"}
+    assert plan.placements["loss"].sync == "none"
+
+
+def test_a_layer_of_one_rank_or_without_trainable_parameters_is_not_summed():
+    rows = [
+        Row("frozen", ("images",), parameters=10, width=4, flops=1e5, trains=False),
+        Row("conv", ("frozen",), parameters=10, width=4, flops=1e5),
+        Row("fc", ("conv",), parameters=9999, width=4, flops=1e2),
+        Row("loss", ("fc", "labels")),
+    ]
+    plan = place(small_program(rows), 3, LayerSeparation(n_f=1), pins={"conv": "conv"})
+    sync = {name: placed.sync for name, placed in plan.placements.items()}
+    assert sync == {"frozen": "none", "conv": "all_reduce", "fc": "none", "loss": "none"}
+
+
+def test_no_gradient_comes_back_where_nothing_trains_below_the_cut():
+    def seconds(trains):
+        rows = [
+            Row("conv", ("images",), parameters=10, width=1000, flops=1e6, trains=trains),
+            Row("fc", ("conv", "labels"), parameters=9999, flops=1e2),
+        ]
+        options = LayerSeparation(n_c=1, n_f=1)
+        return place(small_program(rows), 2, options, small_cluster(1e6, 0.0)).step_seconds
+
+    assert seconds(True) - seconds(False) == pytest.approx(4 * 1000 * 4 / 1e6)
+
+
+def test_more_readers_make_a_larger_batch_and_a_fixed_one_is_shared_out():
+    grown = place(separable(batch=4), 5, LayerSeparation(n_c=3))
+    assert (grown.global_batch, grown.sizes) == (12, (4, 4, 4))
+    fixed = place(separable(batch=4), 5, LayerSeparation(n_c=3), global_batch=10)
+    assert fixed.examples == {"conv": (0, 4, 7, 10), "fc": (0, 7, 10)}
+
+
+def test_the_largest_share_sets_the_pace():
+    cluster = small_cluster(1e12, 0.0)
+    uneven = place(separable(), 3, DataParallel(), cluster, global_batch=7)
+    even = place(separable(), 3, DataParallel(), cluster, global_batch=9)
+    assert uneven.sizes == (3, 2, 2)
+    assert uneven.step_seconds == pytest.approx(even.step_seconds)
+
+
+def test_single_device_uses_rank_0_only_and_keeps_the_world():
+    plan = place(separable(), 4, SingleDevice())
+    assert plan.world == 4
+    assert plan.roles == {"all": (0,)}
+    assert plan.examples == {"all": (0, 4)}
+    assert plan.step_seconds == pytest.approx(4 * 8.3e5 / 1e6)
+
+
+def test_a_world_of_one_runs_on_one_device():
+    plan = place(separable(), 1, Auto())
+    assert plan.strategy == "single_device"
+    assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
+    assert not candidate(plan, "layer_separation").feasible
+
+
+def test_the_plan_shows_the_best_of_every_family():
+    plan = place(separable(), 4, DataParallel())
+    assert [c.strategy for c in plan.candidates] == [
+        "single_device",
+        "data_parallel",
+        "parameter_server",
+        "layer_separation",
+        "hybrid_single",
+        "modulo_shard",
+        "late_multiply",
+    ]
+    assert all(c.exact for c in plan.candidates)
+    assert all(c.feasible and not c.why for c in plan.candidates[:5])
+    for strategy in ("modulo_shard", "late_multiply"):
+        assert "no linear layer of the model" in candidate(plan, strategy).why
+    assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
+    assert candidate(plan, "layer_separation").roles.keys() == {"conv", "fc"}
+
+
+def test_what_does_not_fit_is_priced_and_says_what_is_short():
+    plan = place(separable(), 4, Auto(), memory=800_000)
+    failed = candidate(plan, "data_parallel")
+    assert not failed.feasible
+    assert failed.step_seconds > 0
+    assert "each rank of role all (ranks 0 to 3)" in failed.why
+    assert "needs 968 kB of memory and has 800 kB" in failed.why
+
+
+def test_when_nothing_fits_role_need_and_have_are_told():
+    with pytest.raises(PlacementError) as error:
+        place(separable(), 4, LayerSeparation(n_f=1), memory=300_000)
+    message = str(error.value)
+    assert "role fc (rank 3) needs 727 kB of memory and has 300 kB" in message
+    assert "its largest layer, fc1, needs 603 kB" in message
+
+
+def test_when_no_strategy_fits_each_says_why():
+    with pytest.raises(PlacementError) as error:
+        place(separable(), 4, Auto(), memory=1000)
+    message = str(error.value)
+    assert all(f"{name}: " in message for name in ("data_parallel", "layer_separation"))
+    assert message.count("has 1.00 kB") >= 3
+
+
+def test_more_copies_in_the_optimizer_need_more_memory():
+    program, memory = separable(), 241_200 * 3 + 10_000
+    assert place(program, 1, SingleDevice(), memory=memory, optimizer_copies=1)
+    with pytest.raises(PlacementError, match="needs"):
+        place(program, 1, SingleDevice(), memory=memory, optimizer_copies=2)
+
+
+def test_ranks_that_share_a_device_compute_and_hold_a_part_of_it():
+    shared = small_cluster(1e12, 0.0, ranks_share_device=True)
+    alone = place(separable(), 1, SingleDevice(), shared)
+    four = place(separable(), 4, DataParallel(), shared)
+    assert four.step_seconds == pytest.approx(4 * alone.step_seconds, rel=1e-3)
+
+
+def test_a_cluster_with_fewer_devices_than_ranks_is_refused():
+    with pytest.raises(PlacementError, match="8 ranks were asked for, but cluster toy has 2"):
+        place(separable(), 8, Auto(), small_cluster(world=2))
+
+
+def test_every_layer_has_a_reason_with_numbers():
+    plan = place(separable(), 4, cluster=small_cluster(1.25e6))
+    assert plan.reasons.keys() == plan.placements.keys()
+    assert plan.reasons["fc1"].startswith("holds 50.0 k parameters and is 2.4 % of the computing")
+    assert "its gradient would cost 24" in plan.reasons["fc1"]
+    assert "on 10.0 Mbit/s, its input costs" in plan.reasons["fc1"]
+    assert "conv ranks" in plan.reasons["conv1"]
+    assert "its gradient costs" in place(separable(), 4, DataParallel()).reasons["fc1"]
+    assert "nothing is sent" in place(separable(), 4, SingleDevice()).reasons["fc1"]
+
+
+def test_twenty_layers_on_eighty_ranks_take_a_few_seconds():
+    rows = [Row("layer0", ("images",), parameters=100, width=500, flops=1e5)]
+    for i in range(1, 20):
+        rows.append(
+            Row(
+                f"layer{i}",
+                tuple(f"layer{j}" for j in range(max(0, i - 2), i)),
+                parameters=100 * i * i,
+                width=500 - 20 * i,
+                flops=1e6 / i,
+            )
+        )
+    rows.append(Row("loss", ("layer19", "labels")))
+    begin = time.perf_counter()
+    plan = place(small_program(rows), 80, Auto())
+    assert time.perf_counter() - begin < 10
+    assert plan.proof == "optimal"
+
+
+def test_the_same_request_makes_the_same_plan():
+    first, second = (place(separable(), 6, Auto()) for _ in range(2))
+    assert first == second
+    assert first.to_json() == second.to_json()

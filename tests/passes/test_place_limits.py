@@ -1,0 +1,149 @@
+"""What bounds a plan: the world, pins, ties, and values that cannot cross."""
+
+import pytest
+
+from splitc.errors import PlacementError
+from splitc.ir.plan import Placement
+from splitc.ir.program import SizeSpec
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation
+from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "words"),
+    [
+        (1, LayerSeparation(), "a world of 1 cannot be divided"),
+        (4, LayerSeparation(n_c=2, n_f=1), "n_c = 2 and n_f = 1 are 3 ranks, but the world has 4"),
+        (4, LayerSeparation(n_c=4), "n_c = 4 leaves no rank of 4"),
+        (4, LayerSeparation(n_f=9), "n_f = 9 leaves no rank of 4"),
+    ],
+)
+def test_a_separation_that_does_not_fit_the_world_is_refused(world, strategy, words):
+    with pytest.raises(PlacementError, match=words):
+        place(separable(), world, strategy)
+
+
+def test_a_model_of_one_layer_cannot_be_separated():
+    program = small_program([Row("fc", ("images", "labels"), parameters=10, flops=1e3)])
+    with pytest.raises(PlacementError, match="only one layer, fc, has parameters"):
+        place(program, 2)
+
+
+def test_a_model_without_parameters_cannot_be_separated():
+    program = small_program([Row("loss", ("images", "labels"), flops=1e3)])
+    with pytest.raises(PlacementError, match="the model has no parameters"):
+        place(program, 2)
+    assert place(program, 2, DataParallel()).step_seconds == pytest.approx(4e3 / 1e6)
+
+
+def test_fewer_examples_than_ranks_that_read_are_refused():
+    with pytest.raises(PlacementError, match="3 examples cannot be shared out to 4 ranks"):
+        place(separable(), 4, DataParallel(), global_batch=3)
+    with pytest.raises(PlacementError, match="1 examples leave some of 3 ranks without any"):
+        place(separable(), 3, LayerSeparation(), global_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"global_batch": 0}, "global_batch is 0"),
+        ({"global_batch": 2.5}, "global_batch is 2.5"),
+        ({"memory": -1.0}, "memory is -1.0"),
+        ({"world": 0}, "world is 0"),
+    ],
+)
+def test_senseless_requests_are_refused(options, words):
+    with pytest.raises(PlacementError, match=words):
+        place(separable(), **options)
+
+
+def test_a_pinned_layer_runs_where_it_was_pinned_and_says_so():
+    plan = place(separable(), 4, pins={"conv2": "fc"})
+    assert fc_layers(plan) == {"conv2", "fc1", "fc2", "loss"}
+    assert plan.reasons["conv2"].startswith("pinned by 'conv2'; ")
+
+
+def test_later_pins_win_part_by_part():
+    pins = {"fc*": Placement(role="conv", holding="replicated"), "fc2": "fc"}
+    plan = place(separable(), 4, pins=pins)
+    assert fc_layers(plan) == {"fc2", "loss"}
+
+
+def test_a_pin_of_sync_none_keeps_the_layer_on_a_role_of_one_rank():
+    plan = place(separable(), 6, pins={"fc*": Placement(role="fc", sync="none")})
+    assert len(plan.roles["fc"]) == 1
+    with pytest.raises(PlacementError, match="sync 'none' of fc1, whose gradient must be summed"):
+        place(separable(), 4, DataParallel(), pins={"fc1": Placement(sync="none")})
+
+
+def test_pins_that_cannot_be_followed_are_told_all_at_once():
+    pins = {"fc3": "fc", "conv1": "cnov", "fc1": Placement(sync="sometimes")}
+    with pytest.raises(PlacementError) as error:
+        place(separable(), 4, pins=pins)
+    message = str(error.value)
+    assert "pin 'fc3' matches no layer; near it are fc" in message
+    assert "there is no role 'cnov'; there are all, worker, conv, fc" in message
+    assert "there is no sync 'sometimes'" in message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pin", "words"),
+    [
+        (DataParallel(), "fc", "asks for role 'fc' of fc1, but data_parallel has only all"),
+        (LayerSeparation(), "all", "layer_separation has only conv, fc"),
+        (DataParallel(), Placement(holding="sharded"), "holding 'sharded' of fc1"),
+        (DataParallel(), Placement(sync="late_multiply"), "sync 'late_multiply' of fc1"),
+        (LayerSeparation(), Placement(group=2), "group 2 of fc1"),
+    ],
+)
+def test_pins_that_contradict_the_strategy_are_refused(strategy, pin, words):
+    with pytest.raises(PlacementError, match=words):
+        place(separable(), 4, strategy, pins={"fc1": pin})
+
+
+def test_auto_follows_the_pins_and_says_which_families_cannot():
+    plan = place(separable(), 4, Auto(), small_cluster(1e9, 1e-6), pins={"fc1": "fc"})
+    assert plan.strategy == "hybrid_single"
+    assert "data_parallel has only all" in candidate(plan, "data_parallel").why
+
+
+def test_pins_against_the_way_of_the_data_are_refused():
+    with pytest.raises(PlacementError, match=r"no cut .* conv1 is pinned by 'conv1'"):
+        place(separable(), 4, pins={"conv1": "fc", "fc2": "conv"})
+
+
+def test_layers_that_share_a_parameter_have_one_role():
+    rows = [
+        Row("conv", ("images",), parameters=10, width=8, flops=1e6),
+        Row("embed", ("conv",), parameters=50_000, width=8, flops=1e2),
+        Row("head", ("embed",), width=8, flops=1e2, shares="embed"),
+        Row("loss", ("head", "labels")),
+    ]
+    plan = place(small_program(rows), 4)
+    assert fc_layers(plan) == {"embed", "head", "loss"}
+    with pytest.raises(PlacementError, match=r"embed and head share embed\.weight"):
+        place(small_program(rows), 4, pins={"embed": "conv", "head": "fc"})
+
+
+def test_only_tensors_with_examples_cross():
+    rows = [
+        Row("mask", ("images",), parameters=10, width=8, flops=1e6, batched=False),
+        Row("fc", ("mask",), parameters=50_000, width=8, flops=1e2),
+        Row("loss", ("fc", "labels")),
+    ]
+    words = r"fc \(model\.py:3\) reads mask, which has no examples to divide"
+    with pytest.raises(PlacementError, match=words):
+        place(small_program(rows), 4)
+
+
+def test_sizes_are_made_again_where_they_are_read():
+    program = separable()
+    nodes = {node.name: node for node in program.graph.nodes}
+    free = place(program, 4)
+    nodes["fc2"].args = (nodes["fc1"], nodes["conv1"])
+    assert place(program, 4).step_seconds > free.step_seconds
+    with program.graph.inserting_after(nodes["conv1"]):
+        size = program.graph.call_method("size", (nodes["conv1"], 0))
+    size.meta = {"spec": SizeSpec(1), "source": "model.py:9", "layer": "conv1"}
+    nodes["fc2"].args = (nodes["fc1"], size)
+    assert place(program, 4).step_seconds == pytest.approx(free.step_seconds)

@@ -1,0 +1,197 @@
+"""Where a divided layer's features are gathered, where its gradients are summed, and what works on parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.ir import comm_ops
+from splitc.ir.plan import Placement
+from tests.support.compiled import compiled
+from tests.support.models import CLASSES, made
+
+INSERTED = (comm_ops.shard, comm_ops.enter, comm_ops.sum_partials)
+COLUMNS = Placement(holding="sharded", group=2, split="columns")
+ROWS = Placement(holding="sharded", group=2, split="rows")
+GROUPED = Placement(group=2)
+Run = Callable[[Any, Tensor], Tensor]
+
+
+def divided(run: Run, *shape: int, loss: Any = F.cross_entropy, **pins: Placement) -> CompiledProgram:
+    """A model of linear layers a (8 -> 7), b (7 -> 6) and fc (7 -> classes), which is exact whatever is inserted."""
+    children = {"a": nn.Linear(8, 7), "b": nn.Linear(7, 6), "fc": nn.Linear(7, CLASSES), "norm": nn.LayerNorm(7)}
+    names = run.__code__.co_names
+    model = made(run, **{name: child for name, child in children.items() if name in names}).double()
+    if "a" not in names:
+        del model.a
+    x = torch.randn(4, *(shape or (8,)), dtype=torch.float64)
+    program = compiled(model, (x,), torch.randint(CLASSES, (4,)), loss, 2, "auto", pins={"*": GROUPED, **pins})
+    result = program.verify(steps=2)
+    assert result.holds, str(result)
+    return program
+
+
+def inserted(program: CompiledProgram) -> dict[str, str]:
+    """Node -> what was inserted there, with its flag."""
+    found = {}
+    for node in program.program.graph.nodes:
+        if node.target in INSERTED:
+            name = comm_ops.OPS[node.target].name
+            found[node.name] = f"{name} partial" if node.kwargs.get("partial") else name
+    return found
+
+
+def returns(program: CompiledProgram) -> list[bool]:
+    """Of what the groups gather, whether its gradients are parts of a sum."""
+    (stage,) = (stage for stage in program.program.stages if stage.role in program.plan.groups)
+    return [cut.partial for cut in stage.receives if cut.gradient]
+
+
+# -- what reads parts --------------------------------------------------------------------------------------------------
+
+ON_PARTS: dict[str, Run] = {
+    "gelu": lambda m, x: m.fc(F.gelu(m.a(x))),
+    "a module": lambda m, x: m.fc(torch.sigmoid(F.leaky_relu(m.a(x), 0.2))),
+    "in place": lambda m, x: m.fc(F.relu(m.a(x), inplace=True)),
+    "a method": lambda m, x: m.fc(m.a(x).tanh()),
+    "numbers": lambda m, x: m.fc(2.0 * m.a(x) - 1.0),
+    "a power": lambda m, x: m.fc(m.a(x) ** 2 / 3.0),
+    "two parts of one layer": lambda m, x: m.fc(torch.tanh(h := m.a(x)) * torch.sigmoid(h)),
+    "dropout": lambda m, x: m.fc(F.dropout(m.a(x), 0.5, m.training)),
+}
+
+
+@pytest.mark.parametrize("name", ON_PARTS)
+def test_elementwise_functions_work_on_parts_and_one_gather_follows_them(name: str) -> None:
+    found = inserted(divided(ON_PARTS[name], a=COLUMNS, fc=COLUMNS))
+    assert list(found.values()) == ["shard partial", "shard"], found
+    assert "a_whole" not in found, "it is gathered after the function"
+
+
+ON_THE_WHOLE: dict[str, Run] = {
+    "softmax": lambda m, x: m.fc(F.softmax(m.a(x), -1)),
+    "a norm": lambda m, x: m.fc(m.norm(m.a(x))),
+    "a sum of features": lambda m, x: m.fc(m.a(x) + m.a(x).sum(1, keepdim=True)),
+    "an index": lambda m, x: m.fc(m.a(x)[:, [6, 5, 4, 3, 2, 1, 0]]),
+    "a reshape": lambda m, x: m.fc(m.a(x).view(-1, 7, 1).flatten(1)),
+    "cat": lambda m, x: m.fc(torch.cat([m.a(x)[:, 3:], m.a(x)[:, :3]], 1)),
+    "another value, whole": lambda m, x: m.fc(m.a(x) * x[:, :7]),
+    "where": lambda m, x: m.fc(torch.where(x[:, :7] > 0, m.a(x), 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_WHOLE)
+def test_everything_else_reads_what_was_gathered(name: str) -> None:
+    """Each of its readers has the whole gradient then, and what the next divided layer reads is summed by `enter`."""
+    found = inserted(divided(ON_THE_WHOLE[name], a=COLUMNS, fc=COLUMNS))
+    assert "enter" in found.values() and "shard partial" not in found.values(), found
+    assert any(node.startswith("a") and kind == "shard" for node, kind in found.items()), found
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_reads_the_whole_and_its_gradient_is_not_summed() -> None:
+    found = inserted(divided(lambda m, x: m.fc(m.a(x)), fc=COLUMNS))
+    assert list(found.values())[-1] == "shard"
+
+
+def test_two_divided_readers_of_one_value_share_a_gather() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = F.relu(m.a(x))
+        scores: Tensor = m.b(h)[:, :CLASSES] + m.fc(h)
+        return scores
+
+    found = inserted(divided(run, a=COLUMNS, b=COLUMNS, fc=COLUMNS))
+    assert sorted(found.values()) == ["shard", "shard", "shard partial"], found
+
+
+def test_a_divided_and_a_whole_reader_of_one_value_part_at_an_enter() -> None:
+    program = divided(lambda m, x: m.fc(h := F.relu(m.a(x))) + m.b(h)[:, :CLASSES], a=COLUMNS, fc=COLUMNS)
+    found = inserted(program)
+    assert sorted(found.values()) == ["enter", "shard", "shard"], found
+    graph = program.program.graph
+    (enter,) = (n for n in graph.nodes if n.target is comm_ops.enter)
+    assert [str(user.target) for user in enter.users] == ["fc"]
+
+
+def test_an_input_that_only_divided_layers_read_is_summed_where_it_returns_and_needs_no_enter() -> None:
+    def first(m: Any, x: Tensor) -> Tensor:
+        scores: Tensor = m.fc(F.relu(m.a(x)))
+        return scores
+
+    program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
+    assert list(inserted(program).values()) == ["shard"] and returns(program) == [True]
+
+
+def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
+    def first(m: Any, x: Tensor) -> Tensor:
+        scores: Tensor = m.fc(m.norm(F.relu(m.a(x))))
+        return scores
+
+    program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
+    assert list(inserted(program).values()) == ["enter", "shard"] and returns(program) == [False]
+
+
+def test_what_needs_no_gradient_is_not_summed() -> None:
+    program = divided(lambda m, x: m.fc(F.relu(m.a(x))), a=COLUMNS)
+    assert "enter" not in inserted(program).values(), "the images train nothing"
+    assert returns(program) == []
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_after_columns_need_one_sum_and_no_gather() -> None:
+    program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
+    assert list(inserted(program).values()) == ["sum_partials"]
+    stage = program.program.stage("fc")
+    assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "fc.weight": 1}, "the bias is whole"
+
+
+def test_the_bias_of_rows_is_added_once_after_the_sum() -> None:
+    program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
+    (total,) = (n for n in program.program.graph.nodes if n.target is comm_ops.sum_partials)
+    (after,) = total.users
+    assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
+
+
+def test_rows_are_chosen_where_summing_is_cheaper_than_gathering() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        scores: Tensor = m.fc(F.gelu(m.a(x)))
+        return scores
+
+    narrow = divided(run, a=COLUMNS, fc=Placement(holding="sharded", group=2))
+    assert narrow.plan.placements["fc"].split == "rows", "2 x 5 features summed against 2 x 7 + 5 gathered"
+    model = made(run, a=nn.Linear(8, 7), fc=nn.Linear(7, 32)).double()
+    x, y = torch.randn(4, 8, dtype=torch.float64), torch.randint(32, (4,))
+    sharded = Placement(holding="sharded", group=2)
+    wide = compiled(model, (x,), y, F.cross_entropy, 2, "auto", pins={"a": sharded, "fc": sharded})
+    assert wide.plan.placements["fc"].split == "columns", "2 x 32 features summed against 2 x 7 + 32 gathered"
+
+
+def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_not() -> None:
+    text = "".join(divided(ON_PARTS["dropout"], a=COLUMNS, fc=COLUMNS).files.values())
+    assert "sharded=True" in text
+    whole = divided(lambda m, x: m.fc(F.dropout(m.norm(m.a(x)), 0.5, m.training)), a=COLUMNS, fc=COLUMNS)
+    assert "rank.dropout(" in "".join(whole.files.values())
+    assert "sharded=True" not in "".join(whole.files.values())
+
+
+def test_values_of_more_dims_are_divided_along_their_last() -> None:
+    program = divided(lambda m, x: m.fc(F.relu(m.a(x))).mean(1), 3, 8, a=COLUMNS, fc=COLUMNS)
+    assert list(inserted(program).values()) == ["shard partial", "shard"]
+
+
+def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        scores: Tensor = m.fc(torch.tanh(m.a(x)) + torch.tanh(m.a(x * 2.0)))
+        return scores
+
+    assert list(inserted(divided(run, a=COLUMNS, fc=COLUMNS)).values()) == ["shard partial", "shard"]

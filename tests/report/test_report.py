@@ -1,0 +1,220 @@
+"""The report: figures that agree with each other, 80 columns whatever the names, and blocks summed up."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.alexnet import alexnet
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.report import as_json, report
+from splitc.report.blocks import Hidden, Shown, sum_up
+from splitc.report.text import rank_list
+from tests.support.compiled import CLUSTER, class_batch, compiled
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_output_projection_of_the_block, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.feed_forward = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.relu(self.attention_output_projection_of_the_block(x)))
+        for layer in self.feed_forward:
+            x = F.relu(layer(x))
+        return x
+
+
+class DeepNetworkWithAQuiteRemarkablyLongNameThatGoesOnAndOnForMoreThanEightyColumns(nn.Module):
+    """152 layers: a stem, 30 equal blocks of five, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.encoder = nn.ModuleList([Block(8) for _ in range(30)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.encoder:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@cache
+def deep() -> CompiledProgram:
+    x, y = class_batch((4, 6), classes=3)
+    network = DeepNetworkWithAQuiteRemarkablyLongNameThatGoesOnAndOnForMoreThanEightyColumns()
+    return compiled(network, (x,), y, F.cross_entropy, 3, "data_parallel")
+
+
+@cache
+def separated() -> CompiledProgram:
+    x, y = class_batch((4, 3, 224, 224), classes=1000)
+    return compiled(alexnet(width=0.25), (x,), y, F.cross_entropy, 4, "layer_separation(n_c=3, n_f=1)")
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_152_layers_with_long_names_fit_80_columns(everything: bool) -> None:
+    text = report(deep().program, everything)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_repeated_blocks_are_summed_up_and_the_report_says_how_many_rows_it_hides() -> None:
+    short, long = report(deep().program), report(deep().program, everything=True)
+    assert "  encoder.1 to encoder.29: as encoder.0, 145 rows hidden" in short
+    assert "145 of 152 layers are hidden, since their rows repeat; --all shows them" in short
+    assert len(re.findall("all_reduce", short)) == 7 and len(re.findall("all_reduce", long)) == 152
+    assert "hidden" not in long
+
+
+def test_a_block_that_is_summed_up_gets_its_reasons_once() -> None:
+    short, long = (report(deep().program, everything).split("\nwhy\n")[1] for everything in (False, True))
+    assert short.count("parameters and is") == 7 and long.count("parameters and is") == 152
+    assert "145 of 152 layers, that repeat or weigh least, are left out; --all shows them" in short
+
+
+def test_the_report_of_few_layers_shows_them_all() -> None:
+    assert report(separated().program) == report(separated().program, everything=True)
+
+
+def test_the_prices_of_all_families_have_their_global_batch() -> None:
+    table = report(separated().program).split("the best plan of each strategy\n")[1].split("\n\n")[0]
+    rows = {line.split()[0]: line for line in table.splitlines()[2:]}
+    assert re.search(r" 1 all +4 .* [\d.]+x$", rows["single_device"])
+    assert re.search(r" 4 all +16 .* [\d.]+x$", rows["data_parallel"])
+    assert re.search(r" 3 conv, 1 fc +12 .* [\d.]+x$", rows["layer_separation"])
+    assert re.search(r" 2 worker, 2 server +8 .* [\d.]+x$", rows["parameter_server"])
+
+
+@pytest.mark.parametrize(
+    ("proof", "gap", "text"),
+    [("optimal", 0.0, "proved optimal"), ("gap", 0.03, "within 3.0% of the optimum"), ("heuristic", 0.0, "not proved")],
+)
+def test_the_headline_says_proof_or_gap(proof: str, gap: float, text: str) -> None:
+    program = separated().program
+    plan = replace(program.required_plan, proof=proof, gap=gap)
+    assert f"({text}" in report(replace(program, plan=plan)).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([0, 2, 3, 7], "ranks 0 2-3 7"),
+        (list(range(0, 40, 2)), "ranks 0 2 4 6 +16"),
+    ],
+)
+def test_ranks_are_listed_by_runs(ranks: list[int], text: str) -> None:
+    assert rank_list(ranks) == text
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def rows(*names: str, other: str = "") -> list[tuple[str, tuple[str, ...]]]:
+    return [(name, ("other",) if name == other else ("same",)) for name in names]
+
+
+def test_blocks_that_are_alike_become_one() -> None:
+    names = [f"b.{block}.{layer}" for block in range(4) for layer in ("x", "y")]
+    assert sum_up(rows("stem", *names, "head")) == [Shown(0), Shown(1), Shown(2), Hidden("b", 1, 3, 6), Shown(9)]
+    assert str(Hidden("b", 1, 3, 6)) == "b.1 to b.3: as b.0, 6 rows hidden"
+    assert str(Hidden("", 1, 1, 2)) == "1: as 0, 2 rows hidden"
+
+
+def test_a_block_that_differs_in_a_figure_or_in_a_name_is_shown() -> None:
+    names = [f"b.{block}.{layer}" for block in range(3) for layer in ("x", "y")]
+    assert Shown(2) in sum_up(rows(*names, other="b.1.x"))
+    assert all(isinstance(part, Shown) for part in sum_up(rows("b.0.x", "b.0.y", "b.1.x", "b.1.z")))
+
+
+def test_every_row_is_shown_or_hidden_once_whatever_the_names() -> None:
+    for names in (
+        ["0", "1", "2", "3"],
+        ["a.0", "a.0.0", "a.1", "a.1.0", "a.2", "a.2.0"],
+        ["b.0.c.0", "b.0.c.1", "b.0.c.2", "b.1.c.0", "b.1.c.1", "b.1.c.2"],
+        ["x.1.y", "x.3.y", "x.2.y", "x.10.y", "x.11.y", "x.12.y"],
+    ):
+        parts = sum_up(rows(*names))
+        assert sum(part.rows if isinstance(part, Hidden) else 1 for part in parts) == len(names)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_json_has_the_keys_of_schema_1_and_no_number_that_is_not_one() -> None:
+    data = as_json(separated().program)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["schema"] == 1 and data["roles"] == {"conv": [0, 1, 2], "fc": [3]}
+    layer = {"name", "role", "holding", "sync", "parameters", "flops", "ccr", "sent_bytes", "seconds"}
+    rank = {"rank", "parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes"}
+    candidate = {"strategy", "step_seconds", "samples_per_second", "global_batch", "exact", "feasible", "why"}
+    for rows_, keys in ((data["layers"], layer), (data["ranks"], rank), (data["candidates"], candidate)):
+        assert all(keys <= row.keys() for row in rows_)
+    assert data["samples_per_second"] == pytest.approx(data["global_batch"] / data["step_seconds"])
+
+
+def test_what_the_ranks_send_is_what_they_receive() -> None:
+    ranks = as_json(separated().program)["ranks"]
+    assert sum(r["sent_bytes"] for r in ranks) == pytest.approx(sum(r["received_bytes"] for r in ranks), abs=len(ranks))
+
+
+def test_a_rank_holds_its_roles_parameters_and_needs_more_memory_than_that() -> None:
+    data = as_json(separated().program)
+    for rank in data["ranks"]:
+        own = sum(layer["parameters"] for layer in data["layers"] if layer["role"] == rank["role"])
+        assert rank["parameter_bytes"] == 4 * own
+        assert rank["memory_bytes"] > 3 * rank["parameter_bytes"]
+
+
+def test_a_rank_without_work_holds_nothing() -> None:
+    x, y = class_batch((4, 6), classes=3)
+    idle = as_json(compiled(nn.Linear(6, 3), (x,), y, F.cross_entropy, 2, "single_device").program)["ranks"][1]
+    assert (idle["rank"], idle["role"], idle["parameter_bytes"], idle["memory_bytes"]) == (1, None, 0, 0)
+    assert idle["sent_bytes"] <= 8  # the loss, which every rank learns
+
+
+def test_the_best_number_of_servers_costs_what_equation_6_says() -> None:
+    program = separated()
+    server = next(c for c in program.plan.candidates if c.strategy == "parameter_server")
+    parameters = sum(p.numel() for p in alexnet(width=0.25).parameters())
+    alone = next(c for c in program.plan.candidates if c.strategy == "single_device").step_seconds
+    link = load_cluster(CLUSTER).link
+    expected = 2 * 2 * (4 * parameters / (2 * link.bandwidth) + link.latency) + alone
+    assert len(server.roles["server"]) == 2 and server.step_seconds == pytest.approx(expected)
+    assert server.global_batch == 8 and server.samples_per_second == pytest.approx(8 / server.step_seconds)
+    assert server.exact and server.feasible and not server.why
+
+
+def test_a_world_of_one_has_no_parameter_server() -> None:
+    x, y = class_batch((4, 6), classes=3)
+    program = compiled(nn.Linear(6, 3), (x,), y, F.cross_entropy, 1)
+    server = next(c for c in as_json(program.program)["candidates"] if c["strategy"] == "parameter_server")
+    assert not server["feasible"] and "no room for 1 server" in server["why"]
+    assert math.isfinite(server["step_seconds"])
+    assert re.search(r"^parameter_server +not possible$", report(program.program), re.MULTILINE)
+
+
+def test_auto_chooses_the_fastest_of_the_exact_plans_that_fit() -> None:
+    torch.manual_seed(0)
+    x, y = class_batch((4, 6), classes=3)
+    for world in (1, 2, 5):
+        plan = compiled(nn.Linear(6, 3), (x,), y, F.cross_entropy, world).plan
+        possible = [c for c in plan.candidates if c.feasible and c.exact]
+        assert plan.strategy == max(possible, key=lambda c: c.samples_per_second).strategy
+        assert plan.samples_per_second == pytest.approx(max(c.samples_per_second for c in possible))

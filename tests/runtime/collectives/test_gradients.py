@@ -1,0 +1,219 @@
+"""Gradients summed over replicas, bucket by bucket: what the sums are, and when they start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitc.runtime.collectives.gradients import GradientSum
+from splitc.runtime.transport.base import Transport
+from tests.support.ranks import connected, on_ranks, plan_of
+
+BUCKETS = (("last.weight", "last.bias"), ("first.weight", "first.bias"))
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.last = nn.Linear(4, 2)
+        self.aside = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu()).square().sum()  # type: ignore[no-any-return]
+
+
+def stage_like(model: nn.Module) -> nn.Module:
+    stage = type(model)()
+    stage.load_state_dict(model.state_dict())
+    return stage
+
+
+def inputs_of(rank: int) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(stage: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
+
+
+def expected(model: nn.Module, world: int) -> dict[str, Tensor]:
+    """Of one process with the examples of all ranks."""
+    alone = stage_like(model)
+    alone(torch.cat([inputs_of(rank) for rank in range(world)])).backward()
+    return gradients(alone)
+
+
+def on_replicas(
+    model: nn.Module, function: Callable[[Transport, nn.Module, Tensor], object], world: int = 3
+) -> list[object]:
+    return on_ranks(world, lambda t: function(t, stage_like(model), inputs_of(t.rank)))
+
+
+def everyone(transport: Transport) -> tuple[int, ...]:
+    return tuple(range(transport.world))
+
+
+@pytest.mark.parametrize(
+    "buckets", [BUCKETS, BUCKETS[::-1], (BUCKETS[0] + BUCKETS[1],), tuple((n,) for b in BUCKETS for n in b)]
+)
+def test_on_leaving_every_gradient_is_the_sum_over_the_replicas(buckets: tuple[tuple[str, ...], ...]) -> None:
+    model = Stage()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        summing = GradientSum(stage, buckets)
+        for _ in range(2):  # a second step starts anew
+            stage.zero_grad()
+            with summing.while_backward(transport, everyone(transport)):
+                stage(x).backward()
+        return gradients(stage)
+
+    for got in on_replicas(model, run):
+        torch.testing.assert_close(got, expected(model, 3))
+
+
+class Log:
+    """The order in which a rank starts sums and gets gradients."""
+
+    def __init__(self, transport: Transport, stage: nn.Module) -> None:
+        self.events: list[str] = []
+        start = transport._all_reduce
+
+        def logged(tensor: Tensor, ranks: tuple[int, ...]) -> object:
+            self.events.append(f"sum of {tensor.numel()}")
+            return start(tensor, ranks)
+
+        transport._all_reduce = logged  # type: ignore[method-assign,assignment]
+        for name, parameter in stage.named_parameters():
+            parameter.register_hook(lambda _, name=name: self.events.append(name))
+
+
+def test_a_bucket_starts_before_backward_has_reached_the_layers_below_it() -> None:
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> list[str]:
+        log = Log(transport, stage)
+        with GradientSum(stage, BUCKETS).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+        return log.events
+
+    for events in on_replicas(Stage(), run):
+        assert set(events[:2]) == {"last.weight", "last.bias"}
+        assert events[2] == "sum of 10"
+        assert set(events[3:5]) == {"first.weight", "first.bias"}
+        assert events[5:] == ["sum of 16"]
+
+
+def test_buckets_start_in_their_order_even_when_a_later_one_fills_first() -> None:
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> list[str]:
+        log = Log(transport, stage)
+        with GradientSum(stage, BUCKETS[::-1]).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+        return [event for event in log.events if event.startswith("sum")]
+
+    assert on_replicas(Stage(), run) == [["sum of 16", "sum of 10"]] * 3
+
+
+def test_a_parameter_that_the_loss_does_not_reach_keeps_no_gradient_and_holds_nobody_up() -> None:
+    model = Stage()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        buckets = (("aside.weight", "last.bias", "last.weight", "aside.bias"), ("first.weight", "first.bias"))
+        with GradientSum(stage, buckets).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+        return gradients(stage)
+
+    for got in on_replicas(model, run):
+        torch.testing.assert_close(got, expected(model, 3))  # which has no aside either
+
+
+class Tied(nn.Module):
+    """One weight under two names, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.weight"])
+def test_a_parameter_used_twice_is_summed_once_whole_under_either_name(name: str) -> None:
+    model = Tied()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        with GradientSum(stage, ((name,),)).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+        return gradients(stage)
+
+    for got in on_replicas(model, run):
+        torch.testing.assert_close(got, expected(model, 3))
+
+
+def test_a_second_backward_is_an_error_and_no_wrong_gradient() -> None:
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> None:
+        with GradientSum(stage, BUCKETS).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+            stage(x).backward()
+
+    with pytest.raises(RuntimeError, match="gradient of bucket 0 changed after its sum had started"):
+        on_replicas(Stage(), run)
+
+
+def test_outside_of_its_step_a_backward_sums_nothing() -> None:
+    model = Stage()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        GradientSum(stage, BUCKETS)
+        stage(x).backward()
+        return gradients(stage)
+
+    one, two = on_replicas(model, run, world=2)
+    assert not torch.equal(one["first.weight"], two["first.weight"])  # type: ignore[index]
+
+
+def test_an_error_inside_backward_passes_through_and_ends_the_summing() -> None:
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> list[str]:
+        log = Log(transport, stage)
+        summing = GradientSum(stage, BUCKETS)
+        with pytest.raises(KeyError, match="mine"), summing.while_backward(transport, everyone(transport)):
+            raise KeyError("mine")
+        stage(x).backward()
+        return [event for event in log.events if event.startswith("sum")]
+
+    assert on_replicas(Stage(), run) == [[], [], []]
+
+
+def test_gradients_are_parts_of_their_buckets_sum_so_that_no_second_copy_of_them_is_kept() -> None:
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> int:
+        with GradientSum(stage, BUCKETS).while_backward(transport, everyone(transport)):
+            stage(x).backward()
+        kept = {p.grad.untyped_storage().data_ptr() for p in stage.parameters() if p.grad is not None}
+        return len(kept)
+
+    assert on_replicas(Stage(), run) == [2, 2, 2]
+
+
+def test_a_role_sends_what_a_ring_sends() -> None:
+    summing = GradientSum(Stage(), BUCKETS)
+    assert {summing.sent_bytes(index, 4) for index in range(4)} == {2 * 3 * (10 + 16) * 4 // 4}
+    assert summing.sent_bytes(0, 1) == 0
+
+
+def test_a_rank_that_is_given_another_stage_sums_that_ones_gradients() -> None:
+    model = Stage()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        rank = connected(plan_of(all=(0, 5, 10)), transport)
+        for each in (stage_like(model), stage):
+            with rank.seat("all").all_reduce(each, BUCKETS):
+                each(x).backward()
+        assert rank.sent_bytes == 2 * 2 * (10 + 16) * 4 // 2  # two steps on a ring of two
+        return gradients(stage)
+
+    for got in on_replicas(model, run, world=2):
+        torch.testing.assert_close(got, expected(model, 2))

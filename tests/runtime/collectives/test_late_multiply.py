@@ -1,0 +1,223 @@
+"""Late multiply: the gradients of one process, gathered while backward still runs."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitc.runtime.collectives.late_multiply import LateMultiply
+from splitc.runtime.transport.base import Transport, Work
+from tests.runtime.collectives.test_model_parallel import count_sent, own_of, random
+from tests.support.ranks import on_ranks
+
+ROWS = [(2, 2), (1, 3, 2), (3, 0, 1)]
+
+
+def on_replicas(size: int, function: Callable[[LateMultiply, int], Any]) -> list[Any]:
+    """Call `function` with the late multiply of every replica and its index; the bytes counted must have travelled."""
+
+    def replica(transport: Transport) -> Any:
+        sent = count_sent(transport)
+        late = LateMultiply(transport, range(size))
+        result = function(late, transport.rank)
+        assert late.sent_bytes == sum(sent)
+        return result
+
+    return on_ranks(size, replica)
+
+
+def assert_replicas(gotten: Sequence[Sequence[Tensor | None]], expected: Sequence[Tensor | None]) -> None:
+    """Every replica has the expected gradients to 1e-12, and the same bits as the others."""
+    for one, other in pairwise(gotten):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+    for ours, theirs in zip(gotten[0], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_two_layers_have_the_gradients_of_one_process(rows: tuple[int, ...], with_bias: bool) -> None:
+    x, weights = random(1, sum(rows), 5), [random(2, 4, 5), random(3, 3, 4)]
+    biases = [random(4, 4), random(5, 3)] if with_bias else [None, None]
+
+    def run(linear: Callable[..., Tensor], inputs: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        w = [weight.clone().requires_grad_() for weight in weights]
+        b = [None if bias is None else bias.clone().requires_grad_() for bias in biases]
+        hidden = linear(inputs, w[0], b[0]).relu_()  # in place, as nn.ReLU(inplace=True) would
+        y = linear(hidden, w[1], b[1])
+        y.square().sum().backward()
+        return y, w, b
+
+    y, w, b = run(F.linear, x)
+    expected = [p.grad for p in (*w, *b) if p is not None]
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        own, w, b = run(lambda *args: late.linear(*args, rows=rows), own_of(x, rows, index, 0))
+        torch.testing.assert_close(own, own_of(y, rows, index, 0), rtol=1e-12, atol=1e-12)
+        parameters = [p for p in (*w, *b) if p is not None]
+        assert all(p.grad is None for p in parameters)
+        late.finish()
+        late.finish()  # nothing is left
+        assert late.sent_bytes == (len(rows) - 1) * rows[index] * 8 * (5 + 4 + 4 + 3)
+        return [p.grad for p in parameters]
+
+    assert_replicas(on_replicas(len(rows), replica), expected)
+
+
+def test_inputs_of_more_dims_give_their_own_gradients_too() -> None:
+    x, weight, bias, y_grad = random(1, 4, 2, 3), random(2, 5, 3), random(3, 5), random(4, 4, 2, 5)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    expected = torch.autograd.grad(F.linear(*leaves), leaves, y_grad)
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        own = x.split(2)[index].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous
+        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        late.linear(own, w, b, rows=[4, 4]).backward(y_grad.split(2)[index])
+        torch.testing.assert_close(own.grad, expected[0].split(2)[index], rtol=1e-12, atol=1e-12)
+        late.finish()
+        return [w.grad, b.grad]
+
+    assert_replicas(on_replicas(2, replica), expected[1:])
+
+
+def test_several_uses_of_one_weight_and_several_steps_add_up() -> None:
+    weight, xs = random(1, 3, 3), [random(2, 4, 3), random(3, 2, 3)]
+
+    def run(linear: Callable[..., Tensor], w: Tensor, parts: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> None:
+        hidden = linear(parts[0], w, rows=rows[0])
+        (linear(hidden, w, rows=rows[0]).sum() + linear(parts[1], w, rows=rows[1]).square().sum()).backward()
+
+    whole = weight.clone().requires_grad_()
+    for _ in range(2):
+        run(lambda x, w, rows: F.linear(x, w), whole, xs, [[4], [2]])
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w = weight.clone().requires_grad_()
+        rows = [[1, 3], [1, 1]]
+        for _ in range(2):
+            run(late.linear, w, [own_of(x, r, index, 0) for x, r in zip(xs, rows, strict=True)], rows)
+            late.finish()
+        return [w.grad]
+
+    assert_replicas(on_replicas(2, replica), [whole.grad])
+
+
+@pytest.mark.parametrize(("weight_trains", "bias_trains"), [(True, False), (False, True), (False, False)])
+def test_only_what_trains_is_gathered(weight_trains: bool, bias_trains: bool) -> None:
+    x = random(1, 4, 3)
+    weight, bias = random(2, 2, 3).requires_grad_(weight_trains), random(3, 2).requires_grad_(bias_trains)
+    inputs = x.clone().requires_grad_()
+    w, b = weight.detach().clone().requires_grad_(), bias.detach().clone().requires_grad_()
+    F.linear(inputs, w, b).square().sum().backward()
+    expected = [w.grad if weight_trains else None, b.grad if bias_trains else None]
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w, b = weight.detach().clone(), bias.detach().clone()
+        w.requires_grad_(weight_trains)
+        b.requires_grad_(bias_trains)
+        own = x.split(2)[index].clone().requires_grad_()
+        late.linear(own, w, b, rows=[2, 2]).square().sum().backward()
+        late.finish()
+        assert inputs.grad is not None
+        torch.testing.assert_close(own.grad, inputs.grad.split(2)[index], rtol=1e-12, atol=1e-12)
+        x_features, e_features = 3 if weight_trains else 0, 2 if weight_trains or bias_trains else 0
+        assert late.sent_bytes == 8 * 2 * (x_features + e_features)
+        return [w.grad, b.grad]
+
+    assert_replicas(on_replicas(2, replica), expected)
+
+
+def test_under_autocast_inputs_and_errors_travel_in_bfloat16() -> None:
+    x, weight, bias = (t.float() for t in (random(1, 8, 16), random(2, 4, 16), random(3, 4)))
+    w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        F.linear(x, w, b).square().sum().backward()
+
+    def replica(late: LateMultiply, index: int) -> None:
+        ours, shift = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = late.linear(x.split(4)[index], ours, shift, rows=[4, 4])
+            assert y.dtype == torch.bfloat16
+            y.square().sum().backward()
+            late.finish()
+        assert late.sent_bytes == 2 * 4 * (16 + 4)
+        assert ours.grad is not None and shift.grad is not None
+        assert ours.grad.dtype == shift.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, w.grad, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(shift.grad, b.grad, rtol=2e-2, atol=2e-2)
+
+    on_replicas(2, replica)
+
+
+def test_gathers_start_before_the_input_gradient_and_end_in_finish() -> None:
+    """What makes it worth while: X and E are on their way while autograd goes on."""
+
+    def replica(late: LateMultiply, index: int) -> None:
+        events: list[str] = []
+        start = late._transport._all_gather
+
+        def noted(*arguments: Any) -> Work:
+            events.append("start")
+            work = start(*arguments)
+
+            class Noted:
+                def wait(self) -> None:
+                    events.append("wait")
+                    work.wait()
+
+            return Noted()
+
+        late._transport._all_gather = noted  # type: ignore[method-assign]
+        x, w = random(1, 2, 3).requires_grad_(), random(2, 4, 3).requires_grad_()
+        x.register_hook(lambda grad: events.append("input gradient"))
+        late.linear(x, w, rows=[2, 2]).sum().backward()
+        late.finish()
+        assert events == ["start", "start", "input gradient", "wait", "wait"]
+
+    on_replicas(2, replica)
+
+
+def test_without_grad_mode_or_other_replicas_it_is_a_plain_linear_layer() -> None:
+    x, w, b = random(1, 2, 3), random(2, 4, 3).requires_grad_(), random(3, 4).requires_grad_()
+    expected = F.linear(x, w, b)
+
+    def replica(late: LateMultiply, index: int) -> None:
+        with torch.no_grad():
+            y = late.linear(x, w, b, rows=[2, 2])
+        assert torch.equal(y, expected)
+        assert not y.requires_grad
+
+    on_replicas(2, replica)
+
+    def alone(late: LateMultiply, index: int) -> None:
+        late.linear(x, w, b, rows=[2]).sum().backward()
+        late.finish()
+        assert w.grad is not None
+
+    on_replicas(1, alone)
+
+
+def test_an_input_that_changed_in_place_after_its_use_is_noticed() -> None:
+    def replica(late: LateMultiply, index: int) -> None:
+        x, w = random(1, 2, 3), random(2, 4, 3).requires_grad_()
+        y = late.linear(x, w, rows=[2, 2])
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    on_replicas(2, replica)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    def replica(late: LateMultiply, index: int) -> None:
+        for rows in ([2], [3, 3]):
+            with pytest.raises(ValueError, match=r"late multiply of \(2, 3\) float64 .* replicas' rows are \["):
+                late.linear(random(1, 2, 3), random(2, 4, 3), rows=rows)
+
+    on_replicas(2, replica)

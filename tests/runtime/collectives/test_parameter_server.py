@@ -1,0 +1,515 @@
+"""Parameter servers: the same training as in one process, on ranks of their own or beside workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.checks.graph import (
+    every_layer_placed,
+    no_deadlock,
+    sends_meet_receives,
+    served_buckets_travel,
+    served_parameters_are_pulled,
+)
+from splitc.compiled import CompiledProgram, Settings, analyse
+from splitc.errors import InternalError
+from splitc.ir.comm_ops import pull
+from splitc.ir.graph import copy_graph
+from splitc.ir.pass_manager import run_passes
+from splitc.ir.plan import SERVER, Placement, Plan, share_out
+from splitc.ir.program import Layer
+from splitc.ir.server_rows import pieces
+from splitc.ir.wire import wire
+from splitc.passes.bucket_gradients import BucketGradients
+from splitc.passes.rewriting import rewrites
+from splitc.passes.use_plan import UsePlan
+from splitc.runtime.collectives import parameter_server as machinery
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.worker import Worker
+from tests.support.compiled import CLUSTER, actions_of, compiled, with_actions
+from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+
+Where = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+PLACES: Where = [  # workers, servers
+    ((0,), (1,)),
+    ((0, 1), (2,)),
+    ((1, 2), (0,)),
+    ((0, 1, 2), (3, 4)),
+    ((0, 1), (2, 3, 4)),
+    ((0, 1), (1,)),
+    ((0, 1, 2), (0, 1, 2)),
+    ((0, 1, 2, 3, 4), (1, 3)),
+    ((0, 1, 2), (0, 3)),  # one beside a worker, one on its own
+]
+
+
+def place_name(place: Any) -> str:
+    return "workers" + "".join(map(str, place[0])) + "-servers" + "".join(map(str, place[1]))
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of these small models travel alone and together, as those of large ones do."""
+    monkeypatch.setattr(machinery, "ALONE", 400)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 17), nn.ReLU(), nn.Linear(17, 10))
+
+
+class ConvNet(nn.Module):
+    """Convolutions with BatchNorm, then linear layers."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if norm else nn.Identity(), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Sequential(nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(images).flatten(1))
+        return scores
+
+
+def frozen() -> nn.Module:
+    model = ConvNet()
+    model.features.requires_grad_(False)
+    model.head[0].bias.requires_grad_(False)
+    return model
+
+
+class Odd(nn.Module):
+    """A scalar parameter, a tied one, and one that is used but that the loss never reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.again = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.again.weight
+        self.watched = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        h = torch.relu(self.first(images.flatten(1))) * self.scale
+        h = self.tied(torch.relu(self.again(h)))
+        scores: Tensor = self.last(h + self.watched(h).detach())
+        return scores
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "conv": ConvNet, "frozen": frozen, "odd": Odd}
+
+
+def batch_of(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(examples, 1, 8, 8, dtype=torch.float64), torch.randint(0, 10, (examples,))
+
+
+def served(
+    model: nn.Module,
+    workers: tuple[int, ...] = (0, 1, 2),
+    servers: tuple[int, ...] = (3,),
+    bounds: tuple[int, ...] | None = None,
+    overlap: bool = True,
+    summed: Callable[[Layer], bool] = lambda layer: False,
+    roles: Callable[[Layer], str] | None = None,
+    synchronised: bool = False,
+) -> CompiledProgram:
+    """Compile `model` for parameter servers.  summed: which layers are all-reduced instead."""
+    model = model.double()
+    x, y = batch_of(4)
+    known = analyse(model, (x,), y, F.cross_entropy)
+    role_of = roles or (lambda layer: "worker")
+    bounds = bounds or share_out(4 * len(workers), len(workers))
+
+    def place(layer: Layer) -> Placement:
+        trains = any(known.holdings[name].trainable for name in layer.holdings)
+        sync = "all_reduce" if summed(layer) else "parameter_server"
+        return Placement(role_of(layer), "replicated", sync if trains else "none")
+
+    names = tuple(dict.fromkeys(map(role_of, known.layers)))
+    plan = Plan(
+        "by hand",
+        max(*workers, *servers) + 1,
+        dict.fromkeys(names, workers),
+        {layer.name: place(layer) for layer in known.layers},
+        dict.fromkeys(names, bounds),
+        CLUSTER,
+        servers=servers,
+        overlap=overlap,
+        synchronised=synchronised,
+    )
+    return with_plan(model, plan, known, x, y)
+
+
+def with_plan(model: nn.Module, plan: Plan, known: Any, x: Tensor, y: Tensor, nbytes: int = 900) -> CompiledProgram:
+    """Buckets of `nbytes`, so that a small model has several."""
+    passes = [BucketGradients(nbytes) if isinstance(each, BucketGradients) else each for each in rewrites()]
+    program = run_passes(known, [UsePlan(plan, ""), *passes])
+    return CompiledProgram(program, model, F.cross_entropy, (x,), y, Settings(plan.world, cluster=CLUSTER))
+
+
+def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01, weight_decay=0.1)
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_messages")
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
+@pytest.mark.parametrize("place", PLACES, ids=place_name)
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_servers_are_the_same_training_as_one_process(name: str, place: Any, overlap: bool) -> None:
+    program = served(MODELS[name](), *place, overlap=overlap)
+    assert all(len(stage.served) > 2 for stage in program.program.stages)
+    result = program.verify()
+    assert result.holds and result.tolerance == 1e-9, str(result)
+
+
+@pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (0, 2))], ids=place_name)
+@pytest.mark.parametrize("name", MODELS)
+def test_unequal_shares_frozen_and_odd_parameters_are_the_same_training(name: str, place: Any) -> None:
+    result = served(MODELS[name](), *place, bounds=(0, 2, 7, 8)).verify()
+    assert result.holds and result.examples == 8, str(result)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (0, 1, 2)), ((0, 1), (1, 2))], ids=place_name)
+def test_some_layers_may_be_served_and_others_all_reduced(place: Any, overlap: bool) -> None:
+    program = served(ConvNet(), *place, overlap=overlap, summed=lambda layer: layer.name.startswith("features"))
+    (stage,) = program.program.stages
+    assert {name.split(".")[0] for bucket in stage.buckets for name in bucket} == {"features"}
+    assert {name.split(".")[0] for bucket in stage.served for name in bucket} == {"head"}
+    result = program.verify()
+    assert result.holds, str(result)
+
+
+@pytest.mark.parametrize("servers", [(3,), (0, 1, 2), (2, 3)])
+@pytest.mark.parametrize("first", ["all_reduce", "parameter_server"])
+def test_ranks_in_two_roles_have_servers_for_one_or_both(servers: tuple[int, ...], first: str) -> None:
+    program = served(
+        ConvNet(),
+        servers=servers,
+        roles=lambda layer: "conv" if layer.name.startswith("features") else "fc",
+        summed=lambda layer: layer.name.startswith("features") and first == "all_reduce",
+    )
+    result = program.verify()
+    assert result.holds, str(result)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_two_roles_on_ranks_of_their_own_have_one_server(both: bool) -> None:
+    model = ConvNet().double()
+    x, y = batch_of(4)
+    known = analyse(model, (x,), y, F.cross_entropy)
+    conv, fc = Placement("conv", "replicated", "all_reduce"), Placement("fc", "replicated", "parameter_server")
+    conv = replace(conv, sync="parameter_server") if both else conv
+    placements = {layer.name: conv if layer.name.startswith("features") else fc for layer in known.layers}
+    roles, examples = {"conv": (0, 1), "fc": (2, 3)}, {"conv": (0, 4, 8), "fc": (0, 4, 8)}
+    plan = Plan("by hand", 5, roles, placements, examples, CLUSTER, servers=(4,))
+    result = with_plan(model, plan, known, x, y).verify()
+    assert result.holds, str(result)
+
+
+@pytest.mark.parametrize("place", [((0, 1), (2,)), ((0, 1), (0, 1))], ids=place_name)
+def test_batch_norm_over_all_workers_is_that_of_one_process(place: Any) -> None:
+    result = served(ConvNet(), *place, synchronised=True).verify()
+    assert result.holds and not any("groups of" in note for note in result.notes), str(result)
+
+
+def test_in_single_precision_too() -> None:
+    result = served(ConvNet()).verify(dtype=torch.float32)
+    assert result.holds and result.tolerance == 1e-5, str(result)
+
+
+@pytest.mark.processes
+def test_real_processes_are_the_same_training() -> None:
+    """One server beside a worker, one on its own."""
+    result = served(ConvNet(), (0, 1), (1, 2)).verify(processes=True)
+    assert result.holds and result.processes, str(result)
+
+
+# -- a worker's life ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_messages")
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (3, 4)), ((0, 1), (0, 1))], ids=place_name)
+def test_adam_clipping_and_accumulation_are_those_of_one_process(place: Any, overlap: bool) -> None:
+    model = ConvNet(norm=False).double()
+    program = served(copy.deepcopy(model), *place, overlap=overlap)
+    batches = [batch_of(program.plan.global_batch) for _ in range(6)]
+    results = on_workers(program, lambda w: train(w, batches), optimizer=adam, clip_norm=0.3, accumulate=2)
+    twos = zip(batches[::2], batches[1::2], strict=True)
+    pairs = [tuple(torch.cat(both) for both in zip(*two, strict=True)) for two in twos]
+    _, state = one_process(model, pairs, adam, clip_norm=0.3)  # a mean over both batches is the mean of their means
+    assert_same(results[0][1], state, 1e-9)
+
+
+def test_what_the_loss_never_reaches_stays_with_the_workers_and_is_not_decayed() -> None:
+    model = Odd().double()
+    program = served(copy.deepcopy(model), (0, 1), (2,))
+    assert all("watched" not in name for bucket in program.program.stage("worker").served for name in bucket)
+    batches = [batch_of(8) for _ in range(3)]
+    results = on_workers(program, lambda worker: train(worker, batches), optimizer=adam)
+    _, state = one_process(model, batches, adam)
+    assert_same(results[0][1], state, 1e-9)
+
+
+def test_a_server_trains_its_rows_and_a_worker_what_it_alone_holds() -> None:
+    def run(worker: Worker) -> dict[str, torch.Size]:
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))
+        return {name: parameter.shape for name, parameter in trained(worker).items()}
+
+    first, second, *servers = on_workers(served(mlp(), (0, 1), (2, 3)), run)
+    assert first == second == {}
+    for name, rows in [("1.weight", 24), ("1.bias", 24), ("3.weight", 17), ("5.weight", 10)]:
+        assert sum(held[name][0] for held in servers if name in held) == rows
+    assert all(0 not in shape for held in servers for shape in held.values())
+
+
+def trained(worker: Worker) -> dict[str, nn.Parameter]:
+    """What the optimizer of a rank has."""
+    groups = worker.optimizer.param_groups if worker.optimizer is not None else []
+    return {n: p for group in groups for n, p in zip(group["param_names"], group["params"], strict=True)}
+
+
+def test_a_server_beside_a_worker_updates_the_workers_own_tensors() -> None:
+    def run(worker: Worker) -> list[bool]:
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))
+        stage, rows = dict(worker.stage.named_parameters()), trained(worker)
+        return [
+            rows[name].untyped_storage().data_ptr() == stage[name].untyped_storage().data_ptr()
+            and stage[name].grad is None
+            and rows[name].grad is not None
+            for name in rows
+        ]
+
+    for alike in on_workers(served(mlp(), (0, 1), (0, 1)), run, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)):
+        assert alike and all(alike)
+
+
+@pytest.mark.parametrize("place", [((0, 1), (2, 3)), ((0, 1), (0, 1)), ((1, 2), (0,))], ids=place_name)
+@pytest.mark.parametrize("name", ["conv", "odd"])
+def test_a_state_goes_to_a_data_parallel_program_and_back(name: str, place: Any) -> None:
+    model = MODELS[name]().double()
+    x, y = batch_of(4)
+    program = served(copy.deepcopy(model), *place)
+    replicas = compiled(copy.deepcopy(model), (x,), y, F.cross_entropy, 2, "data_parallel")
+    batches = [batch_of(8) for _ in range(3)]
+    states: list[Any] = [result[1] for result in on_workers(program, lambda worker: train(worker, batches))][:1]
+    assert list(states[0]) == list(model.state_dict())
+
+    def goes_on(worker: Worker) -> tuple[float, float, Any]:
+        worker.load_state_dict(states[-1] if worker.rank.index == 0 else None)
+        before = float(worker.evaluate(*part_of(worker, batches[0], (4, 4))))
+        losses, state = train(worker, batches[1:])
+        return before, losses[-1], state
+
+    there, back = on_workers(replicas, goes_on)[0], on_workers(program, goes_on)[0]
+    assert there[:2] == pytest.approx(back[:2], rel=1e-9)
+    assert_same(back[2], there[2], 1e-9)
+
+
+def test_evaluation_sees_the_last_update_and_changes_nothing() -> None:
+    model = ConvNet(norm=False).double()
+    batches = [batch_of(8) for _ in range(3)]
+
+    def run(worker: Worker) -> tuple[float, Any]:
+        for batch in batches:
+            worker.step(*part_of(worker, batch, (4, 4)))
+            value = float(worker.evaluate(*part_of(worker, batches[0], (4, 4))))
+        return value, worker.state_dict()
+
+    results = on_workers(served(copy.deepcopy(model), (0, 1), (1, 2)), run)
+    _, state = one_process(model, batches)
+    assert_same(results[0][1], state, 1e-9)
+    expected = float(F.cross_entropy(model(batches[0][0]), batches[0][1]))
+    assert [value for value, _ in results] == pytest.approx([expected] * 3, rel=1e-9)
+
+
+# -- on the wire -------------------------------------------------------------------------------------------------------
+
+
+def on_the_wire(transport: Transport) -> list[Any]:
+    """What `transport` starts from now on: kind, the other ranks, and the shape."""
+    log: list[Any] = []
+
+    def issue(start: Any, kind: str, tensor: Tensor, others: Any, *rest: Any) -> Any:
+        log.append((kind, others if isinstance(others, tuple) else (others,), tuple(tensor.shape)))
+        return start(tensor, others, *rest)
+
+    for name, kind in (("_isend", "send"), ("_irecv", "recv"), ("_all_reduce", "collective")):
+        setattr(transport, name, partial(issue, getattr(transport, name), kind))
+    return log
+
+
+@pytest.mark.usefixtures("small_messages")
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("place", PLACES, ids=place_name)
+def test_a_step_issues_what_the_checker_has_proved_in_that_order(place: Any, overlap: bool) -> None:
+    program = served(ConvNet(norm=False), *place, overlap=overlap)
+    batch = batch_of(program.plan.global_batch)
+
+    def run(worker: Worker) -> tuple[list[Any], list[int]]:
+        log, sent = on_the_wire(worker.rank.transport), [worker.rank.sent_bytes]
+        for _ in range(2):
+            worker.step(*part_of(worker, batch, program.plan.sizes))
+            sent.append(worker.rank.sent_bytes)
+        return log, [b - a for a, b in pairwise(sent)]
+
+    for rank, (issued, sent) in enumerate(on_workers(program, run)):
+        proved = wire(program.program, rank)
+        assert issued == 2 * [(op.kind, op.ranks, op.shape) for op in proved], f"rank {rank}"
+        assert sent == 2 * [sum(int(op.sent) for op in proved)], f"rank {rank}"
+
+
+def test_between_the_batches_of_an_update_nothing_is_pulled_or_pushed() -> None:
+    program = served(ConvNet(), (0, 1), (2,))
+    batch = batch_of(8)
+
+    def run(worker: Worker) -> list[int]:
+        log, counts = on_the_wire(worker.rank.transport), []
+        for _ in range(3):
+            worker.step(*part_of(worker, batch, (4, 4)))
+            counts.append(sum(kind != "collective" for kind, _, _ in log))
+            log.clear()
+        return counts
+
+    for counts in on_workers(program, run, accumulate=3):
+        pulls, nothing, pushes = counts
+        assert pulls > 0 and nothing == 0 and pushes == pulls
+
+
+@pytest.mark.parametrize("servers", [(2,), (2, 3), (2, 3, 4)])
+@pytest.mark.parametrize("name", ["mlp", "conv", "odd"])
+def test_every_bucket_is_spread_evenly_and_whole(name: str, servers: tuple[int, ...]) -> None:
+    program = served(MODELS[name](), (0, 1), servers).program
+    for bucket in program.stage("worker").served:
+        found = pieces(program, bucket, servers)
+        holdings = [program.holdings[name] for name in bucket]
+        assert sum(piece.nbytes for piece in found) == sum(holding.nbytes for holding in holdings)
+        row = max(h.nbytes // (h.shape[0] if h.shape else 1) for h in holdings)
+        for server in servers:
+            held = sum(piece.nbytes for piece in found if piece.server == server)
+            assert held <= sum(h.nbytes for h in holdings) / len(servers) + row
+        for holding in holdings:
+            rows = [(p.first, p.last) for p in found if p.name == holding.name]
+            assert rows[0][0] == 0 and rows[-1][1] == (holding.shape[0] if holding.shape else 1)
+            assert all(before[1] == after[0] for before, after in pairwise(rows))
+
+
+def test_small_rows_travel_together_and_large_ones_as_they_lie() -> None:
+    def piece(name: str, server: int, nbytes: int) -> machinery.Piece:
+        return machinery.Piece(name, server, 0, 1, nbytes)
+
+    large = machinery.ALONE
+    given = [piece("a", 0, 8), piece("b", 0, 8), piece("c", 0, large), piece("d", 0, 8), piece("e", 1, 8)]
+    assert [[p.name for p in message] for message in machinery.messages(given)] == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+# -- the generated programs --------------------------------------------------------------------------------------------
+
+
+def test_layers_wait_for_their_own_bucket_just_before_they_read_it() -> None:
+    program = served(mlp(), (0, 1), (2,))
+    worker = program.files["worker.py"]
+    waits = [line.split()[0] for line in worker.splitlines() if "rank.pull(" in line]
+    assert waits == [f"rank.pull({k})" for k in reversed(range(len(program.program.stage("worker").served)))]
+    assert 'rank.start_pulls(stage, SERVED["worker"])' in worker
+    assert 'with rank.push(stage, SERVED["worker"]):' in worker
+    before, after = worker.index("rank.pull(0)"), worker.index('self["5"](')
+    assert before < after and worker.index('self["1"](') < before
+
+
+def test_in_the_plain_form_everything_is_pulled_before_and_pushed_after() -> None:
+    worker = served(mlp(), (0, 1), (2,), overlap=False).files["worker.py"]
+    assert "rank.pull(" not in worker and "with rank.push(" not in worker
+    step = worker[worker.index("def step") : worker.index("def evaluate")]
+    calls = ["pull_all", "stage(rank", "loss.backward()", "push_all"]
+    assert [step.index(call) for call in calls] == sorted(step.index(call) for call in calls)
+
+
+# -- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [(2,), (0, 1)])
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_a_dropped_pull_or_push_is_named(servers: tuple[int, ...], verb: str) -> None:
+    program = served(ConvNet(), (0, 1), servers).program
+    name = "worker" if servers == (2,) else "worker_server"
+    actions = actions_of(program, name)
+    dropped = next(action for action in actions if action.verb == verb)
+    broken = with_actions(program, **{name: [action for action in actions if action is not dropped]})
+    (problem,) = served_buckets_travel(broken)
+    assert problem == f"part {name} has the action '{dropped}' 0 times, not once"
+    if servers == (2,):
+        problems = sends_meet_receives(broken)
+        assert problems and all(verb in problem and "rank 2" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("verb", ["serve", "collect"])
+def test_a_server_that_forgets_its_part_is_named(verb: str) -> None:
+    program = served(ConvNet(), (0, 1), (2,)).program
+    actions = [action for action in actions_of(program, SERVER) if action.verb != verb]
+    broken = with_actions(program, server=actions)
+    assert served_buckets_travel(broken) == [f"part server has the action 'server: {verb}' 0 times, not once"]
+    assert any("rank 2 never" in problem for problem in sends_meet_receives(broken))
+
+
+def test_pulling_after_the_forward_and_collecting_before_it_are_named() -> None:
+    program = served(ConvNet(), (0, 1), (2,)).program
+    actions = actions_of(program, "worker")
+    late = [*(a for a in actions if a.verb != "pull"), *(a for a in actions if a.verb == "pull")]
+    assert "role worker computes before it pulls" in served_buckets_travel(with_actions(program, worker=late))
+    actions = actions_of(program, SERVER)
+    (problem,) = no_deadlock(with_actions(program, server=[actions[-1], *actions[:-1]]))
+    assert "in a circle" in problem and "push" in problem
+
+
+def test_a_bucket_that_nobody_waits_for_is_named() -> None:
+    program = served(ConvNet(), (0, 1), (2,)).program
+    (stage,) = program.stages
+    graph, _ = copy_graph(stage.graph)
+    node = next(node for node in graph.nodes if node.target is pull)
+    graph.erase_node(node)
+    problems = served_parameters_are_pulled(replace(program, stages=(replace(stage, graph=graph),)))
+    assert any("reads features.0" in problem and "before it is pulled" in problem for problem in problems)
+    assert any("is pulled 0 times" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("servers", "words"), [((), "has no servers"), ((3, 3), "name a rank twice"), ((5,), "outside the world")]
+)
+def test_a_plan_whose_servers_cannot_serve_is_refused(servers: tuple[int, ...], words: str) -> None:
+    program = served(ConvNet(), (0, 1, 2), (3,)).program
+    broken = replace(program, plan=replace(program.required_plan, servers=servers))
+    assert any(words in problem for problem in every_layer_placed(broken))
+
+
+def test_a_server_beside_a_worker_of_another_role_is_refused() -> None:
+    model = ConvNet().double()
+    x, y = batch_of(4)
+    known = analyse(model, (x,), y, F.cross_entropy)
+    conv, fc = Placement("conv", "replicated", "all_reduce"), Placement("fc", "replicated", "parameter_server")
+    placements = {layer.name: conv if layer.name.startswith("features") else fc for layer in known.layers}
+    roles, examples = {"conv": (0, 1), "fc": (2, 3)}, {"conv": (0, 4, 8), "fc": (0, 4, 8)}
+    plan = Plan("by hand", 4, roles, placements, examples, CLUSTER, servers=(0,))
+    with pytest.raises(InternalError, match="rank 0 is a server and in role conv, but not in role fc"):
+        with_plan(model, plan, known, x, y)

@@ -1,0 +1,139 @@
+"""BatchNorm over the examples of several ranks: one process's values, gradients and running statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitc.runtime.collectives.model_parallel import Group
+from splitc.runtime.collectives.sync_batch_norm import batch_norm
+from tests.runtime.collectives.test_model_parallel import on_group, own_of, random
+from tests.support.ranks import on_ranks
+
+C = 3
+
+
+def statistics(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return random(8, C, dtype=dtype), random(9, C, dtype=dtype).square() + 0.5
+
+
+def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [(2, 2), (1, 4, 2), (3, 0, 1), (1, 1)])
+@pytest.mark.parametrize("space", [(), (4,), (2, 5)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_values_gradients_and_running_statistics_are_those_of_one_process(
+    rows: tuple[int, ...], space: tuple[int, ...], affine: bool
+) -> None:
+    x, y_grad = random(1, sum(rows), C, *space) * 3 + 2, random(2, sum(rows), C, *space)
+    weight, bias = (random(3, C), random(4, C)) if affine else (None, None)
+    mean, var = statistics()
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    y = F.batch_norm(leaves[0], mean, var, *(leaves[1:] or [None, None]), True, 0.3, 1e-4)
+    d_x, *expected = torch.autograd.grad(y, leaves, y_grad)
+
+    def member(group: Group) -> list[Tensor]:
+        own_mean, own_var = statistics()
+        parts = [own_of(x, rows, group.index, 0)] + [t for t in (weight, bias) if t is not None]
+        parts = [part.clone().requires_grad_() for part in parts]
+        ours = batch_norm(group, parts[0], own_mean, own_var, *(parts[1:] or [None, None]), True, 0.3, 1e-4)
+        close(ours, own_of(y, rows, group.index, 0))
+        close([own_mean, own_var], [mean, var])
+        own_d_x, *gradients = torch.autograd.grad(ours, parts, own_of(y_grad, rows, group.index, 0))
+        close(own_d_x, own_of(d_x, rows, group.index, 0), 1e-11)
+        n = group.size
+        assert group.sent_bytes == 2 * (n - 1) * 8 * (2 * C + 1) // n + 2 * (n - 1) * 8 * 2 * C // n
+        return [own_mean, own_var, *gradients]
+
+    seen = on_group(len(rows), member)
+    for others in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0][:2], others[:2], strict=True))
+    for k, gradient in enumerate(expected):
+        close(sum(result[2 + k] for result in seen), gradient, 1e-11)
+
+
+def test_a_small_variance_round_a_large_mean_survives_in_float32() -> None:
+    x = (random(1, 8, C) + 3000.0).float()
+    expected = F.batch_norm(x.double(), None, None, training=True)
+
+    def member(group: Group) -> None:
+        close(batch_norm(group, x.split(4)[group.index], None, None, training=True).double(),
+              expected.split(4)[group.index], 1e-3)  # fmt: skip
+
+    on_group(2, member)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_with_parameters_of_either(dtype: torch.dtype) -> None:
+    x, y_grad = random(1, 8, C, 4, dtype=dtype), random(2, 8, C, 4, dtype=dtype)
+    weight, bias = random(3, C).float(), random(4, C).float()
+    mean, var = statistics(torch.float32)
+    leaves = [t.clone().requires_grad_() for t in (x.float(), weight, bias)]
+    y = F.batch_norm(leaves[0], mean, var, *leaves[1:], True)
+    d_x, *_ = torch.autograd.grad(y, leaves, y_grad.float())
+
+    def member(group: Group) -> None:
+        for parameters in (torch.float32, dtype):
+            own_mean, own_var = statistics(torch.float32)
+            parts = [x.split(4)[group.index], weight.to(parameters), bias.to(parameters)]
+            parts = [part.clone().requires_grad_() for part in parts]
+            ours = batch_norm(group, parts[0], own_mean, own_var, *parts[1:], True)
+            gradients = torch.autograd.grad(ours, parts, y_grad.split(4)[group.index])
+            assert [ours.dtype] + [g.dtype for g in gradients] == [dtype, dtype, parameters, parameters]
+            close(ours.float(), y.split(4)[group.index], 4e-2)
+            close(gradients[0].float(), d_x.split(4)[group.index], 4e-2)
+            close([own_mean, own_var], [mean, var], 1e-5)
+
+    on_group(2, member)
+
+
+def test_an_input_without_gradient_sends_nothing_in_backward() -> None:
+    def member(group: Group) -> None:
+        weight = torch.ones(C).double().requires_grad_()
+        y = batch_norm(group, random(group.index, 4, C), None, None, weight, training=True)
+        sent = group.sent_bytes
+        y.square().sum().backward()
+        assert group.sent_bytes == sent > 0
+
+    on_group(2, member)
+
+
+def test_evaluation_and_a_group_of_one_are_plain_batch_norm() -> None:
+    x = random(1, 4, C)
+
+    def member(group: Group) -> None:
+        assert torch.equal(batch_norm(group, x, *statistics()), F.batch_norm(x, *statistics()))
+        assert group.sent_bytes == 0
+
+    on_group(2, member)
+
+    def alone(transport: Any) -> None:
+        ours, theirs = statistics(), statistics()
+        y = batch_norm(Group(transport, (0,)), x, *ours, training=True)
+        assert torch.equal(y, F.batch_norm(x, *theirs, training=True))
+        assert torch.equal(ours[1], theirs[1])
+
+    on_ranks(1, alone)
+
+
+def test_one_value_in_all_is_refused_on_every_member() -> None:
+    def member(group: Group) -> None:
+        with pytest.raises(ValueError, match=r"more than one value per channel"):
+            batch_norm(group, torch.ones(1 - group.index, C), None, None, training=True)
+
+    on_group(2, member)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    def member(group: Group) -> None:
+        x = random(group.index, 4, C).requires_grad_()
+        y = batch_norm(group, x, None, None, training=True)
+        (grad,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    on_group(2, member)

@@ -1,0 +1,256 @@
+"""Real launches under torchrun: they train as one process does, and end quickly and clearly when something is wrong.
+
+Every launch imports torch in each process, which takes seconds; so there are few, and each checks many things.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from splitc.compiled import CompiledProgram
+from splitc.errors import LaunchError
+from splitc.runtime.launch.main import given, save, synthetic
+from splitc.runtime.launch.trial import torchrun_trial
+from splitc.runtime.worker import Worker
+from tests import ROOT
+from tests.support.compiled import compiled
+from tests.support.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron
+from tests.support.ranks import assert_same, on_workers, one_process, plan_of, rank_of
+
+
+@cache
+def program() -> CompiledProgram:
+    x, y = Examples()[:BATCH]
+    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Path:
+    return program().save(tmp_path / "build")
+
+
+def launch(*arguments: Any, world: int = WORLD, **environment: str) -> tuple[int, str, float]:
+    """torchrun's exit status, all output in its order, and the seconds it took; fails when it does not end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,  # one takes about 5; a rank that waits for a lost peer takes 120
+        check=False,
+    )
+    return done.returncode, done.stdout, time.monotonic() - begin
+
+
+def expected(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process on the same batches, with the optimizer of launch.py."""
+    data, model = Examples(), Perceptron()
+    batches = [data[k * BATCH % 16 : k * BATCH % 16 + BATCH] for k in range(steps)]
+    return one_process(model, batches, lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.processes
+def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loads_into_the_model(
+    build: Path, tmp_path: Path
+) -> None:
+    arguments = ["--steps", 6, "--data", "tests.support.launched:batches", "--save", tmp_path / "state.pt"]
+    code, output, _ = launch(build / "launch.py", *arguments)
+    assert code == 0, output
+    losses, state = expected(6)
+    printed = re.findall(r"^step (\d+)  loss (\S+)  \S+ s$", output, re.MULTILINE)
+    assert [int(step) for step, _ in printed] == [1, 2, 3, 4, 5, 6]  # once, by rank 0
+    assert [float(loss) for _, loss in printed] == pytest.approx(losses, abs=2e-6)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert_same(saved, state)
+    Perceptron().load_state_dict(saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "state.pt"]
+
+
+@pytest.mark.processes
+def test_a_standalone_build_runs_without_splitc_on_synthetic_batches(tmp_path: Path) -> None:
+    folder = program().save(tmp_path / "alone", standalone=True)
+    code, output, _ = launch(folder / "launch.py", "--steps", 2, PYTHONPATH="")
+    assert code == 0, output
+    assert re.findall(r"^step (\d+)  loss [\d.]+ ", output, re.MULTILINE) == ["1", "2"]
+
+
+@pytest.mark.processes
+def test_workers_of_compiled_and_of_deferred_programs_train_as_one_process(tmp_path: Path) -> None:
+    code, output, _ = launch("-m", "tests.support.launched", tmp_path)
+    assert code == 0, output
+    data = Examples()
+    losses, state = one_process(Perceptron(), [data[k : k + BATCH] for k in range(0, 16, BATCH)])
+    for name in ("compiled", "deferred"):
+        saved = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert saved.pop("losses").tolist() == pytest.approx(losses, rel=1e-5)
+        assert_same(saved, state)
+
+
+@pytest.mark.processes
+def test_another_number_of_ranks_than_compiled_for_is_refused_with_the_right_command(build: Path) -> None:
+    code, output, _ = launch(build / "launch.py", world=1)
+    assert code != 0
+    first = next(line for line in output.splitlines() if "rror" in line)
+    assert first.startswith("error: the program is compiled for 2 ranks, but WORLD_SIZE is 1; run: torchrun")
+    assert "--nproc-per-node 2" in first
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("data", "first_error"), [("failing", "ValueError: rank 1 has had enough"), ("killed", "exitcode: -9")]
+)
+def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
+    data: str, first_error: str, build: Path, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    code, output, seconds = launch(
+        build / "launch.py", "--steps", 4, "--data", f"tests.support.launched:{data}", **{PIDS: str(pids)}
+    )
+    assert code != 0
+    assert seconds < 30
+    assert "step 2  loss" in output
+    assert "step 3  loss" not in output
+    errors = [line for line in output.splitlines() if re.search(r"Error: |PeerLost|stops: |exitcode: ", line)]
+    assert first_error in errors[0]
+    assert re.search(r"Root Cause \(first observed failure\):\n\[0\]:\n.*\n.*\n  rank      : 1 ", output)
+    noted = [int(path.name) for path in pids.iterdir()]
+    assert len(noted) == 3  # two ranks, and the reader's loader
+    deadline = time.monotonic() + 10  # a loader looks for its parent every 5 s
+    while any(map(alive, noted)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [pid for pid in noted if alive(pid)] == []
+
+
+@pytest.mark.processes
+def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -> None:
+    files = dict(program().files)
+    files["fc.py"] = files["fc.py"].replace("loss.backward()", "raise KeyError('broken on purpose')")
+    feeds = [[Examples()[:BATCH]]]
+    with pytest.raises(LaunchError) as caught:
+        torchrun_trial(tmp_path, files, program().weights(), WORLD, feeds, [BATCH], 0.1, 0.9)
+    lines = str(caught.value).strip().splitlines()
+    assert lines[0] == "the ranks failed:"
+    assert lines[-2] == "KeyError: 'broken on purpose'"
+    assert re.fullmatch(r"in fc\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
+    assert any(re.search(r"fc\.py\", line \d+, in step", line) for line in lines)
+
+
+# -- without launching -------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> None:
+    inputs = {
+        "x": ((-1, 3), "float64", None),
+        "labels": ((-1,), "int64", 7),
+        "mask": ((2, -1), "bool", None),
+        "ids": ((-1, 4), "int32", 3),
+    }
+
+    def draw(index: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
+        batches = synthetic(rank_of(plan_of(all=(0, 10, 20)), index, inputs=inputs), seed)
+        return [next(batches), next(batches)]
+
+    first, second = draw(0, 0)
+    assert [(tuple(t.shape), t.dtype) for t in first] == [
+        ((10, 3), torch.float64),
+        ((10,), torch.int64),
+        ((2, 10), torch.bool),
+        ((10, 4), torch.int32),
+    ]
+    assert int(first[1].max()) < 7
+    assert int(first[3].max()) < 3
+    seen = [batch[0] for index in (0, 1) for seed in (0, 1) for batch in draw(index, seed)]
+    assert len({tuple(x.flatten().tolist()) for x in seen}) == 8
+    assert torch.equal(draw(1, 1)[1][0], draw(1, 1)[1][0])
+    assert not torch.equal(first[0], second[0])
+
+
+def test_a_rank_that_reads_no_data_gets_empty_synthetic_batches() -> None:
+    assert next(synthetic(rank_of(plan_of(conv=(0, 10), fc=(0, 10)), 1))) == ()
+
+
+def naive(worker: Worker) -> Iterator[Any]:
+    """Data as a user writes it who knows of no ranks: a list a batch, on every rank."""
+    for _ in range(2):
+        yield [torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64)]
+
+
+def test_what_a_data_function_gives_is_dropped_on_ranks_that_read_no_data() -> None:
+    def run(worker: Worker) -> list[int]:
+        return [
+            len(batch)
+            for batch in given("tests.runtime.launch.test_main:naive", worker)
+            if worker.step(*batch).dim() == 0
+        ]
+
+    assert on_workers(program(), run) == [[2, 2], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tests.support.launched", "write module:function"),
+        ("no_such_module:batches", "No module named 'no_such_module'"),
+        ("tests.support.launched:nothing", "tests.support.launched has no nothing"),
+    ],
+)
+def test_a_data_function_that_is_not_there_is_named(name: str, text: str) -> None:
+    def run(worker: Worker) -> None:
+        with pytest.raises(LaunchError, match=f"--data {name}: .*{text}"):
+            given(name, worker)
+
+    on_workers(program(), run)
+
+
+@pytest.mark.processes
+def test_a_launcher_says_what_is_wrong_before_it_begins(build: Path) -> None:
+    for arguments, text in (
+        (["--save", "no/such/folder/state.pt"], "error: --save no/such/folder/state.pt: name another file"),
+        (["--save", str(build / "weights.pt")], "error: --save"),
+        ([], "error: not started by torchrun"),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(build / "launch.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith(text)
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_state_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    save({"x": torch.ones(2)}, path)
+    with pytest.raises(Exception, match="lambda"):
+        save({"x": lambda: None}, path)  # type: ignore[dict-item]
+    assert torch.equal(torch.load(path, weights_only=True)["x"], torch.ones(2))
+    save(None, tmp_path / "other.pt")
+    assert not (tmp_path / "other.pt").exists()

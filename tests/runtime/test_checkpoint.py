@@ -1,0 +1,269 @@
+"""A whole state across ranks: gathered, spread and handed out, tensor by tensor."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from splitc.errors import LaunchError
+from splitc.runtime.checkpoint import Share, agree, gather_state, hand_out, spread_state
+from splitc.runtime.transport.base import Transport
+from tests.support.ranks import on_ranks
+
+DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.int64, "d": torch.bool}
+
+
+def test_gathered_tensors_keep_their_dtypes_and_are_copies_on_rank_0() -> None:
+    given = {name: torch.tensor([[0, 1], [1, 0]]).to(dtype) for name, dtype in DTYPES.items()}
+
+    def run(transport: Transport) -> dict[str, Tensor] | None:
+        own = {name: given[name] for k, name in enumerate(given) if k % 3 == transport.rank}
+        return gather_state(transport, own)
+
+    whole, *others = on_ranks(3, run)
+    assert others == [None, None]
+    assert whole is not None
+    assert whole.keys() == given.keys()
+    for name, tensor in given.items():
+        assert torch.equal(whole[name], tensor)
+        assert whole[name].data_ptr() != tensor.data_ptr()
+
+
+def test_scalars_empty_tensors_and_parts_of_tensors_are_gathered_too() -> None:
+    given = {"count": torch.tensor(3), "none": torch.zeros(0, 4), "column": torch.arange(6.0).reshape(2, 3)[:, 1]}
+    whole, _ = on_ranks(2, lambda t: gather_state(t, given if t.rank else {}))
+    assert whole is not None
+    for name, tensor in given.items():
+        assert whole[name].shape == tensor.shape
+        assert torch.equal(whole[name], tensor)
+
+
+def test_where_two_ranks_give_a_name_the_lower_rank_counts() -> None:
+    whole, *_ = on_ranks(3, lambda t: gather_state(t, {"x": torch.tensor(t.rank)} if t.rank else {}))
+    assert whole == {"x": torch.tensor(1)}
+
+
+def stage_of(rank: int) -> nn.Module:
+    """Rank 0 holds `first`, rank 1 `second`, rank 2 both; nobody `third`."""
+    names = {0: ["first"], 1: ["second"], 2: ["first", "second"]}[rank]
+    return nn.ModuleDict({name: nn.Linear(2, 3) for name in names})
+
+
+def state() -> dict[str, Tensor]:
+    return nn.ModuleDict({name: nn.Linear(2, 3) for name in ("first", "second", "third")}).state_dict()
+
+
+def test_a_state_reaches_every_rank_that_holds_a_part_and_rank_0_keeps_what_nobody_holds() -> None:
+    whole = state()
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        stage = stage_of(transport.rank)
+        left = spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole))
+        for name, tensor in stage.state_dict().items():
+            assert torch.equal(tensor, whole[name])
+            assert tensor.data_ptr() != whole[name].data_ptr()
+        assert all(p.requires_grad and p.is_leaf for p in stage.parameters())
+        return left
+
+    left, *others = on_ranks(3, run)
+    assert others == [{}, {}]
+    assert list(left) == ["third.weight", "third.bias"]
+    assert torch.equal(left["third.bias"], whole["third.bias"])
+    assert left["third.bias"].data_ptr() != whole["third.bias"].data_ptr()
+
+
+def test_a_state_of_another_precision_is_cast_as_torch_casts_it() -> None:
+    whole = {key: tensor.double() for key, tensor in state().items()}
+
+    def run(transport: Transport) -> None:
+        stage = stage_of(transport.rank)
+        spread_state(transport, stage, whole, list(whole))
+        for name, tensor in stage.state_dict().items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, whole[name].float())
+
+    on_ranks(3, run)
+
+
+def test_only_rank_0s_state_counts() -> None:
+    whole = state()
+
+    def run(transport: Transport) -> None:
+        stage = stage_of(transport.rank)
+        own = whole if transport.rank == 0 else {key: torch.zeros_like(t) for key, t in whole.items()}
+        spread_state(transport, stage, own, list(whole))
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in stage.state_dict().items())
+        assert transport.rank == 0 or not any(bool(tensor.any()) for tensor in own.values())  # and is left alone
+
+    on_ranks(3, run)
+
+
+def broken(**changes: Any) -> dict[str, Tensor]:
+    changed = {**state(), **{key.replace("_", "."): value for key, value in changes.items()}}
+    return {key: tensor for key, tensor in changed.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (broken(second_weight=torch.zeros(7)), "second.weight: needs shape (3, 2), has (7,)"),
+        (broken(second_weight=None), "second.weight: missing"),
+        (broken(third_weight=None), "third.weight: missing"),
+        (broken(fourth_weight=torch.zeros(1)), "fourth.weight: the model has no such key"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
+    given: dict[str, Tensor], problem: str
+) -> None:
+    def run(transport: Transport) -> str:
+        stage = stage_of(transport.rank)
+        before = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+        with pytest.raises(LaunchError) as caught:
+            spread_state(transport, stage, given if transport.rank == 0 else None, list(state()))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
+        return str(caught.value)
+
+    (text,) = set(on_ranks(3, run))
+    assert text == f"the state_dict does not fit the model, and nothing was loaded:\n  - {problem}"
+
+
+def test_rank_0_must_give_the_state() -> None:
+    def run(transport: Transport) -> None:
+        with pytest.raises(LaunchError, match="rank 0 must give the state"):
+            spread_state(transport, stage_of(transport.rank), state() if transport.rank else None, [])
+
+    on_ranks(2, run)
+
+
+def test_every_rank_is_handed_its_own_part() -> None:
+    parts = [{"x": torch.tensor([rank]), "y": torch.ones(rank, dtype=torch.bfloat16)} for rank in range(3)]
+    for rank, part in enumerate(on_ranks(3, lambda t: hand_out(t, parts if t.rank == 0 else None))):
+        assert part.keys() == parts[rank].keys()
+        assert all(torch.equal(part[name], parts[rank][name]) for name in part)
+
+
+# -- parts of tensors --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_agree_on_who_holds_what_the_lowest_first() -> None:
+    held: list[dict[str, Share | None]] = [
+        {"whole": None, "left": (0, 0, 2)},
+        {"left": (0, 2, 3), "late": None},
+        {},
+        {"whole": None, "left": (0, 0, 2), "late": None},
+    ]
+    table = {
+        "whole": {None: (0, 3)},
+        "left": {(0, 0, 2): (0, 3), (0, 2, 3): (1,)},
+        "late": {None: (1, 3)},
+    }
+    assert on_ranks(4, lambda t: agree(t, held[t.rank])) == [table] * 4
+    assert held[0] == {"whole": None, "left": (0, 0, 2)}
+
+
+def test_a_rank_alone_holds_everything_itself() -> None:
+    assert on_ranks(1, lambda t: agree(t, {"x": None})) == [{"x": {None: (0,)}}]
+    assert on_ranks(2, lambda t: agree(t, {})) == [{}, {}]
+
+
+def shares_of(dim: int, *bounds: int) -> list[Share]:
+    return [(dim, first, last) for first, last in pairwise(bounds)]
+
+
+DIVIDED = [
+    shares_of(0, 0, 2, 4, 6),  # equal
+    shares_of(0, 0, 4, 5, 6),  # unequal
+    shares_of(1, 0, 1, 3, 4),
+    shares_of(1, 0, 2, 4, 4),  # the last one has nothing
+    shares_of(0, 0, 0, 6, 6),  # the first one neither
+    shares_of(0, 0, 6, 6, 6),
+    [(0, 3, 6), (0, 0, 3), (0, 0, 3)],  # not in the order of ranks, and one part twice
+]
+
+
+def own_part(whole: Tensor, share: Share) -> Tensor:
+    dim, first, last = share
+    return whole.narrow(dim, first, last - first)
+
+
+@pytest.mark.parametrize("shares", DIVIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_parts_are_put_together_beside_whole_tensors(shares: list[Share], dtype: torch.dtype) -> None:
+    whole, plain = torch.arange(24).reshape(6, 4).to(dtype), torch.arange(3)
+
+    def run(transport: Transport) -> dict[str, Tensor] | None:
+        share = shares[transport.rank]
+        own = {"first": plain, "parts": own_part(whole, share)} if transport.rank else {"parts": own_part(whole, share)}
+        return gather_state(transport, own, {"parts": share, "elsewhere": (0, 0, 1)})
+
+    state, *others = on_ranks(3, run)
+    assert others == [None, None] and state is not None
+    assert state.keys() == {"first", "parts"}
+    assert torch.equal(state["parts"], whole) and state["parts"].dtype == dtype
+    assert state["parts"].data_ptr() != whole.data_ptr()
+    assert torch.equal(state["first"], plain)
+
+
+def test_of_a_part_that_several_ranks_give_the_lowest_ones_counts() -> None:
+    shares: list[Share] = [(0, 0, 2), (0, 2, 3), (0, 0, 2), (0, 2, 3)]
+
+    def run(transport: Transport) -> dict[str, Tensor] | None:
+        share = shares[transport.rank]
+        return gather_state(transport, {"x": torch.full((share[2] - share[1],), transport.rank)}, {"x": share})
+
+    state = on_ranks(4, run)[0]
+    assert state is not None and state["x"].tolist() == [0, 0, 1]
+
+
+class Divided(nn.Module):
+    """A part of a weight and of a bias, and a whole one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.scale = nn.Parameter(torch.zeros(()))
+
+
+@pytest.mark.parametrize("shares", DIVIDED)
+def test_of_a_state_every_rank_takes_its_part(shares: list[Share]) -> None:
+    whole = {"weight": torch.randn(6, 4), "bias": torch.randn(6, 4), "scale": torch.tensor(3.0)}
+
+    def run(transport: Transport) -> dict[str, Tensor]:
+        share = shares[transport.rank]
+        part = own_part(whole["weight"], share)
+        stage = Divided(torch.zeros_like(part), torch.zeros(6, 4))
+        parameters = list(stage.parameters())
+        left = spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+        assert torch.equal(stage.weight, part) and torch.equal(stage.bias, whole["bias"])
+        assert stage.scale == 3.0
+        assert all(a is b and a.is_leaf for a, b in zip(parameters, stage.parameters(), strict=True))
+        again = gather_state(transport, stage.state_dict(), {"weight": share})
+        assert again is None or all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+        return left
+
+    assert on_ranks(3, run) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (5, 4), (7, 4), (6,), (), (4, 6)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_state_of_which_a_rank_cannot_have_its_part_is_refused_on_every_rank(
+    shape: tuple[int, ...], dim: int
+) -> None:
+    shares = shares_of(dim, 0, 2, (6, 4)[dim])
+    whole = {"weight": torch.ones(shape), "bias": torch.ones(6, 4), "scale": torch.ones(())}
+
+    def run(transport: Transport) -> str:
+        share = shares[transport.rank]
+        stage = Divided(own_part(torch.zeros(6, 4), share), torch.zeros(6, 4))
+        with pytest.raises(LaunchError) as caught:
+            spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+        assert not any(bool(p.any()) for p in stage.parameters())
+        return str(caught.value)
+
+    (text,) = set(on_ranks(2, run))
+    problem = f"weight: needs shape (6, 4), has {shape}"
+    assert text == f"the state_dict does not fit the model, and nothing was loaded:\n  - {problem}"

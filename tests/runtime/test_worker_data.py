@@ -1,0 +1,151 @@
+"""A worker's share of a dataset, and its evaluation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from splitc.errors import LaunchError
+from splitc.runtime.worker import Worker
+from tests.support.ranks import (
+    Net,
+    assert_same,
+    batch_of,
+    batches_for,
+    compile_net,
+    on_workers,
+    one_process,
+    part_of,
+    plain,
+    train,
+)
+
+# -- shard -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_of_shard_is_that_of_one_process_with_its_tail() -> None:
+    model, program = plain()
+    dataset = TensorDataset(*batch_of(21))
+    batches = [dataset[k : k + 8] for k in (0, 8, 16)]
+
+    def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
+        losses = [float(worker.step(*batch)) for batch in worker.shard(dataset, shuffle=False, drop_last=False)]
+        return losses, worker.state_dict()
+
+    results = on_workers(program, run)
+    losses, state = one_process(copy.deepcopy(model), batches)
+    for got, _ in results:
+        assert got == pytest.approx(losses, rel=1e-5)
+    assert_same(results[0][1], state)
+
+
+def test_an_evaluation_inside_a_training_loop_leaves_its_batch_sizes_alone() -> None:
+    _, program = plain()
+    training, held_out = TensorDataset(*batch_of(20)), TensorDataset(*batch_of(9))
+
+    def run(worker: Worker) -> int:
+        steps = 0
+        for batch in worker.shard(training, batch_size=2):
+            for other in worker.shard(held_out, batch_size=3, drop_last=False):
+                worker.evaluate(*other)
+            worker.step(*batch)
+            steps += 1
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))  # after the loops: as compiled again
+        return steps
+
+    assert on_workers(program, run) == [5, 5, 5]
+
+
+def test_a_loop_that_is_left_early_leaves_the_sizes_as_compiled() -> None:
+    _, program = plain()
+    dataset = TensorDataset(*batch_of(8))
+
+    def run(worker: Worker) -> None:
+        for batch in worker.shard(dataset, batch_size=2):
+            worker.step(*batch)
+            break
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))
+
+    on_workers(program, run)
+
+
+def test_a_batch_size_below_one_is_refused_at_once() -> None:
+    _, program = plain()
+
+    def run(worker: Worker) -> None:
+        with pytest.raises(LaunchError, match="batch_size=0"):
+            worker.shard(TensorDataset(*batch_of(8)), batch_size=0)
+
+    on_workers(program, run)
+
+
+def test_a_tail_that_leaves_a_rank_without_work_is_left_out_on_every_rank() -> None:
+    _, program = plain("layer_separation(n_c=1, n_f=2)")
+    dataset = TensorDataset(*batch_of(9))  # 4 + 4 + 1, and two ranks to share the 1
+
+    def run(worker: Worker) -> int:
+        return sum(bool(worker.step(*batch)) for batch in worker.shard(dataset, drop_last=False))
+
+    assert on_workers(program, run) == [2, 2, 2]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_uses_the_first_replicas_buffers_and_one_process_agrees() -> None:
+    model = Net(drop=0.5)
+    program = compile_net(model, "data_parallel", 2)
+    batches, held_out = batches_for(program), batch_of(8)
+
+    def run(worker: Worker) -> tuple[float, dict[str, Tensor] | None, Tensor, bool]:
+        train(worker, batches)
+        before = worker.stage.get_buffer("features.1.running_mean").clone()
+        loss = worker.evaluate(*part_of(worker, held_out, (4, 4)))
+        assert not loss.requires_grad
+        return float(loss), worker.state_dict(), before, worker.stage.training
+
+    (loss, state, mean, training), (other_loss, _, other_mean, _) = on_workers(program, run)
+    assert not torch.equal(mean, other_mean)
+    assert state is not None
+    assert torch.equal(state["features.1.running_mean"], mean)
+    model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        assert loss == other_loss == pytest.approx(float(F.cross_entropy(model(held_out[0]), held_out[1])), rel=1e-5)
+    assert training
+
+
+def test_evaluation_changes_no_training() -> None:
+    program = compile_net(Net(drop=0.5))
+    batches, held_out = batches_for(program), batch_of(8)
+
+    def with_evaluation(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
+        losses = []
+        for batch in batches:
+            losses += train(worker, [batch])[0]
+            worker.evaluate(*part_of(worker, held_out, (4, 4)))
+        return losses, worker.state_dict()
+
+    (losses, state), *_ = on_workers(program, with_evaluation)
+    (plain_losses, plain_state), *_ = on_workers(program, lambda worker: train(worker, batches))
+    assert losses == plain_losses
+    assert plain_state is not None
+    assert_same(state, plain_state, tolerance=0.0)
+
+
+def test_evaluation_keeps_no_graph() -> None:
+    _, program = plain()
+
+    def run(worker: Worker) -> list[bool]:
+        modes: list[bool] = []
+        worker.stage.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+        worker.evaluate(*part_of(worker, batch_of(8), (4, 4)))
+        worker.step(*part_of(worker, batch_of(8), (4, 4)))
+        return modes
+
+    assert on_workers(program, run) == [[False, True]] * 3

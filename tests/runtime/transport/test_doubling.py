@@ -1,0 +1,142 @@
+"""Recursive doubling: right sums with the same bits on every rank, in Stanza's number of rounds."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
+from splitc.runtime.transport.base import Transport, Work
+from splitc.runtime.transport.doubling import all_reduce, sent_bytes
+from tests.runtime.collectives.test_model_parallel import count_sent, random
+from tests.support.ranks import on_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16]
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_every_rank_has_the_same_bits_and_sends_what_is_counted(n: int) -> None:
+    def action(transport: Transport) -> list[Tensor]:
+        sent = count_sent(transport)
+        results = []
+        expected = 0
+        for size in (1, 7, 130):
+            for dtype in DTYPES:
+                x = (random(transport.rank, size) * 100).to(dtype)
+                all_reduce(transport, x, tuple(range(n))).wait()
+                results.append(x)
+                expected += sent_bytes(x.nbytes, transport.rank, n)
+        assert sum(sent) == expected
+        return results
+
+    gotten = on_ranks(n, action)
+    for others in gotten[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gotten[0], others, strict=True))
+    parts = [random(rank, 130) * 100 for rank in range(n)]
+    for sums, dtype in zip(gotten[0][-len(DTYPES) :], DTYPES, strict=True):
+        exact = torch.stack([part.to(dtype).double() for part in parts]).sum(0)
+        tolerance = 0.0 if not dtype.is_floating_point else 16 * torch.finfo(dtype).eps
+        torch.testing.assert_close(sums.double(), exact, rtol=tolerance, atol=500 * tolerance)
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_the_number_of_rounds_is_stanzas(n: int) -> None:
+    """Every message carries its round: one more than the last of those that its sender has sent or got before."""
+    longest = math.floor(math.log2(n)) + (0 if n & (n - 1) == 0 else 2)
+    assert recursive_doubling_rounds(n) == longest
+
+    def action(transport: Transport) -> int:
+        done = 0
+        send, receive = transport._isend, transport._irecv
+
+        class Then:
+            def __init__(self, number: Tensor, *works: Work) -> None:
+                self.number, self.works = number, works
+
+            def wait(self) -> None:
+                nonlocal done
+                for work in self.works:
+                    work.wait()
+                done = max(done, int(self.number))
+
+        def sending(tensor: Tensor, dst: int, tag: int) -> Work:
+            number = torch.tensor(done + 1)
+            return Then(number, send(number, dst, tag), send(tensor, dst, tag))
+
+        def receiving(tensor: Tensor, src: int, tag: int) -> Work:
+            number = torch.tensor(0)
+            return Then(number, receive(number, src, tag), receive(tensor, src, tag))
+
+        transport._isend = sending  # type: ignore[method-assign]
+        transport._irecv = receiving  # type: ignore[method-assign]
+        all_reduce(transport, torch.ones(3), tuple(range(n))).wait()
+        return done
+
+    assert max(on_ranks(n, action)) == longest
+
+
+def test_one_rank_and_an_empty_tensor_need_no_messages() -> None:
+    def action(transport: Transport) -> None:
+        sent = count_sent(transport)
+        x = torch.ones(2)
+        all_reduce(transport, x, (transport.rank,)).wait()
+        all_reduce(transport, torch.empty(0), (0, 1)).wait()
+        assert (x.tolist(), sent) == ([1.0, 1.0], [])
+
+    on_ranks(2, action)
+    assert (recursive_doubling_rounds(1), sent_bytes(8, 0, 1)) == (0, 0)
+
+
+@pytest.mark.parametrize("n", [3, 4, 6])
+def test_sums_under_way_together_do_not_mix_in_whatever_order_they_are_waited_for(n: int) -> None:
+    def action(transport: Transport) -> list[float]:
+        tensors = [torch.tensor(10.0**power) for power in range(3)]
+        works = [all_reduce(transport, tensor, tuple(range(n))) for tensor in tensors]
+        for work in works if transport.rank % 2 else reversed(works):
+            work.wait()
+            work.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert on_ranks(n, action) == [[n * 1.0, n * 10.0, n * 100.0]] * n
+
+
+def test_sums_of_groups_that_overlap_do_not_mix() -> None:
+    """Rank 0 answers in the larger group only when it is waited for, rank 1 at once."""
+
+    def action(transport: Transport) -> list[float]:
+        groups = [ranks for ranks in ((0, 1, 2), (0, 1), (1, 2, 3)) if transport.rank in ranks]
+        tensors = [torch.tensor(10.0**transport.rank) for _ in groups]
+        works = [all_reduce(transport, tensor, ranks) for tensor, ranks in zip(tensors, groups, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        return [tensor.item() for tensor in tensors]
+
+    assert on_ranks(4, action) == [[111.0, 11.0], [111.0, 11.0, 1110.0], [111.0, 1110.0], [1110.0]]
+
+
+def test_the_first_message_leaves_at_once() -> None:
+    def action(transport: Transport) -> None:
+        sent = count_sent(transport)
+        work = all_reduce(transport, torch.ones(2), (0, 1, 2, 3, 4))
+        assert len(sent) == (0 if transport.rank == 0 else 1)  # rank 0 first gets what the surplus rank 4 has
+        work.wait()
+
+    on_ranks(5, action)
+
+
+def test_views_and_leaves_that_require_grad_are_summed_in_place() -> None:
+    def action(transport: Transport) -> None:
+        x, leaf = torch.ones(6), torch.ones(2, requires_grad=True)
+        all_reduce(transport, x[::2], (0, 1, 2)).wait()
+        all_reduce(transport, leaf, (0, 1, 2)).wait()
+        assert x.tolist() == [3.0, 1.0] * 3
+        assert leaf.tolist() == [3.0, 3.0]
+
+    on_ranks(3, action)
+
+
+def test_a_rank_outside_and_ranks_out_of_order_are_refused() -> None:
+    for ranks in [(1, 2), (1, 0)]:
+        with pytest.raises(ValueError, match="over"):
+            on_ranks(3, lambda transport, ranks=ranks: all_reduce(transport, torch.ones(1), ranks).wait())

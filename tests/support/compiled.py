@@ -1,0 +1,64 @@
+"""Compile small models for tests: one call, a cluster that is not measured, and plans that tests edit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+from splitc.ir.actions import Action
+from splitc.ir.program import Part, Program
+
+CLUSTER = "v100-10gbe"
+
+
+def compiled(
+    model: nn.Module,
+    example: Any,
+    target: Any,
+    loss: Any,
+    world: int,
+    strategy: str = "auto",
+    *,
+    analysed: Program | None = None,
+    **options: Any,
+) -> CompiledProgram:
+    """`splitc.compile` on a cluster by name; `analysed` saves capturing a model again for another plan."""
+    settings = Settings(world, strategy=strategy, cluster=CLUSTER, **options)
+    program = analysed or analyse(model, example, target, loss, autocast=settings.autocast)
+    return CompiledProgram(specialise(program, settings), model, loss, example, target, settings)
+
+
+def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:
+    """The program with text replaced in its generated role files: `conv=("old", "new")`."""
+    files = dict(program.files)
+    for role, (old, new) in edits.items():
+        assert old in files[f"{role}.py"], f"{old!r} is not in {role}.py"
+        files[f"{role}.py"] = files[f"{role}.py"].replace(old, new)
+    program.__dict__["files"] = files
+    return program
+
+
+def with_actions(program: Program, **actions: list[Action]) -> Program:
+    """The program with other action lists of its parts: `fc=[...]`."""
+
+    def edited(part: Part) -> Part:
+        return replace(part, actions=tuple(actions[part.name])) if part.name in actions else part
+
+    assert actions.keys() <= {part.name for part in program.parts}
+    return replace(program, parts=tuple(map(edited, program.parts)))
+
+
+def actions_of(program: Program, name: str) -> list[Action]:
+    """The action list of a part."""
+    return list(next(part for part in program.parts if part.name == name).actions)
+
+
+def class_batch(
+    shape: tuple[int, ...], classes: int = 10, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random batch and class numbers for it."""
+    return torch.randn(shape, dtype=dtype), torch.randint(0, classes, shape[:1])

@@ -1,0 +1,102 @@
+"""What the processes of test_launch run: a model, its data, data that goes wrong, and a program that trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, get_worker_info
+
+import splitc
+from splitc.runtime.launch.main import save
+from splitc.runtime.worker import Worker
+from tests.support.compiled import CLUSTER
+from tests.support.ranks import sgd
+
+WORLD, BATCH = 2, 4
+SEPARATION = "layer_separation(n_c=1, n_f=1)"
+PIDS = "LAUNCHED_PIDS"  # names the folder in which every process leaves its number
+
+
+class Perceptron(nn.Module):
+    def __init__(self, seed: int = 5) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first, self.second, self.unused = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+class Examples(TensorDataset):
+    """16 examples; whoever reads one leaves its process number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        super().__init__(torch.randn(16, 6, generator=generator), torch.randint(0, 3, (16,), generator=generator))
+
+    def __getitem__(self, k: int) -> tuple[Tensor, ...]:
+        if get_worker_info() is not None:
+            note_pid()
+        return super().__getitem__(k)
+
+
+def note_pid() -> None:
+    if PIDS in os.environ:
+        (Path(os.environ[PIDS]) / str(os.getpid())).touch()
+
+
+def batches(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """The examples in order, again and again."""
+    for epoch in count():
+        yield from worker.shard(Examples(), shuffle=False, epoch=epoch)
+
+
+def interrupted(worker: Worker, interrupt: Callable[[], None]) -> Iterator[tuple[Tensor, ...]]:
+    note_pid()
+    for step, batch in enumerate(worker.shard(Examples(), num_workers=1)):
+        if step == 2 and worker.rank.index == 1:
+            interrupt()
+        yield batch
+
+
+def failing(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    def fail() -> None:
+        raise ValueError("rank 1 has had enough")
+
+    return interrupted(worker, fail)
+
+
+def killed(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    return interrupted(worker, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def main(folder: Path) -> None:
+    """Train by a worker of a compiled program, then by one that compiles on its first batch; keep what rank 0 saw."""
+    model = Perceptron(seed=5 + int(os.environ["RANK"]))  # rank 0's weights count
+    x, y = Examples()[:BATCH]
+    settings = {"strategy": SEPARATION, "cluster": CLUSTER}
+    compiled = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, **settings)
+    train(compiled.worker(sgd), folder / "compiled.pt", BATCH)
+    deferred = splitc.compile(model, WORLD, loss=F.cross_entropy, **settings)
+    worker = deferred.worker(sgd)
+    train(worker, folder / "deferred.pt", BATCH)
+    worker.rank.transport.close()
+
+
+def train(worker: Worker, path: Path, batch: int) -> None:
+    losses = [float(worker.step(*part)) for part in worker.shard(Examples(), batch, shuffle=False)]
+    state = worker.state_dict()
+    save(None if state is None else {**state, "losses": torch.tensor(losses, dtype=torch.float64)}, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
