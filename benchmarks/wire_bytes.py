@@ -98,7 +98,7 @@ def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | lis
         Sent(
             case,
             rank,
-            next((roles for roles, members in plan.parts.items() if rank in members), ()),
+            next((roles for roles, members in plan.ranks_by_roles.items() if rank in members), ()),
             sum(op.sent for op in wire(program, rank)),
             (done[rank]["sent"] - warm[rank]["sent"]) / steps,
             (after[rank] - before[rank]) / steps,

@@ -41,8 +41,8 @@ class BucketGradients(Pass):
         buckets: list[list[str]] = []
         size = 0
         for name in reversed(names):
-            holding = program.holdings[name]
-            full = size >= self.nbytes or (buckets and program.holdings[buckets[-1][0]].dtype != holding.dtype)
+            holding = program.tensors[name]
+            full = size >= self.nbytes or (buckets and program.tensors[buckets[-1][0]].dtype != holding.dtype)
             if not buckets or full:
                 buckets.append([])
                 size = 0

@@ -72,7 +72,7 @@ def _synchronised(program: Program, role: str, sync: str) -> tuple[str, ...]:
         layer for layer in program.layers if (placements[layer.name].role, placements[layer.name].sync) == (role, sync)
     ]
     apart = tied(program)
-    held = dict.fromkeys(h for layer in layers for h in layer.holdings if program.holdings[h].trainable)
+    held = dict.fromkeys(h for layer in layers for h in layer.tensors if program.tensors[h].trainable)
     return tuple(name for name in held if name not in apart)
 
 
@@ -121,14 +121,14 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str) -> None:
     cut = Cut(name, source, producer, role, spec, spec.requires_grad, local, enters, leaves=leaves)
     last, kept = _last_of_role(value), value
     if leaves:
-        last = kept = _chained(graph, last, comm_ops.keep, (value,), {"cut": name}, f"kept_{name}", value, cut)
+        last = kept = _chained(graph, last, comm_ops.slice_batch, (value,), {"cut": name}, f"kept_{name}", value, cut)
     sent = _chained(graph, last, comm_ops.send, (kept,), {"cut": name, "role": role}, f"sent_{name}", value, cut)
     options = {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
     own_name = f"{name}_{role}" if value.op == "placeholder" else name
     got = _chained(graph, sent, comm_ops.recv, (sent,), options, own_name, value, cut, role)
     if enters:
         got = _chained(graph, got, comm_ops.modulo, (got,), {"cut": name}, f"{own_name}_group", value, cut, role)
-    chain = (comm_ops.keep, *comm_ops.ENTRIES)
+    chain = (comm_ops.slice_batch, *comm_ops.ENTRIES)
     value.replace_all_uses_with(
         got, delete_user_cb=lambda user: user.meta["role"] == role and user.target not in chain and user is not got
     )

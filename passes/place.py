@@ -134,7 +134,7 @@ class Place(Pass):
             world=self.world,
             roles=chosen.roles,
             placements={layer: self._placement(request, chosen, layer) for layer in chosen.role_of},
-            examples=chosen.examples,
+            batch_offsets=chosen.examples,
             cluster=self.cluster.name,
             proof=proof,
             gap=gap if gap > _EXACT else 0.0,
@@ -211,7 +211,7 @@ class Place(Pass):
         if offer.placements:
             return offer.placements[layer]
         role = offer.role_of[layer]
-        trains = any(request.program.holdings[name].trainable for name in request.program.layer(layer).holdings)
+        trains = any(request.program.tensors[name].trainable for name in request.program.layer(layer).tensors)
         summed = trains and len(offer.roles[role]) > 1
         return Placement(role, "replicated", "all_reduce" if summed else "none")
 

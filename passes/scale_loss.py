@@ -49,7 +49,7 @@ class ScaleLoss(Pass):
             _RULES[term.kind](graph, nodes[term.node])
         if turned:
             for node in graph.nodes:
-                if node.target in (comm_ops.total, comm_ops.total_weight):
+                if node.target in (comm_ops.all_reduce_scalar, comm_ops.global_weight):
                     _before_the_turns(program, node)
         return replace(program, graph=graph)
 
@@ -72,7 +72,7 @@ def _before_the_turns(program: Program, total: fx.Node) -> None:
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, node, comm_ops.share)
+    _after(graph, node, comm_ops.scale_by_share)
 
 
 def _sum(graph: fx.Graph, node: fx.Node) -> None:
@@ -80,11 +80,11 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _total(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, node, comm_ops.total)
+    _after(graph, node, comm_ops.all_reduce_scalar)
 
 
 def _mean_total(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, _after(graph, node, comm_ops.share), comm_ops.total)
+    _after(graph, _after(graph, node, comm_ops.scale_by_share), comm_ops.all_reduce_scalar)
 
 
 def _weighted(graph: fx.Graph, node: fx.Node) -> None:
@@ -96,7 +96,7 @@ def _weighted(graph: fx.Graph, node: fx.Node) -> None:
         options["weight"] = weight
     node.update_kwarg("reduction", "sum")
     with graph.inserting_after(node):
-        weights = graph.call_function(comm_ops.total_weight, (target,), options)
+        weights = graph.call_function(comm_ops.global_weight, (target,), options)
     rename(graph, weights, f"{node.name}_weight")
     dtype = node.meta["spec"].dtype if weight is not None else torch.int64  # without weights it is a count
     weights.meta = {**node.meta, "spec": TensorSpec((), dtype)}

@@ -1,7 +1,7 @@
 """Write the action list of each part's step.
 
-This pass rewrites the parts: it fills `Part.actions`.  One batch goes forward through the roles in the order of the
-plan and back; a rank that is in several roles does for each what ranks of that role alone do, in that order:
+This pass rewrites: it fills `RankProgram.actions`.  One batch goes forward through the roles in the order of the plan
+and back; a rank that is in several roles does for each what ranks of that role alone do, in that order:
 
     conv   send target -> fc, forward, send cut0 -> fc, sum_loss, recv_grad cut0 <- fc, backward (reduce buckets)
     fc     recv target <- conv, recv cut0 <- conv, forward, sum_loss, backward (reduce buckets), send_grad cut0 -> conv
@@ -10,7 +10,7 @@ Inputs are sent before the role computes, so that they are on their way meanwhil
 means: started as backward fills it, finished there.  The role of the loss goes forward and backward once for each turn
 of its groups; gradients add up over the turns (SplitBrain 3.1):
 
-    fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], return cut0 [k]     for every turn k
+    fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], modulo_grad cut0 [k]     for every turn k
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, Part, Program, Stage
+from splitc.ir.program import Cut, Program, RankProgram, Stage
 from splitc.ir.tied import tied
 
 
@@ -43,14 +43,17 @@ class Schedule(Pass):
     )
 
     def run(self, program: Program) -> Program:
-        return replace(program, parts=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.parts))
+        return replace(
+            program,
+            rank_programs=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.rank_programs),
+        )
 
 
-def _actions(program: Program, part: Part) -> Iterator[Action]:
+def _actions(program: Program, part: RankProgram) -> Iterator[Action]:
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     serves = part.roles == (SERVER,)  # a server beside a worker serves while it pulls and pushes itself
     if serves:
-        yield Action("serve", own=SERVER)
+        yield Action("send_parameters", own=SERVER)
     for stage in stages:
         if stage.served:
             yield Action("pull", own=stage.role)
@@ -62,12 +65,12 @@ def _actions(program: Program, part: Part) -> Iterator[Action]:
         yield from _backward(program, part, role)
     for k, ranks in enumerate(tied(program).values()):
         if set(part.ranks) <= set(ranks):
-            yield Action("tie", f"tied{k}", own=part.roles[0])
+            yield Action("all_reduce_tied", f"tied{k}", own=part.roles[0])
     if serves:
-        yield Action("collect", own=SERVER)
+        yield Action("reduce_gradients", own=SERVER)
 
 
-def _forward(program: Program, part: Part, role: str) -> Iterator[Action]:
+def _forward(program: Program, part: RankProgram, role: str) -> Iterator[Action]:
     """What a rank does while `role` goes forward: as one of it, and as one of those that it sends to.
 
     Every rank takes a value at the same place in its order, whatever it does besides: so no two of them wait for each
@@ -80,12 +83,12 @@ def _forward(program: Program, part: Part, role: str) -> Iterator[Action]:
     yield from _crossing(part, [cut for cut in stage.sends if cut.value not in stage.inputs])
 
 
-def _crossing(part: Part, cuts: Iterable[Cut]) -> Iterator[Action]:
+def _crossing(part: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
     """Send what the part makes, and take what it needs, of one role's cuts."""
     for cut in cuts:
         if cut.producer in part.roles:
             if cut.leaves:
-                yield Action("keep", cut.name, own=cut.producer)
+                yield Action("slice_batch", cut.name, own=cut.producer)
             if not cut.local:
                 yield Action("send", cut.name, cut.consumer, cut.producer)
         if cut.consumer in part.roles and not cut.local:
@@ -104,14 +107,14 @@ def _run(program: Program, stage: Stage) -> Iterator[Action]:
             yield from _turn_back(program, stage, turn, turn == number - 1)
 
 
-def _backward(program: Program, part: Part, role: str) -> Iterator[Action]:
+def _backward(program: Program, part: RankProgram, role: str) -> Iterator[Action]:
     """What a rank does while `role` goes backward, and the gradients of what it received go back."""
     stage = program.stage(role)
     if role in part.roles:
         arrives = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
         for cut in reversed(arrives):
             if cut.leaves:
-                yield Action("spread", cut.name, own=role)
+                yield Action("all_gather_grad", cut.name, own=role)
         if program.turns(stage) == 1 and (stage.has_loss or arrives):
             yield from _turn_back(program, stage, 0, last=True)
     for cut in reversed(stage.receives):
@@ -128,18 +131,18 @@ def _turn_back(program: Program, stage: Stage, turn: int, last: bool) -> Iterato
     grouping = program.required_plan.groups.get(own)
     every = grouping is not None and grouping.updates == "every"
     returns = [cut for cut in stage.receives if cut.gradient]
-    if not returns and not any(program.holdings[h].trainable for h in stage.holdings):
+    if not returns and not any(program.tensors[h].trainable for h in stage.tensors):
         return
     yield Action("backward", own=own, turn=turn)
     if last or every:
         for k in range(len(stage.buckets)):
-            yield Action("reduce", f"bucket{k}", own=own, turn=turn)
+            yield Action("all_reduce", f"bucket{k}", own=own, turn=turn)
         for k in range(len(stage.served)):
             yield Action("push", f"bucket{k}", own=own, turn=turn)
     if any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
         yield Action("multiply", own=own, turn=turn)
     for cut in reversed(returns):
         if cut.enters:
-            yield Action("return", cut.name, own=own, turn=turn)
-    if every and any(program.holdings[h].trainable for h in stage.holdings):
+            yield Action("modulo_grad", cut.name, own=own, turn=turn)
+    if every and any(program.tensors[h].trainable for h in stage.tensors):
         yield Action("update", own=own, turn=turn)

@@ -40,7 +40,7 @@ from splitc.ir.program import Program, TensorSpec
 
 @dataclass(frozen=True)
 class ShardLayers(Pass):
-    """Insert shard, enter and sum_partials nodes."""
+    """Insert shard, enter and reduce_from_group nodes."""
 
     name: ClassVar[str] = "shard-layers"
     requires: ClassVar[tuple[Check, ...]] = (has_plan,)
@@ -91,7 +91,7 @@ class _Walk:
         linear.node.meta["sharded"] = True
 
     def _rows(self, linear: Linear) -> None:
-        """y = x W^T + b  ->  y = sum_partials(linear(x's part, W's part)) + b."""
+        """y = x W^T + b  ->  y = reduce_from_group(linear(x's part, W's part)) + b."""
         node, graph = linear.node, self._graph
         if linear.value not in self._parts:
             raise PlacementError(
@@ -101,10 +101,10 @@ class _Walk:
         weight, bias = parameter_nodes(graph, linear)
         with graph.inserting_before(node):
             product = graph.call_function(F.linear, (linear.value, weight))
-            result = graph.call_function(comm_ops.sum_partials, (product,))
+            result = graph.call_function(comm_ops.reduce_from_group, (product,))
             if bias is not None:
                 spec = node.meta["spec"]
-                if self._program.holdings[_first(self._program, linear.bias)].dtype != spec.dtype:  # under autocast
+                if self._program.tensors[_first(self._program, linear.bias)].dtype != spec.dtype:  # under autocast
                     bias = graph.call_method("to", (bias, spec.dtype))
                     bias.meta = {**node.meta, "spec": None}
                 summed, result = result, graph.call_function(operator.add, (result, bias))
@@ -159,7 +159,7 @@ class _Walk:
             value.update_kwarg("partial", True)
         elif not (only and value.target is comm_ops.modulo):
             with self._graph.inserting_after(value):
-                entered = self._graph.call_function(comm_ops.enter, (value,))
+                entered = self._graph.call_function(comm_ops.copy_to_group, (value,))
             rename(self._graph, entered, f"{value.name}_enter")
             entered.meta = {k: v for k, v in value.meta.items() if k != "cut"}
             for reader in readers:
@@ -174,7 +174,7 @@ class _Walk:
 
 def _first(program: Program, name: str | None) -> str:
     """The first name of a tensor that may have several."""
-    return next(h.name for h in program.holdings.values() if name in (h.name, *h.names))
+    return next(h.name for h in program.tensors.values() if name in (h.name, *h.names))
 
 
 def _features(node: fx.Node) -> int:

@@ -16,7 +16,7 @@ from splitc.checks.graph import cuts_are_communicated, has_plan, stages_cover_th
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_node, holdings_of_node
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Part, Program, Stage
+from splitc.ir.program import Program, RankProgram, Stage
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,11 @@ class SplitRanks(Pass):
     def run(self, program: Program) -> Program:
         plan = program.required_plan
         stages = tuple(_stage(program, role) for role in plan.roles)
-        return replace(program, stages=stages, parts=tuple(Part(roles, ranks) for roles, ranks in plan.parts.items()))
+        return replace(
+            program,
+            stages=stages,
+            rank_programs=tuple(RankProgram(roles, ranks) for roles, ranks in plan.ranks_by_roles.items()),
+        )
 
 
 def _stage(program: Program, role: str) -> Stage:
@@ -63,7 +67,7 @@ def _stage(program: Program, role: str) -> Stage:
         inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
         receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
         sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),
-        holdings=tuple(name for name in program.holdings if name in holdings),
+        tensors=tuple(name for name in program.tensors if name in holdings),
         shards=shards,
         has_loss=has_loss,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.capture.capture import Example, Loss, as_arguments, capture, target_names
-from splitc.capture.validate import confirm
+from splitc.capture.validate import validate_capture
 from splitc.codegen.generate import generate
 from splitc.codegen.save import save_build
 from splitc.cost_models.clusters.named import load_cluster
@@ -95,7 +95,7 @@ def analyse(
 ) -> Program:
     """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
     program = capture(model, example, target, loss, name, autocast)
-    program = replace(program, loss_terms=confirm(program, model, example, target, loss))
+    program = replace(program, loss_terms=validate_capture(program, model, example, target, loss))
     return run_passes(program, [MeasureCosts(costs)], watch)
 
 
@@ -119,7 +119,7 @@ def specialise(program: Program, settings: Settings, plan: Plan | None = None, w
 
 def _require_memory(program: Program, memory: float | None, cluster: Cluster | None) -> None:
     """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
-    computing = sum(len(part.ranks) for part in program.parts)
+    computing = sum(len(part.ranks) for part in program.rank_programs)
     if memory is not None:
         require_memory(program, lambda rank: memory)
     elif cluster is not None:
@@ -137,7 +137,7 @@ def fingerprint(program: Program) -> str:
         else f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}"
         for n in program.graph.nodes
     ]
-    text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.holdings.values()]
+    text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.tensors.values()]
     digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
     return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
 
@@ -216,7 +216,7 @@ class CompiledProgram:
         tensors = {
             k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)
         }
-        sizes = _scaled_down(self.plan.sizes, examples if examples is not None else 8)
+        sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
         result = verify_program(
             compiled.program,
             compiled.files,
@@ -248,7 +248,7 @@ class CompiledProgram:
         )  # tensors that the model keeps outside its modules
         loss = self._loss.named_buffers(prefix="loss") if isinstance(self._loss, nn.Module) else ()
         buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
-        return {"state": state, "extra": {name: buffers[name] for name in self.program.holdings if name not in state}}
+        return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
 
     def worker(
         self,
@@ -270,13 +270,13 @@ class CompiledProgram:
         """The weights that each rank starts with; rank 0 also those that no rank trains."""
         weights = self.weights()
         everything = {**weights["state"], **weights["extra"]}
-        working = {alias for stage in self.program.stages for alias in self._names(stage.holdings)}
+        working = {alias for stage in self.program.stages for alias in self._names(stage.tensors)}
         for rank in range(self.plan.world):
             held = {
                 alias
                 for stage in self.program.stages
                 if rank in self.plan.roles[stage.role]
-                for alias in self._names(stage.holdings)
+                for alias in self._names(stage.tensors)
             }
             if rank in self.plan.servers:
                 held |= {alias for s in self.program.stages for bucket in s.served for alias in self._names(bucket)}
@@ -284,7 +284,7 @@ class CompiledProgram:
 
     def _names(self, holdings: tuple[str, ...]) -> set[str]:
         """All names of the given tensors."""
-        return {alias for name in holdings for alias in (name, *self.program.holdings[name].names)}
+        return {alias for name in holdings for alias in (name, *self.program.tensors[name].names)}
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
         """The same plan for the model in another precision."""

@@ -1,10 +1,12 @@
-"""Imports run one way: core <- cost_models <- passes <- api, codegen, cli; the runtime imports torch and itself."""
+"""Imports run one way: by the order of the rooms that docs/design.md gives, and without a circle inside any room."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -12,78 +14,101 @@ import pytest
 
 from tests import ROOT
 
-FILES = sorted(p for room in ("splitc", "cost_models", "passes") for p in (ROOT / room).rglob("*.py"))
-UPPER = {
-    "api",
-    "build",
-    "cli",
-    "codegen",
-    "deferred",
-    "fits",
-    "model_file",
-    "module_tree",
-    "one_process",
-    "rank_memory",
-    "rank_source",
-    "report",
-    "part_source",
-    "step_source",
-    "stage_source",
-    "verify",
-    "demo",
-    "sweep",
-}
+LINKED = {"passes": "splitc.passes", "cost_models": "splitc.cost_models"}
+"""Folders at the top of the checkout -> the names they are imported by."""
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_toROOT.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    """`splitc.passes.place` of `passes/place.py`."""
+    first, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([LINKED.get(first, first), *(rest[:-1] if path.name == "__init__.py" else rest)])
 
 
-def imports(path: Path, at_top: bool = True) -> Iterator[str]:
-    """Absolute names of the modules that a file imports when it is loaded (`at_top`), or ever."""
-    tree = ast.parse(path.read_text())
-    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    skipped = {id(n) for node in tree.body if _type_checking(node) for n in ast.walk(node)}
-    for node in tree.body if at_top else ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield f"{package}.{node.module}" if node.level else str(node.module)
+def python_files() -> list[Path]:
+    """Every product file once, under its real path."""
+    rooms = [ROOT / "splitc", *(ROOT / folder for folder in LINKED)]
+    return sorted({path.resolve() for room in rooms for path in room.rglob("*.py")})
 
 
-def _type_checking(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+MODULES = {module_name(path): path for path in python_files()}
 
 
-def level(module: str) -> int:
-    room, _, rest = module.partition(".")
-    if room == "cost_models":
-        return 1
-    if room == "passes":
-        return 2
-    return 3 if rest.split(".")[0] in UPPER else 0
+@cache
+def imported(module: str) -> frozenset[str]:
+    """The modules that a module imports, anywhere in its file, type-only imports included."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return frozenset(name for node in ast.walk(ast.parse(path.read_text())) for name in _names(node, package))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_module_imports_only_from_its_own_room_or_below(path: Path) -> None:
-    own = module_name(path)
-    for name in imports(path, at_top=False):
-        if name.split(".")[0] in ("splitc", "cost_models", "passes"):
-            lazily = own in ("splitc", "splitc.api", "splitc.cli")
-            assert level(name) <= level(own) or lazily, f"{own} imports {name}, which lies above it"
+def _names(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        origin = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            yield f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in MODULES else origin
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = nx.DiGraph((module_name(path), name) for path in FILES for name in imports(path))
-    ours = graph.subgraph(n for n in graph if n.split(".")[0] in ("splitc", "cost_models", "passes"))
-    assert list(nx.simple_cycles(ours)) == []
+def import_order() -> list[list[str]]:
+    """The levels of docs/design.md, lowest first; rooms of one level do not import each other."""
+    line = re.search(r"^Import order: (.*)\.$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    assert line is not None
+    return [re.findall(r"`(\w+)`", level) for level in line[1].split("<")]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "splitc" / "runtime").glob("*.py")), ids=lambda p: p.stem)
-def test_the_runtime_imports_torch_and_itself_only(path: Path) -> None:
-    for name in imports(path, at_top=False):
-        root = name.split(".")[0]
-        assert root == "torch" or root in sys.stdlib_module_names or name.startswith("splitc.runtime"), name
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_its_own_room_or_from_rooms_below(module: str) -> None:
+    levels = {name: number for number, level in enumerate(import_order()) for name in level}
+    if module == "splitc":
+        return  # its names load on first use
+    for name in imported(module):
+        if name in MODULES and room(name) != room(module):
+            assert levels[room(name)] < levels[room(module)], f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted({module.rpartition(".")[0] for module in MODULES} - {""}))
+def test_the_files_and_folders_of_a_folder_import_each_other_in_one_direction(folder: str) -> None:
+    """Each folder inside counts as one; imports for types only count too."""
+    inside = [module for module in MODULES if module.startswith(f"{folder}.")]
+    entry = {module: module.removeprefix(f"{folder}.").split(".")[0] for module in inside}
+    graph = nx.DiGraph(
+        (entry[module], entry[name])
+        for module in inside
+        for name in imported(module)
+        if name in entry and entry[name] != entry[module]
+    )
+    assert list(nx.simple_cycles(graph)) == []
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("splitc.runtime")])
+def test_the_runtime_imports_torch_and_itself_only(module: str) -> None:
+    for name in imported(module):
+        first = name.split(".")[0]
+        assert first == "torch" or first in sys.stdlib_module_names or name.startswith("splitc.runtime"), name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_stand_at_the_top_of_a_file(module: str) -> None:
+    """The command line, which loads torch late, is the exception."""
+    if room(module) == "cli":
+        return
+    functions = [n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, ast.FunctionDef)]
+    inner = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    assert inner == [], f"{MODULES[module]} imports inside a function, lines {inner}"
+
+
+@pytest.mark.parametrize("folder", ["splitc", "passes", "cost_models", "tests", "benchmarks", "examples"])
+def test_passes_and_cost_models_have_one_import_name_each(folder: str) -> None:
+    """Under a second name a module would load twice, and its classes would differ from themselves."""
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not re.search(rf"^ *(from|import) ({'|'.join(LINKED)})[. ]", path.read_text(), re.MULTILINE), path
+
+
+def test_few_files_lie_directly_in_splitc() -> None:
+    assert len(list((ROOT / "splitc").glob("*.py"))) <= 14

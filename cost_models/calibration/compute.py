@@ -122,7 +122,7 @@ def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str,
                 timer = _Timer(where)
                 for _ in range(_LEAST):
                     _run(each, timer)
-                moving = op.moved / rates.moved["matmul_moved"] + rates.launch
+                moving = op.bytes_accessed / rates.moved["matmul_moved"] + rates.launch
                 taken = timer.median(False)
                 found[str(dtype).removeprefix("torch.")] = op.flops / max(taken - moving, taken / 2)
                 if time.monotonic() + 8 * _LEAST * taken > end:

@@ -133,12 +133,12 @@ class _Problem:
         rows = np.zeros((len(self.samples), len(self.unknowns)))
         for row, sample in zip(rows, self.samples, strict=True):
             for op in sample.ops:
-                row[self._index[_LAUNCH]] += op.launches
-                row[self._index[_CONV_LAUNCH]] += op.launches * (op.op_class == "conv")
+                row[self._index[_LAUNCH]] += op.kernel_launches
+                row[self._index[_CONV_LAUNCH]] += op.kernel_launches * (op.op_class == "conv")
                 computing, moving = _keys(op)
-                moved = op.moved
+                moved = op.bytes_accessed
                 if computing:
-                    flops, k = op.flops + op.filling, self._index[computing]
+                    flops, k = op.flops + op.padding_flops, self._index[computing]
                     hidden = flops * found[k] < moved * found[self._index[moving]]
                     row[k] += flops * (1 - overlap * hidden)
                     moved *= 1 - overlap * (not hidden)

@@ -16,7 +16,7 @@ from splitc.cost_models.calibration.bench import middle
 from splitc.cost_models.calibration.fit import LinkFit, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.ir.cluster import Link
-from splitc.runtime.transport.base import Together, Transport, Work
+from splitc.runtime.transport.base import AllOf, Transport, Work
 from splitc.runtime.transport.simulated import run_ranks
 
 _TAG = 1  # of the messages that a reduce-scatter is made of
@@ -79,7 +79,7 @@ class Loopback(Transport):
         arriving = {rank: torch.empty_like(output) for rank in others}
         works = [self._irecv(arriving[rank], rank, _TAG) for rank in others]
         works += [self._isend(pieces[rank], rank, _TAG) for rank in others]
-        return _Summed(output, [pieces[self.rank], *arriving.values()], Together(works))
+        return _Summed(output, [pieces[self.rank], *arriving.values()], AllOf(works))
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
         """There are two ranks, and they are connected."""

@@ -49,7 +49,7 @@ class OpCounter(TorchDispatchMode):
                     self.backward,
                     flops,
                     nbytes,
-                    filling=filling(func, args, flops),
+                    padding_flops=filling(func, args, flops),
                 )
                 self._record(Recorded(cost, formula is None and not known(func)))
         return out
@@ -82,7 +82,7 @@ def merged_pairs(small: Sequence[OpCost], large: Sequence[OpCost]) -> list[tuple
 def sum_of(ops: Sequence[OpCost]) -> OpCost:
     """Ops of one kind as one."""
     flops, moved, launches, filling = map(sum, zip(*(op.numbers for op in ops), strict=True))
-    return replace(ops[0], flops=flops, moved=moved, launches=launches, filling=filling)
+    return replace(ops[0], flops=flops, bytes_accessed=moved, kernel_launches=launches, padding_flops=filling)
 
 
 def _kind(op: OpCost) -> tuple[str, str, bool]:

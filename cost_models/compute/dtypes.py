@@ -20,7 +20,7 @@ def layer_dtypes(program: Program, device: Device) -> dict[str, str]:
     for layer in program.layers:
         specs = [nodes[name].meta.get("spec") for name in layer.nodes if name in nodes]  # some may be rewritten
         values = [spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
-        dtypes = [program.holdings[name].dtype for name in layer.holdings] + values
+        dtypes = [program.tensors[name].dtype for name in layer.tensors] + values
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         if autocast in values and str(autocast).removeprefix("torch.") in rates:
             floating.insert(0, autocast)

@@ -143,5 +143,11 @@ class _Count:
 def _twice(op: Recorded) -> Recorded:
     """What a backward is taken for: the gradients of two inputs, each as much work as the forward."""
     cost = op.cost
-    guess = replace(cost, backward=True, flops=2 * cost.flops, moved=2 * cost.moved, launches=2 * cost.launches)
+    guess = replace(
+        cost,
+        backward=True,
+        flops=2 * cost.flops,
+        bytes_accessed=2 * cost.bytes_accessed,
+        kernel_launches=2 * cost.kernel_launches,
+    )
     return Recorded(replace(guess, name=f"{cost.name}_backward"), guessed=True)

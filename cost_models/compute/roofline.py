@@ -55,19 +55,19 @@ def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
     arithmetic, moving = 0.0, op.op_class
     if op.flops:
         rate = _flop_rate(device, dtype) * device.reached(op.op_class, op.backward)
-        arithmetic, moving = (op.flops + op.filling) / rate, f"{op.op_class}_moved"
-    memory = op.moved / (device.memory_bandwidth * device.reached(moving, op.backward))
+        arithmetic, moving = (op.flops + op.padding_flops) / rate, f"{op.op_class}_moved"
+    memory = op.bytes_accessed / (device.memory_bandwidth * device.reached(moving, op.backward))
     longer, shorter = max(arithmetic, memory), min(arithmetic, memory)
     launch = device.launch + (device.conv_launch if op.op_class == "conv" else 0.0)
-    return longer + (1 - device.overlap) * shorter + op.launches * launch
+    return longer + (1 - device.overlap) * shorter + op.kernel_launches * launch
 
 
 def _ops(cost: LayerCost) -> tuple[OpCost, ...]:
     """The ops of a layer; of one whose ops are not known a product forward, and one backward."""
     if cost.ops:
         return cost.ops
-    forward = cost.forward_flops, cost.forward_moved, cost.launches / 3
-    backward = cost.backward_flops, cost.backward_moved, cost.launches * 2 / 3
+    forward = cost.forward_flops, cost.forward_bytes_accessed, cost.kernel_launches / 3
+    backward = cost.backward_flops, cost.backward_bytes_accessed, cost.kernel_launches * 2 / 3
     return tuple(
         OpCost("layer", "matmul" if numbers[0] else "memory", back, *numbers)
         for back, numbers in ((False, forward), (True, backward))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from splitc.ir.program import Holding, Program, TensorSpec
+from splitc.ir.program import Program, StateTensor, TensorSpec
 from splitc.ir.wire import wire
 
 
@@ -55,13 +55,13 @@ class RankMemory:
         return self.total if self.most is None else self.most
 
 
-def gradient_nbytes(holdings: Iterable[Holding]) -> int:
+def gradient_nbytes(holdings: Iterable[StateTensor]) -> int:
     """Bytes of the gradients of the trainable ones."""
     return sum(holding.nbytes for holding in holdings if holding.trainable)
 
 
 def rank_memory(
-    holdings: Iterable[Holding],
+    holdings: Iterable[StateTensor],
     kept: float,
     communication: float = 0.0,
     optimizer_copies: int = 1,

@@ -82,7 +82,7 @@ def _shortage(program: Program, ranks: list[int], memory: RankMemory, have: floa
 def _kinds(program: Program) -> list[object]:
     """For every rank what its memory depends on: its part, and the sizes of what it holds, works on and exchanges."""
     plan = program.required_plan
-    parts = {rank: part for part in program.parts for rank in part.ranks}
+    parts = {rank: part for part in program.rank_programs for rank in part.ranks}
     return [
         (parts[rank].name, *(_rows(program, rank) if r == SERVER else _seat(plan, r, rank) for r in parts[rank].roles))
         if rank in parts
@@ -124,13 +124,13 @@ def _bound(program: Program, rank: int, optimizer_copies: int) -> float:
     for role in plan.roles_of(rank):
         stage, group = program.stage(role), plan.group(role, rank)
         held += sum(
-            numel_on(program, stage, name, group.index(rank), len(group)) * program.holdings[name].dtype.itemsize
-            for name in stage.holdings
+            numel_on(program, stage, name, group.index(rank), len(group)) * program.tensors[name].dtype.itemsize
+            for name in stage.tensors
         )
         for layer in stage.layers:
-            cost = program.costs[layer].at(plan.worked(role, rank))
-            moved += cost.kept + cost.forward_moved
-            backward = max(backward, cost.backward_moved)
+            cost = program.costs[layer].at(plan.peak_batch(role, rank))
+            moved += cost.saved_bytes + cost.forward_bytes_accessed
+            backward = max(backward, cost.backward_bytes_accessed)
     if rank in plan.servers:
         served = [bucket for stage in program.stages for bucket in stage.served]
         spread = [piece for bucket in served for piece in pieces(program, bucket, plan.servers)]

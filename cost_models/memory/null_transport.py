@@ -13,7 +13,7 @@ from splitc.ir.plan import Plan
 from splitc.runtime.transport.base import Transport, Work
 
 
-class NoPeers(Transport):
+class NullTransport(Transport):
     """What is sent is gone, and what is expected has arrived.
 
     It takes the memory that `runtime.TorchTransport` takes on the rank's own device, and gives it back when that does.

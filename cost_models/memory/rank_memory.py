@@ -23,7 +23,7 @@ from splitc.codegen.rank_file import rank_file, served_file
 from splitc.codegen.role_file import part_file
 from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, Alive
 from splitc.cost_models.memory.memory import RankMemory
-from splitc.cost_models.memory.null_transport import NoPeers
+from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.errors import CostError
 from splitc.ir.interpreter import mode_of, quiet
 from splitc.ir.program import Program
@@ -38,7 +38,7 @@ def memory_of(program: Program, rank: int, optimizer_copies: int = 1, accumulate
     kind do, it counts the steps of each parameter besides.  accumulate: batches to an update.
     Raises CostError when the step cannot be run so.
     """
-    if all(rank not in part.ranks for part in program.parts):
+    if all(rank not in part.ranks for part in program.rank_programs):
         return RankMemory(0, 0, 0, 0, 0, most=0)
     try:
         with ThreadPoolExecutor(1) as alone:  # where no autocast and no no_grad is on, as there may be here
@@ -69,7 +69,7 @@ def _followed(program: Program, rank: int, optimizer_copies: int, accumulate: in
 def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
     alive = Alive()
     updates = _Updates(alive, optimizer_copies)
-    transport = NoPeers(rank, program.required_plan, lambda tensors: alive.mark(tensors, TRAVELS))
+    transport = NullTransport(rank, program.required_plan, lambda tensors: alive.mark(tensors, TRAVELS))
     worker = Worker(_module(program, rank), transport, _weights(program), {}, updates.optimizer, accumulate=accumulate)
     updates.stage = worker.stage
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
@@ -93,7 +93,7 @@ def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) 
 
 def _module(program: Program, rank: int) -> Any:
     """The generated module of a rank."""
-    part = program.part_of(rank)
+    part = program.rank_program(rank)
     files = {f"{part.name}.py": part_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
     if program.required_plan.servers:
         files["served.py"] = served_file(program)
@@ -103,7 +103,7 @@ def _module(program: Program, rank: int) -> Any:
 def _weights(program: Program) -> dict[str, Tensor]:
     """The model's fake parameters and buffers, under all their names."""
     found = {}
-    for holding in program.holdings.values():
+    for holding in program.tensors.values():
         path, _, attribute = holding.name.rpartition(".")
         tensor = getattr(program.root.get_submodule(path), attribute)
         found.update(dict.fromkeys((holding.name, *holding.names), tensor))

@@ -49,8 +49,8 @@ class TwoParts:
 
     def parameters(self, layers: Iterable[str]) -> int:
         """How many numbers the trained parameters of `layers` have."""
-        names = dict.fromkeys(name for layer in layers for name in self.program.layer(layer).holdings)
-        return sum(self.program.holdings[name].numel for name in names if self.program.holdings[name].trainable)
+        names = dict.fromkeys(name for layer in layers for name in self.program.layer(layer).tensors)
+        return sum(self.program.tensors[name].numel for name in names if self.program.tensors[name].trainable)
 
     def forward_flops(self, layers: Iterable[str]) -> float:
         """FLOPs of forward for one example, a multiply-add as two."""
@@ -58,7 +58,7 @@ class TwoParts:
 
     def kept(self, layers: Iterable[str], batch: int) -> float:
         """Bytes of activations that `layers` keep until backward."""
-        return sum(self.program.costs[layer].at(batch).kept for layer in layers)
+        return sum(self.program.costs[layer].at(batch).saved_bytes for layer in layers)
 
     def seconds(self, layers: Iterable[str], batch: int, device: Device, dtype: str = "float32") -> float:
         """Seconds of forward and backward.  Raises CostError where the device has no rate for `dtype`."""

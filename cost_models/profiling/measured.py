@@ -155,8 +155,8 @@ def _entries(times: NodeTimes, keys: Mapping[str, str]) -> dict[str, Entry]:
 
 def _shortage(program: Program, counted: Mapping[str, CostLine], batch: int, where: torch.device) -> str:
     """What is lacking when a step of `batch` examples needs more than half of the memory that is free."""
-    held = sum(holding.nbytes * (1 + holding.trainable) for holding in program.holdings.values())
-    need = held + sum(line.at(batch).kept for line in counted.values())
+    held = sum(holding.nbytes * (1 + holding.trainable) for holding in program.tensors.values())
+    need = held + sum(line.at(batch).saved_bytes for line in counted.values())
     free = free_memory(where)
     if need <= free / 2:
         return ""

@@ -30,8 +30,8 @@ from splitc.ir.wire import WireOp, inside, numel_on, of_action, wire
 _UPDATE = {0: 3, 1: 8, 2: 19}
 """How often SGD, SGD with momentum and Adam read or write as many bytes as the parameters have, in an update."""
 
-_BLOCKING = ("recv", "recv_grad", "modulo", "return", "spread", "tie")
-_LOCAL = ("keep",)  # moves nothing
+_BLOCKING = ("recv", "recv_grad", "modulo", "modulo_grad", "all_gather_grad", "all_reduce_tied")
+_LOCAL = ("slice_batch",)  # moves nothing
 
 
 def step_operations(prices: Prices, rank: int) -> list[Operation]:
@@ -98,10 +98,10 @@ class _Step:
         self._pulls: dict[tuple[str, int], list[Transfer]] = defaultdict(list)
 
     def operations(self) -> list[Operation]:
-        if not any(self.rank in ranks for ranks in self.plan.parts.values()):
+        if not any(self.rank in ranks for ranks in self.plan.ranks_by_roles.values()):
             self._block(wire(self.program, self.rank))  # a rank without work learns the loss
         else:
-            actions = self.program.part_of(self.rank).actions
+            actions = self.program.rank_program(self.rank).actions
             for k, action in enumerate(actions):
                 self._action(action, actions[k + 1 :])
             self._done.append(Wait(tuple(self._sends)))
@@ -116,14 +116,14 @@ class _Step:
             self._backward(self.program.stage(action.own), action, later)
         elif verb == "multiply":
             self._multiply()
-        elif verb in ("reduce", "push"):  # begun in backward
+        elif verb in ("all_reduce", "push"):  # begun in backward
             self._done.append(Wait(tuple(self._sums)))
             self._sums = []
         elif verb == "update":
             self._update(_trainable(self.program, self.program.stage(action.own), self.rank))
         elif verb == "pull":
             self._pull(self.program.stage(action.own), action)
-        elif verb == "collect":
+        elif verb == "reduce_gradients":
             self._collect(action)
         elif verb in _BLOCKING:
             self._block(of_action(self.program, self.rank, action))
@@ -146,7 +146,9 @@ class _Step:
 
     def _backward(self, stage: Stage, action: Action, later: tuple[Action, ...]) -> None:
         """Layers from the last to the first; each bucket begins when the last of its gradients is there."""
-        waiting = [a for a in later if a.verb in ("reduce", "push") and (a.own, a.turn) == (action.own, action.turn)]
+        waiting = [
+            a for a in later if a.verb in ("all_reduce", "push") and (a.own, a.turn) == (action.own, action.turn)
+        ]
         exchanged, first, users = self._exchanged(stage, action), _first_nodes(stage), _users(self.program, stage)
         gathers: dict[str, list[Transfer]] = defaultdict(list)
         for node in reversed(list(stage.graph.nodes)):
@@ -172,7 +174,7 @@ class _Step:
     def _start(self, action: Action) -> None:
         """Begin the sum or the push of a bucket."""
         ops = list(of_action(self.program, self.rank, action))
-        if action.verb == "reduce" and ops:
+        if action.verb == "all_reduce" and ops:
             self._copy(action.value, ops[0].nbytes)
         for transfer, op in zip(self._begin(ops), ops, strict=True):
             (self._sends if op.kind == "send" and self.plan.overlap else self._sums).append(transfer)
@@ -197,7 +199,7 @@ class _Step:
 
         Both take as many FLOPs; a layer whose input needs no gradient has the latter only.
         """
-        everyones = self.prices.layer(layer, self.plan.examples[stage.role][-1], self.device)[1]
+        everyones = self.prices.layer(layer, self.plan.batch_offsets[stage.role][-1], self.device)[1]
         nodes = [n for n in stage.graph.nodes if n.target is comm_ops.late_multiply and n.meta.get("layer") == layer]
         specs = [node.all_input_nodes[0].meta.get("spec") for node in nodes]
         if not any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs):
@@ -241,7 +243,7 @@ class _Step:
         for stage in self.program.stages:
             served = {name for bucket in stage.served for name in bucket}
             if self.rank in self.plan.servers:
-                nbytes += sum(self.program.holdings[name].nbytes for name in served) / len(self.plan.servers)
+                nbytes += sum(self.program.tensors[name].nbytes for name in served) / len(self.plan.servers)
             grouping = self.plan.groups.get(stage.role)
             if self.rank in self.plan.roles[stage.role] and (grouping is None or grouping.updates == "once"):
                 nbytes += _trainable(self.program, stage, self.rank, served)
@@ -280,7 +282,7 @@ class _Step:
 
 def _bucket(stage: Stage, action: Action) -> tuple[str, ...]:
     """The parameters of a `reduce` or a `push`."""
-    buckets = stage.buckets if action.verb == "reduce" else stage.served
+    buckets = stage.buckets if action.verb == "all_reduce" else stage.served
     return buckets[int(action.value.removeprefix("bucket"))]
 
 
@@ -301,7 +303,7 @@ def _users(program: Program, stage: Stage) -> dict[str, set[str]]:
     users: dict[str, set[str]] = defaultdict(set)
     for layer in program.layers:
         if layer.name in first:
-            for name in layer.holdings:
+            for name in layer.tensors:
                 users[name].add(layer.name)
     return users
 
@@ -309,6 +311,6 @@ def _users(program: Program, stage: Stage) -> dict[str, set[str]]:
 def _trainable(program: Program, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
     """Bytes of the parameters of a stage that a rank trains."""
     group = program.required_plan.group(stage.role, rank)
-    names = [name for name in stage.holdings if program.holdings[name].trainable and name not in but]
+    names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
     numel = ((name, numel_on(program, stage, name, group.index(rank), len(group))) for name in names)
-    return float(sum(n * program.holdings[name].dtype.itemsize for name, n in numel))
+    return float(sum(n * program.tensors[name].dtype.itemsize for name, n in numel))

@@ -24,7 +24,7 @@ ONE = "one"
 
 
 @dataclass(frozen=True)
-class Wish:
+class LayerChoice:
     """Where a layer should run, "all" ranks or "one", and how its parameters are held and its gradients summed there.
 
     group: the size of its model-parallel groups; layers of one size, sharded or not, share them.
@@ -51,7 +51,9 @@ class Arrangement:
     groups: Mapping[str, Grouping] = field(default_factory=dict)
 
 
-def arrange(request: Request, wishes: Mapping[str, Wish], scheme: str = "B/K", updates: str = "once") -> Arrangement:
+def arrange(
+    request: Request, wishes: Mapping[str, LayerChoice], scheme: str = "B/K", updates: str = "once"
+) -> Arrangement:
     """The roles that the wishes make.
 
     scheme, updates: of the groups that the loss is in; groups before it work on all their examples at once.
@@ -96,7 +98,7 @@ def arrange(request: Request, wishes: Mapping[str, Wish], scheme: str = "B/K", u
 
 def _levels(
     program: Program,
-    wishes: Mapping[str, Wish],
+    wishes: Mapping[str, LayerChoice],
     order: tuple[tuple[str, str], ...],
     together: Mapping[tuple[str, str], str],
 ) -> dict[str, int]:
@@ -120,7 +122,9 @@ def _names(places: list[tuple[int, tuple[str, int]]]) -> dict[tuple[int, tuple[s
     return {place: "conv" if k == 0 else "fc" if k == 1 else f"fc{k}" for k, place in enumerate(places)}
 
 
-def with_pins(request: Request, wishes: Mapping[str, Wish], fc: Wish | None = None) -> dict[str, Wish]:
+def with_pins(
+    request: Request, wishes: Mapping[str, LayerChoice], fc: LayerChoice | None = None
+) -> dict[str, LayerChoice]:
     """The wishes, with the parts that pins ask for in their place.
 
     A layer pinned to role "conv" is on all ranks; to "fc", what `fc` wishes, by default on one rank.  A layer pinned to
@@ -132,7 +136,7 @@ def with_pins(request: Request, wishes: Mapping[str, Wish], fc: Wish | None = No
     for layer, pin in request.pins.items():
         asked, wish = pin.placement, wishes[layer]
         if asked.role is not None:
-            wish = (fc or Wish(ONE)) if asked.role == "fc" else _whole(wish)
+            wish = (fc or LayerChoice(ONE)) if asked.role == "fc" else _whole(wish)
         if asked.group is not None:
             wish = replace(wish, group=asked.group) if asked.group > 1 else _whole(wish, wish.where)
         if asked.holding == "sharded":
@@ -148,6 +152,6 @@ def with_pins(request: Request, wishes: Mapping[str, Wish], fc: Wish | None = No
     return pinned
 
 
-def _whole(wish: Wish, where: str = ALL) -> Wish:
+def _whole(wish: LayerChoice, where: str = ALL) -> LayerChoice:
     """Without groups, on all ranks or one."""
     return replace(wish, where=where, group=1, holding="replicated", split=None)

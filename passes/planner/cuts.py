@@ -92,11 +92,11 @@ def _tied(program: Program, copies: bool) -> dict[tuple[str, str], str]:
     copied = {str(node.target) for node in program.graph.nodes if node.op == "get_attr" and _everywhere(node)}
     users: dict[str, list[str]] = {}
     for layer in program.layers:
-        for name in dict.fromkeys(layer.holdings):
+        for name in dict.fromkeys(layer.tensors):
             users.setdefault(name, []).append(layer.name)
     pairs: dict[tuple[str, str], str] = {}
     for name, layers in users.items():
-        holding = program.holdings[name]
+        holding = program.tensors[name]
         if not holding.parameter and copied & {name, *holding.names}:
             continue
         if holding.parameter and copies:

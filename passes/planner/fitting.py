@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from splitc.ir.plan import Placement
-from splitc.passes.planner.arrange import ONE, Wish
+from splitc.passes.planner.arrange import ONE, LayerChoice
 from splitc.passes.planner.pins import named
 from splitc.passes.planner.request import Request, unsummed
 
 _LINEAR = "but only linear layers of their own weight can be"
 
 
-def unfit(request: Request, wishes: Mapping[str, Wish], size: int | None = None) -> list[str]:
+def unfit(request: Request, wishes: Mapping[str, LayerChoice], size: int | None = None) -> list[str]:
     """A line for each part of a pin that `wishes`, which follow the pins, cannot give its layers.
 
     size: of the groups, where a strategy has one size of them.
@@ -34,7 +34,7 @@ def unfit(request: Request, wishes: Mapping[str, Wish], size: int | None = None)
 
 def _of_its_kind(request: Request, layer: str, asked: Placement, linear: bool) -> Iterator[str]:
     """What the layer itself cannot do; `...` stands for its name."""
-    owns = any(request.program.holdings[name].parameter for name in request.program.layer(layer).holdings)
+    owns = any(request.program.tensors[name].parameter for name in request.program.layer(layer).tensors)
     if asked.holding == "sharded" and owns and not linear:
         yield f"asks ... to be sharded, {_LINEAR}"
     if asked.sync == "late_multiply" and request.gradient_of(layer) and not linear:
@@ -45,7 +45,7 @@ def _of_its_kind(request: Request, layer: str, asked: Placement, linear: bool) -
         yield "asks for sync 'parameter_server' of ..., which only the strategy of that name has"
 
 
-def _of_groups(request: Request, asked: Placement, wish: Wish, size: int | None) -> Iterator[str]:
+def _of_groups(request: Request, asked: Placement, wish: LayerChoice, size: int | None) -> Iterator[str]:
     """Groups that the ranks or the strategy do not have."""
     if asked.group is not None and request.world % asked.group:
         yield f"asks for groups of {asked.group} of ..., which do not divide {request.world} ranks"
@@ -59,7 +59,7 @@ def _of_groups(request: Request, asked: Placement, wish: Wish, size: int | None)
         yield f"asks for groups of {wish.group} of ... on one rank"
 
 
-def _of_its_place(asked: Placement, wish: Wish) -> Iterator[str]:
+def _of_its_place(asked: Placement, wish: LayerChoice) -> Iterator[str]:
     """Parts of a pin that mean nothing where the other parts, or the strategy, put the layer."""
     if asked.split is not None and wish.holding != "sharded":
         yield f"asks for split {asked.split!r} of ..., which is not sharded; ask for holding 'sharded' as well"
@@ -69,12 +69,12 @@ def _of_its_place(asked: Placement, wish: Wish) -> Iterator[str]:
         yield "asks for late multiply of ... on one rank, where there is nothing to gather"
 
 
-def _replicas(request: Request, wish: Wish) -> int:
+def _replicas(request: Request, wish: LayerChoice) -> int:
     """How many times a layer's parameters are trained."""
     return 1 if wish.where == ONE else max(1, request.world // wish.group)
 
 
-def whole_unless_linear(request: Request, wishes: Mapping[str, Wish]) -> dict[str, Wish]:
+def whole_unless_linear(request: Request, wishes: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
     """The wishes, with layers that have nothing to divide whole in their groups: a loss, a norm in role fc."""
     return {
         layer: replace(wish, holding="replicated", split=None)

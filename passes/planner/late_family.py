@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import LateMultiply
-from splitc.passes.planner.arrange import Wish, with_pins
+from splitc.passes.planner.arrange import LayerChoice, with_pins
 from splitc.passes.planner.fitting import asked_by, too_small, unfit
 from splitc.passes.planner.pins import contradictions
 from splitc.passes.planner.pricing import Pricing
@@ -29,7 +29,7 @@ def late_multiply(pricing: Pricing, options: LateMultiply) -> Offer:
     wishes = with_pins(
         request,
         {
-            layer.name: Wish(sync="late_multiply" if layer.name in (cheaper or linears) else "all_reduce")
+            layer.name: LayerChoice(sync="late_multiply" if layer.name in (cheaper or linears) else "all_reduce")
             for layer in request.program.layers
         },
     )

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import ModuloShard
-from splitc.passes.planner.arrange import Wish, with_pins
+from splitc.passes.planner.arrange import LayerChoice, with_pins
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.fitting import asked_by, too_small, unfit, whole_unless_linear
 from splitc.passes.planner.pins import contradictions
@@ -30,7 +30,7 @@ from splitc.passes.planner.request import Offer, Request, largest
 _PRICED = 4  # arrangements that get a full price, the best by their estimate
 
 Linears = Mapping[str, tuple[Linear, ...]]
-Wishes = dict[str, Wish]
+Wishes = dict[str, LayerChoice]
 
 
 def modulo_shard(pricing: Pricing, options: ModuloShard, by_name: bool = False) -> Offer:
@@ -67,7 +67,7 @@ def _possible(
     refused: list[list[str]] = []
     for size in sizes:
         for first in _sharded_from(request, linears, size, by_name):
-            wishes = with_pins(request, first, fc=Wish(group=size, holding="sharded", split="columns"))
+            wishes = with_pins(request, first, fc=LayerChoice(group=size, holding="sharded", split="columns"))
             if any(layer in linears and wish.group > 1 and first[layer].group == 1 for layer, wish in wishes.items()):
                 continue  # a pin divides a layer before the first one: another one is the first
             why = unfit(request, wishes, size)
@@ -94,7 +94,9 @@ def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) 
             inside |= more
         if inside & set(rules.conv_only):
             continue
-        wishes = {layer.name: Wish(group=size if layer.name in inside else 1) for layer in request.program.layers}
+        wishes = {
+            layer.name: LayerChoice(group=size if layer.name in inside else 1) for layer in request.program.layers
+        }
         for layer, uses in linears.items():
             if layer in inside and (
                 layer == first

@@ -14,7 +14,7 @@ from splitc.errors import PlacementError
 from splitc.ir.pass_manager import Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.passes.planner.arrange import Arrangement, Wish, arrange
+from splitc.passes.planner.arrange import Arrangement, LayerChoice, arrange
 from splitc.passes.planner.request import Offer, Request, shortage, smallest
 from splitc.passes.planner.rows import with_rows
 from splitc.passes.planner.wire_price import rewritten, step_seconds
@@ -33,7 +33,7 @@ class Pricing:
     def arranged(
         self,
         strategy: str,
-        wishes: Mapping[str, Wish],
+        wishes: Mapping[str, LayerChoice],
         scheme: str = "B/K",
         updates: str = "once",
         exact: bool = True,
@@ -91,7 +91,7 @@ def memory_needed(request: Request, program: Program) -> tuple[float, dict[str, 
     needed = {}
     for name, place in plan.placements.items():
         assert place.role is not None
-        worked = plan.worked(place.role, plan.roles[place.role][0])
+        worked = plan.peak_batch(place.role, plan.roles[place.role][0])
         part = place.group if place.holding == "sharded" and place.group else 1
         needed[name] = request.layer_memory(name, worked, place.sync == "all_reduce") / part
     return sum(needed.values()) + exchanged_nbytes(program, 0) + _added_nbytes(request, plan), needed

@@ -56,10 +56,10 @@ def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
 def _shares(request: Request, layer: str) -> str:
     """`shares tokens.weight with tokens`, of a tied layer without parameters of its own."""
     program = request.program
-    tied = next((name for name in program.layer(layer).holdings if program.holdings[name].parameter), None)
+    tied = next((name for name in program.layer(layer).tensors if program.tensors[name].parameter), None)
     if tied is None:
         return "holds no parameters"
-    owner = next(other for other, held in request.held.items() if program.holdings[tied] in held)
+    owner = next(other for other, held in request.held.items() if program.tensors[tied] in held)
     return f"shares {tied} with {owner}"
 
 

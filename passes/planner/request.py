@@ -19,7 +19,7 @@ from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.linears import Linear, linear_layers
 from splitc.ir.plan import Grouping, Placement, share_out
-from splitc.ir.program import Holding, Program
+from splitc.ir.program import Program, StateTensor
 from splitc.passes.planner.pins import Pin, contradictions
 from splitc.passes.planner.separation import Separation
 
@@ -97,7 +97,7 @@ class Request:
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, in a copy."""
         held = self.held[layer]
-        kept = self.program.costs[layer].at(batch).kept
+        kept = self.program.costs[layer].at(batch).saved_bytes
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
 
@@ -105,7 +105,7 @@ class Request:
         """Bytes that a layer needs on a worker whose parameters servers hold: they have the optimizer and the sum."""
         held = self.held[layer]
         pushed = gradient_nbytes(held)
-        return sum(h.nbytes for h in held) + self.program.costs[layer].at(batch).kept + pushed
+        return sum(h.nbytes for h in held) + self.program.costs[layer].at(batch).saved_bytes + pushed
 
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""
@@ -113,21 +113,21 @@ class Request:
 
     def gradient_of(self, layer: str) -> int:
         """Bytes of the gradient of all parameters that the layer uses, tied ones too."""
-        return gradient_nbytes(self.program.holdings[name] for name in self.program.layer(layer).holdings)
+        return gradient_nbytes(self.program.tensors[name] for name in self.program.layer(layer).tensors)
 
     def layer_copy(self, name: str) -> float:
         """Bytes of a tensor that another layer counts, where a layer needs one of its own: a tied parameter's copy."""
-        return rank_memory([self.program.holdings[name]], 0.0, 0.0, self.optimizer_copies).total
+        return rank_memory([self.program.tensors[name]], 0.0, 0.0, self.optimizer_copies).total
 
     @cached_property
-    def held(self) -> dict[str, tuple[Holding, ...]]:
+    def held(self) -> dict[str, tuple[StateTensor, ...]]:
         """Layer -> its parameters and buffers; what several layers use belongs to the first."""
         seen: set[str] = set()
         held = {}
         for layer in self.program.layers:
-            own = [name for name in dict.fromkeys(layer.holdings) if name not in seen]
+            own = [name for name in dict.fromkeys(layer.tensors) if name not in seen]
             seen.update(own)
-            held[layer.name] = tuple(self.program.holdings[name] for name in own)
+            held[layer.name] = tuple(self.program.tensors[name] for name in own)
         return held
 
     @cached_property

@@ -16,11 +16,11 @@ from torch import fx
 from splitc.errors import PlacementError
 from splitc.ir.elementwise import is_elementwise
 from splitc.ir.linears import Linear
-from splitc.passes.planner.arrange import Wish
+from splitc.passes.planner.arrange import LayerChoice
 from splitc.passes.planner.request import Request
 
 
-def with_rows(request: Request, wishes: Mapping[str, Wish]) -> dict[str, Wish]:
+def with_rows(request: Request, wishes: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
     """The wishes, with layers divided by rows where that is cheaper, or asked for.
 
     Raises PlacementError where a pin asks for rows and the input does not come in parts.

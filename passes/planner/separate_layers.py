@@ -105,7 +105,7 @@ def _with_copies(request: Request, search: Callable[[CutRules], Offer]) -> Offer
     if not parted.feasible:
         return offer
     seconds = parted.step_seconds + sum(
-        request.all_reduce_seconds(request.program.holdings[name].nbytes, range(request.world))
+        request.all_reduce_seconds(request.program.tensors[name].nbytes, range(request.world))
         for name in _in_both(request, parted.role_of)
     )
     return replace(parted, step_seconds=seconds, most=parted.global_batch / seconds, searched=False)
@@ -115,9 +115,9 @@ def _in_both(request: Request, role_of: Mapping[str, str]) -> list[str]:
     """Trainable parameters that layers of both roles use."""
     roles: dict[str, set[str]] = {}
     for layer in request.program.layers:
-        for name in layer.holdings:
+        for name in layer.tensors:
             roles.setdefault(name, set()).add(role_of[layer.name])
-    return [name for name, users in roles.items() if len(users) > 1 and request.program.holdings[name].trainable]
+    return [name for name, users in roles.items() if len(users) > 1 and request.program.tensors[name].trainable]
 
 
 def hybrid_single(request: Request) -> Offer:
@@ -165,7 +165,7 @@ def _division(request: Request, rules: CutRules, n_c: int, n_f: int, shared: boo
 
     def numbers(layer: str) -> LayerNumbers:
         held = request.held[layer]
-        copied = [n for n in request.program.layer(layer).holdings if request.program.holdings[n] not in held]
+        copied = [n for n in request.program.layer(layer).tensors if request.program.tensors[n] not in held]
         parted = not any(layer in pair for pair in rules.together)
         copies = sum(request.layer_copy(name) for name in copied) if parted else 0.0
         return LayerNumbers(

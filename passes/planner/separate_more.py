@@ -149,9 +149,9 @@ def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str
     )
     users: dict[str, set[int]] = {}
     for layer in request.program.layers:
-        for name in layer.holdings:
+        for name in layer.tensors:
             users.setdefault(name, set()).add(role_of[layer.name])
-    copied = [request.program.holdings[name] for name, found in users.items() if len(found) > 1]
+    copied = [request.program.tensors[name] for name, found in users.items() if len(found) > 1]
     tied = sum(request.all_reduce_seconds(h.nbytes, range(request.world)) for h in copied if h.trainable)
     return compute + sum(_exchange(request, roles, role_of, value) for value in rules.crossings) + sync + tied
 

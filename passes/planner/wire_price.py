@@ -55,7 +55,7 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     device = request.cluster.device_for(busy)
     ranks = plan.roles[place.role]
     grouping = plan.groups.get(place.role)
-    batch = max(plan.worked(place.role, rank) for rank in (ranks[0], ranks[-1]))
+    batch = max(plan.peak_batch(place.role, rank) for rank in (ranks[0], ranks[-1]))
     if grouping is None:
         batch = plan.largest_batch(place.role)
     seconds = request.seconds(layer, batch, device)
@@ -109,10 +109,10 @@ def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]
 
 def _looked_at(cluster: Cluster, program: Program) -> list[int]:
     """Ranks of which one is the busiest: the ends of each part with all of their hosts, and ranks unlike the others."""
-    ends = {rank for part in program.parts for rank in (part.ranks[0], part.ranks[-1])}
+    ends = {rank for part in program.rank_programs for rank in (part.ranks[0], part.ranks[-1])}
     hosts = {cluster.host_of(rank) for rank in ends}
-    odd = {min({*part.ranks} & {*each.ranks}, default=-1) for part in program.parts for each in cluster.unlike}
-    ranks = dict.fromkeys(rank for part in program.parts for rank in part.ranks)
+    odd = {min({*part.ranks} & {*each.ranks}, default=-1) for part in program.rank_programs for each in cluster.unlike}
+    ranks = dict.fromkeys(rank for part in program.rank_programs for rank in part.ranks)
     return [rank for rank in ranks if rank in odd or cluster.host_of(rank) in hosts]
 
 

@@ -4,7 +4,7 @@
 
 The trace runs on fake tensors at the example's batch size and one more (see `tracer`), so every node's batch dimension
 is known and a program runs at any batch.  What is captured is then compared with the model itself, on a few real
-examples: the loss and every gradient (see `confirm`).  A module's training flag is taken as it is: a BatchNorm in
+examples: the loss and every gradient (`validate_capture`).  A module's training flag is taken as it is: a BatchNorm in
 evaluation mode stays so.
 """
 
@@ -31,7 +31,7 @@ from splitc.errors import CaptureError
 from splitc.ir.constructors import construction
 from splitc.ir.graph import changes_statistics
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
-from splitc.ir.program import Holding, Input, Program, TensorSpec, under_autocast
+from splitc.ir.program import Input, Program, StateTensor, TensorSpec, under_autocast
 from splitc.ir.value_range import class_bound
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -130,7 +130,7 @@ def capture(
         inputs=tuple(_input(name, tensor, graph, root, name in targets) for name, tensor in tensors.items()),
         batch=batch,
         layers=(),
-        holdings=_holdings(model, root, graph, trained),
+        tensors=_holdings(model, root, graph, trained),
         autocast=autocast,
     )
     _require_loss(program)
@@ -235,7 +235,7 @@ def _changes_buffers(node: fx.Node, root: nn.Module) -> bool:
     return "writes" in node.meta or changes_statistics(node)
 
 
-def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[fx.Node]) -> dict[str, Holding]:
+def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[fx.Node]) -> dict[str, StateTensor]:
     """Every parameter and buffer that the graph uses, under its first name; `reached` nodes train theirs."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
@@ -253,14 +253,16 @@ def _holdings(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[f
             continue
         used |= reads
         trained |= reads if node in reached else set()
-    holdings: dict[str, Holding] = {}
+    holdings: dict[str, StateTensor] = {}
     for tensors, parameter in ((root.named_parameters(), True), (root.named_buffers(), False)):
         for name, tensor in tensors:
             aliases = tuple(names[id(tensor)])
             if used.intersection(aliases):
                 kept = tuple(a for a in aliases if a in persistent)
                 trains = tensor.requires_grad and not trained.isdisjoint(aliases)
-                holdings[name] = Holding(name, tuple(tensor.shape), tensor.dtype, parameter, trains, bool(kept), kept)
+                holdings[name] = StateTensor(
+                    name, tuple(tensor.shape), tensor.dtype, parameter, trains, bool(kept), kept
+                )
     return holdings
 
 
@@ -285,7 +287,7 @@ def _require_loss(program: Program) -> None:
             f"what is traced returns {got}, not a loss (a 0-d float tensor); let forward return the loss alone, or "
             f"give loss=... and target=..., for example loss=torch.nn.functional.cross_entropy"
         )
-    if not any(h.trainable for h in program.holdings.values()):
+    if not any(h.trainable for h in program.tensors.values()):
         raise CaptureError(
             f"{program.name} has no trainable parameter that its loss depends on; there is nothing to train"
         )

@@ -20,7 +20,7 @@ from splitc.ir.program import Layer, Program, SizeSpec
 
 def group_layers(program: Program) -> dict[str, Any]:
     """The fields `layers` and `frozen_layers` of the program; sets `layer` and `everywhere` in every node's meta."""
-    parameters = {alias for h in program.holdings.values() if h.parameter for alias in (h.name, *h.names)}
+    parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
     members: dict[str, list[fx.Node]] = {}
     index: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # made of inputs alone, and not read yet
@@ -110,7 +110,7 @@ def _holdings(program: Program, nodes: list[fx.Node]) -> tuple[str, ...]:
 
 
 def _is_frozen(program: Program, layer: Layer) -> bool:
-    held = [program.holdings[h] for h in layer.holdings if program.holdings[h].parameter]
+    held = [program.tensors[h] for h in layer.tensors if program.tensors[h].parameter]
     return bool(held) and not any(h.trainable for h in held)
 
 

@@ -30,7 +30,7 @@ Steady = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Part:
+class LossPart:
     """A term on some examples.
 
     weight: that of their targets, where the term is a weighted mean.  gradient: as one vector; None where it has none.
@@ -45,13 +45,13 @@ class Part:
         """The norm of the gradient."""
         return 0.0 if self.gradient is None else float(self.gradient.norm())
 
-    def times(self, factor: float) -> Part:
+    def times(self, factor: float) -> LossPart:
         """The term multiplied by a number."""
         gradient = None if self.gradient is None else self.gradient * factor
-        return Part(self.value * factor, self.weight, gradient)
+        return LossPart(self.value * factor, self.weight, gradient)
 
 
-Measured = dict[fx.Node, Part]
+Measured = dict[fx.Node, LossPart]
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -69,7 +69,7 @@ def weighted_mean(node: fx.Node) -> bool:
     return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
 
 
-def misses(whole: Part, first: Part, rest: Part, allowed: float) -> tuple[float, float]:
+def misses(whole: LossPart, first: LossPart, rest: LossPart, allowed: float) -> tuple[float, float]:
     """How far value and gradient over the whole are from the sum of two parts; 1: as far as rounding may put them."""
     largest = max(abs(part.value) for part in (whole, first, rest))
     value = abs(whole.value - first.value - rest.value) / (allowed * (largest + 1e-3))
@@ -128,7 +128,7 @@ def _parts(
                 options: Any = runner.map_nodes_to_values(dict(node.kwargs), node)
                 target = runner.env[node.all_input_nodes[1]]
                 weight = float(target_weight(target, options.get("weight"), options.get("ignore_index", -100)))
-            out[node] = Part(float(value), weight, _gradient(value, watched))
+            out[node] = LossPart(float(value), weight, _gradient(value, watched))
         return value
 
     with steady(), warnings.catch_warnings():

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from splitc.capture.loss_parts import EXAMPLES, Part, Steady, measure, misses, tolerance, weighted_mean
+from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, measure, misses, tolerance, weighted_mean
 from splitc.errors import CaptureError
 from splitc.ir.program import LossTerm, Program, TensorSpec
 
@@ -147,14 +147,14 @@ class _Terms:
             self.uses[node] = "denominator"
 
 
-def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: Part, first: Part, rest: Part) -> str:
+def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first: LossPart, rest: LossPart) -> str:
     """`LossTerm.kind` of a term, from what it is on three examples, on one and on the other two."""
     if node not in batched:
         return "mean"  # the same on every rank: each counts by its share
     allowed = tolerance(node.meta["spec"].dtype)
     suffix = "" if use == "term" else " denominator"
     if weighted_mean(node):
-        total, *parts = (p.times(p.weight) if p.weight else Part(0.0, 0.0, None) for p in (whole, first, rest))
+        total, *parts = (p.times(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
         off = {"weighted": misses(total, parts[0], parts[1], allowed)}
     elif whole.value == first.value == rest.value == 0 == whole.size:
         return ("sum" if _name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix

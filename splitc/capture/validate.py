@@ -90,7 +90,7 @@ def steady(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def confirm(program: Program, model: nn.Module, example: Any, target: Any, loss: Loss) -> tuple[LossTerm, ...]:
+def validate_capture(program: Program, model: nn.Module, example: Any, target: Any, loss: Loss) -> tuple[LossTerm, ...]:
     """The terms of the loss, after the captured graph was seen to compute the model's own loss and gradients.
 
     Raises CaptureError when a gradient or the loss differs, or when a term is no sum or mean over examples.

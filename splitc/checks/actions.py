@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Part, Program, Stage
+from splitc.ir.program import Program, RankProgram, Stage
 from splitc.ir.tied import tied
 
 
@@ -24,10 +24,10 @@ class Need:
 
 def actions_are_complete(program: Program) -> list[str]:
     """Each part's list has what its stages need, nothing twice and nothing else, in order."""
-    return [problem for part in program.parts for problem in _problems(program, part)]
+    return [problem for part in program.rank_programs for problem in _problems(program, part)]
 
 
-def _problems(program: Program, part: Part) -> Iterator[str]:
+def _problems(program: Program, part: RankProgram) -> Iterator[str]:
     counted, where = Counter(part.actions), {action: k for k, action in enumerate(part.actions)}
     needs = {need.action: need for need in _needs(program, part)}
     for action, need in needs.items():
@@ -43,18 +43,18 @@ def _problems(program: Program, part: Part) -> Iterator[str]:
             yield f"part {part.name}: {action} is no part of its step"
 
 
-def _needs(program: Program, part: Part) -> Iterator[Need]:
+def _needs(program: Program, part: RankProgram) -> Iterator[Need]:
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     loss = next((action for action in part.actions if action.verb == "sum_loss"), None)
     yield Need(loss or Action("sum_loss", own=part.roles[-1]))
     if part.roles == (SERVER,):
-        yield from (Need(Action("serve", own=SERVER)), Need(Action("collect", own=SERVER)))
+        yield from (Need(Action("send_parameters", own=SERVER)), Need(Action("reduce_gradients", own=SERVER)))
     for stage in stages:
         yield from _stage(program, stage)
     for k, ranks in enumerate(tied(program).values()):
         if set(part.ranks) <= set(ranks):
             backwards = tuple(action for action in part.actions if action.verb == "backward")
-            yield Need(Action("tie", f"tied{k}", own=part.roles[0]), after=backwards)
+            yield Need(Action("all_reduce_tied", f"tied{k}", own=part.roles[0]), after=backwards)
 
 
 def _stage(program: Program, stage: Stage) -> Iterator[Need]:
@@ -65,7 +65,7 @@ def _stage(program: Program, stage: Stage) -> Iterator[Need]:
     outputs = [cut for cut in stage.sends if cut.value not in stage.inputs]
     arrives = [cut for cut in outputs if cut.gradient]
     returns = [cut for cut in stage.receives if cut.gradient]
-    trains = any(program.holdings[h].trainable for h in stage.holdings)
+    trains = any(program.tensors[h].trainable for h in stage.tensors)
     goes_back = (trains or returns) and (stage.has_loss or arrives)
     backwards = tuple(Action("backward", own=own, turn=turn) for turn in range(number)) if goes_back else ()
     if stage.served:
@@ -75,7 +75,7 @@ def _stage(program: Program, stage: Stage) -> Iterator[Need]:
             modulos = tuple(Action("modulo", cut.name, own=own, turn=turn) for turn in range(number))
             yield Need(Action("recv", cut.name, cut.producer, own), before=(*modulos, *forwards))
     for cut in stage.sends:
-        kept = Action("keep", cut.name, own=own)
+        kept = Action("slice_batch", cut.name, own=own)
         after = forwards if cut in outputs else ()
         if cut.leaves:
             yield Need(kept, after=after)
@@ -84,17 +84,17 @@ def _stage(program: Program, stage: Stage) -> Iterator[Need]:
     for turn in range(number):
         yield from _turn(stage, forwards[turn], backwards[turn] if goes_back else None, every)
     for cut in arrives:
-        spread = Action("spread", cut.name, own=own)
+        spread = Action("all_gather_grad", cut.name, own=own)
         if not cut.local:
             yield Need(Action("recv_grad", cut.name, cut.consumer, own), before=(spread, *backwards))
         if cut.leaves:
             yield Need(spread, before=backwards)
     for cut in returns:
         if not cut.local:
-            given = tuple(Action("return", cut.name, own=own, turn=turn) for turn in range(number))
+            given = tuple(Action("modulo_grad", cut.name, own=own, turn=turn) for turn in range(number))
             yield Need(Action("send_grad", cut.name, cut.producer, own), after=(*backwards, *given))
     for turn in range(number) if every else (number - 1,):
-        for verb, buckets in (("reduce", stage.buckets), ("push", stage.served)):
+        for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for k in range(len(buckets)):
                 yield Need(Action(verb, f"bucket{k}", own=own, turn=turn), after=backwards[turn : turn + 1])
         if every and trains and goes_back:
@@ -115,4 +115,4 @@ def _turn(stage: Stage, forward: Action, backward: Action | None, every: bool) -
     for cut in stage.receives:
         if cut.enters and cut.gradient:
             before = (Action("update", own=own, turn=turn),) if every else ()
-            yield Need(Action("return", cut.name, own=own, turn=turn), after=(backward,), before=before)
+            yield Need(Action("modulo_grad", cut.name, own=own, turn=turn), after=(backward,), before=before)

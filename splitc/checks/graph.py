@@ -58,7 +58,7 @@ def every_layer_placed(program: Program) -> list[str]:
             )
         if role == plan.reader:
             problems.append(f"role {role} reads the data, so it cannot have groups")
-    for role, bounds in plan.examples.items():
+    for role, bounds in plan.batch_offsets.items():
         if (
             len(bounds) != len(plan.roles[role]) + 1
             or list(bounds) != sorted(bounds)
@@ -160,8 +160,8 @@ def buckets_hold_every_gradient(program: Program) -> list[str]:
             place = plan.placements[layer.name]
             if place.role != stage.role:
                 continue
-            for name in layer.holdings:
-                if not program.holdings[name].trainable or name not in stage.holdings or name in apart:
+            for name in layer.tensors:
+                if not program.tensors[name].trainable or name not in stage.tensors or name in apart:
                     continue
                 ways = {
                     "all_reduce": summed.count(name),
@@ -214,9 +214,9 @@ def served_parameters_are_pulled(program: Program) -> list[str]:
 def served_buckets_travel(program: Program) -> list[str]:
     """In a step, workers pull before they compute and push each bucket once; servers on their own give and take."""
     problems: list[str] = []
-    for part in program.parts:
+    for part in program.rank_programs:
         stages = [stage for stage in program.stages if stage.role in part.roles and stage.served]
-        wanted = [f"{SERVER}: {verb}" for verb in ("serve", "collect") if part.roles == (SERVER,)]
+        wanted = [f"{SERVER}: {verb}" for verb in ("send_parameters", "reduce_gradients") if part.roles == (SERVER,)]
         wanted += [f"{stage.role}: pull" for stage in stages]
         wanted += [f"{stage.role}: push bucket{k}" for stage in stages for k in range(len(stage.served))]
         done = [str(action) for action in part.actions]
@@ -300,7 +300,7 @@ def shapes_hold(program: Program) -> list[str]:
     plan = program.required_plan
     problems: list[str] = []
     for stage in program.stages:
-        for batch in sorted({plan.worked(stage.role, rank) for rank in plan.roles[stage.role]}):
+        for batch in sorted({plan.peak_batch(stage.role, rank) for rank in plan.roles[stage.role]}):
             problems += _stage_shapes(program, stage, batch)
     return problems
 

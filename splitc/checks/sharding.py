@@ -52,7 +52,7 @@ def _rule(program: Program, node: fx.Node, states: set[str]) -> tuple[str, str]:
     """What a node needs of the tensors that it reads, and what it makes."""
     if node.target is comm_ops.shard:
         return "part", "whole"
-    if node.target is comm_ops.sum_partials:
+    if node.target is comm_ops.reduce_from_group:
         return "partial", "whole"
     split = _split(program, node)
     if split == "columns":
@@ -71,7 +71,7 @@ def _gradients(program: Program, role: str) -> Iterator[str]:
             continue
         sharded = [user for user in node.users if _split(program, user) == "columns"]
         summed = (
-            node.target is comm_ops.enter
+            node.target is comm_ops.copy_to_group
             or (node.target is comm_ops.shard and node.kwargs["partial"])
             or (node.target is comm_ops.modulo and node.meta["cut"].partial)
         )

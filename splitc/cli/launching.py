@@ -40,7 +40,7 @@ def _checked(folder: Path) -> Plan:
         )
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]
-    parts = [f"{'_'.join(roles)}.py" for roles in plan.parts]
+    parts = [f"{'_'.join(roles)}.py" for roles in plan.ranks_by_roles]
     missing = [name for name in (*parts, *ranks, "weights.pt") if not (folder / name).is_file()]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

@@ -42,7 +42,7 @@ def read_plan_file(path: Path) -> Plan:
 
 def _shape(data: dict[str, Any]) -> Iterator[str]:
     """Keys that are missing or unknown, and values of another kind."""
-    known = {field.name for field in fields(Plan)}
+    known = {*(field.name for field in fields(Plan)), "examples"} - {"batch_offsets"}
     for name in ("world", "roles", "placements", "examples", "strategy", "cluster", "candidates", "hash"):
         if name not in data:
             yield f"{name} is missing"

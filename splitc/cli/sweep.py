@@ -77,7 +77,7 @@ def _simulated(program: Program, cluster: Cluster, cell: Cell) -> Cell:
 
 def sizes_text(plan: Plan) -> str:
     """How many ranks each role has, where there are several: `9 + 1`."""
-    sizes = [len(ranks) for roles, ranks in plan.parts.items() if roles != (SERVER,)]
-    if plan.servers and (SERVER,) in plan.parts:
+    sizes = [len(ranks) for roles, ranks in plan.ranks_by_roles.items() if roles != (SERVER,)]
+    if plan.servers and (SERVER,) in plan.ranks_by_roles:
         sizes.append(len(plan.servers))
     return " + ".join(map(str, sizes)) if len(sizes) > 1 else ""

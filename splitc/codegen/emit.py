@@ -34,7 +34,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which tel
     "avg_pool2d": {"padding": 0, "ceil_mode": False, "count_include_pad": True, "divisor_override": None},
     "gelu": {"approximate": "none"},
 }
-RESERVED = {"rank", "self", "stage", "step", "evaluate", "torch", "nn", "F", "Stage", "BUCKETS", "SERVED", "TIED"}
+RESERVED = {
+    "comm",
+    "rank",
+    "self",
+    "stage",
+    "step",
+    "evaluate",
+    "torch",
+    "nn",
+    "F",
+    "Stage",
+    "BUCKETS",
+    "SERVED",
+    "TIED",
+}
 
 
 class Emitter:

@@ -22,10 +22,10 @@ IDLE = "idle"  # the role file of ranks that a plan leaves without work
 def generate(program: Program) -> dict[str, str]:
     """File name -> text of everything but the weights."""
     plan = program.required_plan
-    files = {f"{part.name}.py": part_file(program, part) for part in program.parts}
+    files = {f"{part.name}.py": part_file(program, part) for part in program.rank_programs}
     if plan.servers:
         files["served.py"] = served_file(program)
-    working = {rank for part in program.parts for rank in part.ranks}
+    working = {rank for part in program.rank_programs for rank in part.ranks}
     for rank in range(plan.world):
         files[f"rank{rank}.py"] = rank_file(program, rank) if rank in working else idle_rank_file(program, rank)
     if len(working) < plan.world:
@@ -40,8 +40,8 @@ def _idle_file(program: Program) -> str:
         f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
         f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n'
         f'PLAN = "{program.required_plan.hash}"\n\n\nclass Stage(nn.Module):\n    """Nothing."""\n\n\n'
-        f'def step(rank, stage):\n    """Learn the loss of one batch."""\n'
-        f"    return rank.sum_loss({zero_text(program)}).wait()\n\n\nevaluate = step\n"
+        f'def step(comm, stage):\n    """Learn the loss of one batch."""\n'
+        f"    return comm.sum_loss({zero_text(program)}).wait()\n\n\nevaluate = step\n"
     )
 
 
@@ -63,7 +63,7 @@ plan     {hash}
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = {world}
 PLAN = "{hash}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from splitc.ir.constructors import construction, literal
-from splitc.ir.program import Holding, Program, Stage
+from splitc.ir.program import Program, Stage, StateTensor
 
 
 class ModuleTree:
@@ -19,8 +19,8 @@ class ModuleTree:
     """
 
     def __init__(self, program: Program, stages: Sequence[Stage]) -> None:
-        held = {name for stage in stages for name in stage.holdings}
-        self._held = [holding for name, holding in program.holdings.items() if name in held]
+        held = {name for stage in stages for name in stage.tensors}
+        self._held = [holding for name, holding in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
         for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
             call = construction(program.root.get_submodule(path))
@@ -117,7 +117,7 @@ class ModuleTree:
         holding = self._tensors[path]
         return path != self._first_name(holding)
 
-    def _first_name(self, holding: Holding) -> str:
+    def _first_name(self, holding: StateTensor) -> str:
         """The name under which the tensor is made: that of a module, or its first one."""
         names = list(dict.fromkeys((holding.name, *holding.names)))
         return next((name for name in names if self._in_module(name)), names[0])
@@ -160,7 +160,7 @@ def _called(program: Program, stage: Stage) -> Iterator[str]:
             yield str(node.target).rpartition(".")[0]
 
 
-def _empty(holding: Holding) -> str:
+def _empty(holding: StateTensor) -> str:
     dtype = "" if holding.dtype.is_floating_point else f", dtype={holding.dtype}"
     empty = f"torch.empty({literal(holding.shape)}{dtype})"
     if not holding.parameter:

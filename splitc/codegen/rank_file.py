@@ -15,7 +15,7 @@ from splitc.version import __version__
 
 def rank_file(program: Program, rank: int) -> str:
     """What is one rank's own."""
-    plan, part = program.required_plan, program.part_of(rank)
+    plan, part = program.required_plan, program.rank_program(rank)
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     ops = wire(program, rank)
     sent = sum(op.sent for op in ops)
@@ -42,7 +42,7 @@ def rank_file(program: Program, rank: int) -> str:
     lines += [
         f"from {part.name} import {', '.join(exported)}",
         "",
-        "from splitc.runtime import Rank, Seat",
+        "from splitc.runtime import Rank, RoleComm",
         "",
         f"__all__ = [{', '.join(literal(name) for name in sorted([*exported, 'rank'], key=_sorted_names))}]",
         "",
@@ -51,14 +51,14 @@ def rank_file(program: Program, rank: int) -> str:
         "rank = Rank(",
     ]
     lines += _fields({"index": (rank, ""), "world": (plan.world, "")}, "    ")
-    lines += ["    seats=(", *(line for stage in stages for line in _seat(program, stage, rank))]
+    lines += ["    comms=(", *(line for stage in stages for line in _seat(program, stage, rank))]
     if not stages:
         lines += _server_seat(program, rank)
     lines += ["    ),"]
     lines += _fields(
         {
             "readers": (plan.roles[plan.reader], "ranks that read the data"),
-            "bounds": (plan.examples[plan.reader], "where each reader's examples begin"),
+            "bounds": (plan.batch_offsets[plan.reader], "where each reader's examples begin"),
             "inputs": (_inputs(program, stages), "what a reader reads: shape, dtype, and how high whole numbers go"),
         },
         "    ",
@@ -96,10 +96,10 @@ def _seat(program: Program, stage: Stage, rank: int) -> list[str]:
         fields["shares"] = (_table(shards), "its part of a parameter: dim, first, one past the last")
     if plan.all_reduce != "backend":
         fields["algorithm"] = (f'"{plan.all_reduce}"', "how gradients are summed")
-    if SERVER in program.part_of(rank).roles:
+    if SERVER in program.rank_program(rank).roles:
         rows = {name: share for name, share in _rows_served(program, rank, [stage]).items() if share[1] < share[2]}
         fields["serves"] = (_table(rows), "what it holds for all workers: dim, first row, one past the last")
-    return ["        Seat(", *_fields(fields, "            "), "        ),"]
+    return ["        RoleComm(", *_fields(fields, "            "), "        ),"]
 
 
 def _server_seat(program: Program, rank: int) -> list[str]:
@@ -112,7 +112,7 @@ def _server_seat(program: Program, rank: int) -> list[str]:
         "shares": (_table(rows), "its rows of each parameter: dim, first, one past the last"),
         "workers": (_table(workers), "role, and the ranks that it serves"),
     }
-    return ["        Seat(", *_fields(fields, "            "), "        ),"]
+    return ["        RoleComm(", *_fields(fields, "            "), "        ),"]
 
 
 def _rows_served(program: Program, rank: int, stages: Sequence[Stage]) -> dict[str, tuple[int, int, int]]:
@@ -126,7 +126,7 @@ def _rows_served(program: Program, rank: int, stages: Sequence[Stage]) -> dict[s
         for bucket in stage.served:
             found.update(dict.fromkeys(bucket, (0, 0, 0)))
             found.update({p.name: (0, p.first, p.last) for p in pieces(program, bucket, servers) if p.server == rank})
-    held = (holding for holding in program.holdings.values() if holding.name in found and holding.shape)
+    held = (holding for holding in program.tensors.values() if holding.name in found and holding.shape)
     return {name: found[h.name] for h in held for name in dict.fromkeys((h.name, *h.names))}
 
 
@@ -147,7 +147,7 @@ def served_file(program: Program) -> str:
             continue
         lines.append(f'    "{stage.role}": (')
         for bucket in stage.served:
-            size = units.nbytes(sum(program.holdings[name].nbytes for name in bucket))
+            size = units.nbytes(sum(program.tensors[name].nbytes for name in bucket))
             lines.append(f"        {{  # {size}; parameter: server, first row, one past the last")
             spread = pieces(program, bucket, plan.servers)
             for name in bucket:
@@ -213,7 +213,7 @@ def _rank_table(program: Program, stages: Sequence[Stage], rank: int) -> list[st
                 c.name,
                 c.spec,
                 f"of its group, {ranks_text(plan.group(stage.role, rank))}",
-                plan.worked(stage.role, rank),
+                plan.peak_batch(stage.role, rank),
             )
             for c in stage.receives
             if c.enters
@@ -234,6 +234,6 @@ def idle_rank_file(program: Program, rank: int) -> str:
         f'Written by splitc {__version__}; yours to edit."""\n\nfrom idle import Stage, evaluate, step\n\n'
         f'from splitc.runtime import Rank\n\n__all__ = ["Stage", "evaluate", "rank", "step"]\n\n'
         f'PLAN = "{plan.hash}"\n\nrank = Rank(\n    index={rank},\n    world={plan.world},\n'
-        f"    readers={plan.roles[plan.reader]},\n    bounds={plan.examples[plan.reader]},\n"
+        f"    readers={plan.roles[plan.reader]},\n    bounds={plan.batch_offsets[plan.reader]},\n"
         f")\n"
     )

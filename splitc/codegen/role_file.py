@@ -9,23 +9,23 @@ from splitc.codegen.stage import module_imports, parameter_count, shape_text, st
 from splitc.codegen.step import batch_of, buckets_name, step_functions
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
-from splitc.ir.program import Cut, Part, Program, Stage
+from splitc.ir.program import Cut, Program, RankProgram, Stage
 from splitc.ir.tied import tied
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
 
-def part_file(program: Program, part: Part) -> str:
+def part_file(program: Program, part: RankProgram) -> str:
     """The module of the ranks that are in the same roles."""
     plan = program.required_plan
     stages = [program.stage(role) for role in part.roles if role != SERVER]
-    worked = {stage.role: {plan.worked(stage.role, rank) for rank in part.ranks} for stage in stages}
+    worked = {stage.role: {plan.peak_batch(stage.role, rank) for rank in part.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in worked.items()}
     body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_served_stage(program)], batches), "", ""]
     for stage in stages:
         if stage.buckets:
             body += [*_buckets(program, part, stage), "", ""]
-    if any(action.verb == "tie" for action in part.actions):
+    if any(action.verb == "all_reduce_tied" for action in part.actions):
         body += [*_tied(program, part), "", ""]
     if every := [stage for stage in stages if stage.role in plan.groups and plan.groups[stage.role].updates == "every"]:
         body += [*_every_turn(program, every), "", ""]
@@ -41,11 +41,11 @@ def _served_stage(program: Program) -> Stage:
     graph = fx.Graph()
     graph.output(None)
     names = tuple(name for stage in program.stages for bucket in stage.served for name in bucket)
-    holdings = tuple(name for name in program.holdings if name in names)
+    holdings = tuple(name for name in program.tensors if name in names)
     return Stage(SERVER, graph, (), (), (), (), holdings)
 
 
-def _header(program: Program, part: Part, stages: list[Stage]) -> list[str]:
+def _header(program: Program, part: RankProgram, stages: list[Stage]) -> list[str]:
     plan = program.required_plan
     roles = " and ".join(f'"{role}"' for role in part.roles)
     lines = [
@@ -73,7 +73,7 @@ def _header(program: Program, part: Part, stages: list[Stage]) -> list[str]:
     return [*lines, f"plan     {plan.hash}", '"""']
 
 
-def _rows(program: Program, part: Part, stage: Stage) -> Iterator[tuple[str, str, str]]:
+def _rows(program: Program, part: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
     """(in or out, name, the rest) of what a stage exchanges with other ranks."""
     inputs = {i.name: i.spec for i in program.inputs}
     batch = batch_of(program, part, stage)
@@ -100,9 +100,9 @@ def _held(program: Program, stage: Stage) -> Iterator[tuple[int, int]]:
     """(elements, bytes of one) of every parameter on the first rank of the role."""
     plan = program.required_plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
-    for name in stage.holdings:
-        if program.holdings[name].parameter:
-            yield numel_on(program, stage, name, 0, size), program.holdings[name].dtype.itemsize
+    for name in stage.tensors:
+        if program.tensors[name].parameter:
+            yield numel_on(program, stage, name, 0, size), program.tensors[name].dtype.itemsize
 
 
 def stage_work(program: Program, stage: Stage) -> tuple[float, float]:
@@ -113,7 +113,7 @@ def stage_work(program: Program, stage: Stage) -> tuple[float, float]:
     return flops, sum(plan.seconds.get(layer, 0.0) for layer in stage.layers)
 
 
-def _buckets(program: Program, part: Part, stage: Stage) -> list[str]:
+def _buckets(program: Program, part: RankProgram, stage: Stage) -> list[str]:
     lines = [
         f"{buckets_name(part, stage)} = (  # whose gradients are summed over the role together, in the order in which "
         f"backward fills them"
@@ -125,7 +125,7 @@ def _buckets(program: Program, part: Part, stage: Stage) -> list[str]:
     return [*lines, ")"]
 
 
-def _tied(program: Program, part: Part) -> list[str]:
+def _tied(program: Program, part: RankProgram) -> list[str]:
     lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
     lines += [
         f"    {literal(name)}: {ranks}," for name, ranks in tied(program).items() if set(part.ranks) <= set(ranks)
@@ -136,6 +136,6 @@ def _tied(program: Program, part: Part) -> list[str]:
 def _every_turn(program: Program, stages: list[Stage]) -> list[str]:
     lines = ["EVERY_TURN = {  # parameters that the optimizer updates in every turn, which one process does not"]
     for stage in stages:
-        trained = [name for name in stage.holdings if program.holdings[name].trainable]
+        trained = [name for name in stage.tensors if program.tensors[name].trainable]
         lines += [f'    "{stage.role}": (', *(f'        "{name}",' for name in trained), "    ),"]
     return [*lines, "}"]

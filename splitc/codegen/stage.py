@@ -50,7 +50,7 @@ def _method(program: Program, stage: Stage, tree: ModuleTree, name: str, batch: 
     emitter = Emitter(names, tree.access)
     inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
     inputs += [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
-    header = f"    def {name}(self, {', '.join(['rank', *inputs])}):"
+    header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
     body = _forward(program, stage, emitter, names, batch)
     returned = [emitter.value(_returned(stage, cut)) for cut in returned_cuts(stage)]
     if stage.has_loss:
@@ -89,7 +89,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _is_read(node: fx.Node) -> bool:
-    return any(user.target not in (comm_ops.send, comm_ops.keep) for user in node.users)
+    return any(user.target not in (comm_ops.send, comm_ops.slice_batch) for user in node.users)
 
 
 def _returned(stage: Stage, cut: Cut) -> fx.Node:
@@ -100,7 +100,7 @@ def _returned(stage: Stage, cut: Cut) -> fx.Node:
         if n.target is comm_ops.send and (n.kwargs["cut"], n.kwargs["role"]) == (cut.name, cut.consumer)
     )
     value = node.args[0]
-    if value.target is comm_ops.keep:
+    if value.target is comm_ops.slice_batch:
         value = value.args[0]
     found: fx.Node = value
     return found
@@ -135,8 +135,8 @@ def _forward(
 def _pull(program: Program, stage: Stage, node: fx.Node) -> tuple[str, str]:
     """Waiting for a bucket of parameters."""
     k: Any = node.kwargs["bucket"]
-    size = sum(program.holdings[name].nbytes for name in stage.served[k])
-    return f"rank.pull({k})", f"{units.nbytes(size)} of parameters"
+    size = sum(program.tensors[name].nbytes for name in stage.served[k])
+    return f"comm.pull({k})", f"{units.nbytes(size)} of parameters"
 
 
 def _assignment(node: fx.Node, emitter: Emitter, names: dict[fx.Node, str], batch: int | None) -> list[tuple[str, str]]:
@@ -169,7 +169,7 @@ def _folds(node: fx.Node, text: str) -> bool:
     changed = user.target is assigned and user.args[0] is node
     if (
         user.op == "output"
-        or user.target in (comm_ops.send, comm_ops.keep)
+        or user.target in (comm_ops.send, comm_ops.slice_batch)
         or changed
         or user.meta.get("layer") != node.meta.get("layer")
     ):
@@ -207,7 +207,7 @@ def parameter_count(program: Program, stage: Stage) -> int:
     """Parameters that the first rank of the role holds."""
     plan = program.required_plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
-    return sum(numel_on(program, stage, h, 0, size) for h in stage.holdings if program.holdings[h].parameter)
+    return sum(numel_on(program, stage, h, 0, size) for h in stage.tensors if program.tensors[h].parameter)
 
 
 def uses(lines: list[str], word: str) -> bool:

@@ -8,17 +8,17 @@ from splitc import units
 from splitc.codegen.stage import aligned, forward_inputs, method_name, returned_cuts, variables
 from splitc.ir.actions import Action
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, Part, Program, Stage, TensorSpec
+from splitc.ir.program import Cut, Program, RankProgram, Stage, TensorSpec
 from splitc.ir.wire import bucket_nbytes
 
 Line = tuple[str, str]
 """A statement and its comment."""
 
-_EVALUATED = ("send", "recv", "modulo", "keep", "forward", "sum_loss", "serve", "pull")
-_IN_A_TURN = ("modulo", "forward", "backward", "reduce", "push", "multiply", "return", "update")
+_EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")
+_IN_A_TURN = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
 
 
-def step_functions(program: Program, part: Part) -> list[str]:
+def step_functions(program: Program, part: RankProgram) -> list[str]:
     """The lines of both functions."""
     train, evaluate = _Writer(program, part, training=True), _Writer(program, part, training=False)
     return [
@@ -39,16 +39,16 @@ def _where(stages: Sequence[Stage]) -> str:
     return f"are left in `.grad`{summed}"
 
 
-def buckets_name(part: Part, stage: Stage) -> str:
+def buckets_name(part: RankProgram, stage: Stage) -> str:
     """The constant that lists the gradients which a stage sums."""
     return "BUCKETS" if len(part.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
 
 
 class _Writer:
-    def __init__(self, program: Program, part: Part, training: bool) -> None:
+    def __init__(self, program: Program, part: RankProgram, training: bool) -> None:
         self._program, self._part, self._training = program, part, training
         self.stages = [program.stage(role) for role in part.roles if role != SERVER]
-        self._first_tied = next((a.value for a in part.actions if a.verb == "tie"), "")
+        self._first_tied = next((a.value for a in part.actions if a.verb == "all_reduce_tied"), "")
         self._turned = {stage.role: program.turns(stage) for stage in self.stages if program.turns(stage) > 1}
 
     def function(self, name: str, doc: str) -> list[str]:
@@ -65,7 +65,7 @@ class _Writer:
 
     def _seat(self, role: str) -> str:
         """What stands for the rank as one of `role`."""
-        return "rank" if len(self._seats()) == 1 else role
+        return "comm" if len(self._seats()) == 1 else role
 
     def _inputs(self) -> list[str]:
         return [
@@ -165,26 +165,30 @@ class _Writer:
         if action.verb == "sum_loss":
             return self._sum_loss(action)
         seat = self._seat(action.own)
-        if action.verb == "tie":
+        if action.verb == "all_reduce_tied":
             return (
-                [(f"{seat}.sum_tied(stage, TIED)", "over all roles that use them")]
+                [(f"{seat}.all_reduce_tied(stage, TIED)", "over all roles that use them")]
                 if action.value == self._first_tied
                 else []
             )
-        if action.verb in ("serve", "collect"):
-            what = "parameters, to the workers" if action.verb == "serve" else "gradients, summed over the workers"
-            return [(f"rank.{action.verb}(stage, SERVED)", what)]
+        if action.verb in ("send_parameters", "reduce_gradients"):
+            what = (
+                "parameters, to the workers"
+                if action.verb == "send_parameters"
+                else "gradients, summed over the workers"
+            )
+            return [(f"comm.{action.verb}(stage, SERVED)", what)]
         stage = self._stage(action.own)
         if action.verb in ("pull", "forward", "backward", "multiply", "update"):
             return getattr(self, f"_{action.verb}")(stage, seat, action)  # type: ignore[no-any-return]
-        if action.verb in ("reduce", "push"):
+        if action.verb in ("all_reduce", "push"):
             return []  # part of the backward's lines
         return self._exchange(stage, seat, action)
 
     def _exchange(self, stage: Stage, seat: str, action: Action) -> list[Line]:
         """A line of what crosses between roles, or within a group."""
         verb, role = action.verb, action.role
-        sends = verb in ("send", "keep", "recv_grad", "spread")
+        sends = verb in ("send", "slice_batch", "recv_grad", "all_gather_grad")
         cut = next(
             c
             for c in (stage.sends if sends else stage.receives)
@@ -199,18 +203,18 @@ class _Writer:
             return [(f"{self._taken(cut)} = {_recv(seat, cut, role)}{made}", f"<- {role}  {size}")]
         if verb == "modulo":
             return [(f"{cut.name}_group = {seat}.modulo({self._taken(cut)}{layout}){grad}", self._gathers(stage))]
-        if verb == "keep":
-            return [(f"{cut.name}_own = {seat}.keep({cut.name}{layout})", "this rank's own examples")]
+        if verb == "slice_batch":
+            return [(f"{cut.name}_own = {seat}.slice_batch({cut.name}{layout})", "this rank's own examples")]
         if verb == "recv_grad":
             return [(f"d_{cut.name} = {_recv(seat, cut, role)}", f"<- {role}  {size}")]
         if verb == "send_grad":
             return [(f'{seat}.send({self._given_back(cut)}, "{role}"{layout})', f"-> {role}  {size}")]
-        if verb == "spread":
+        if verb == "all_gather_grad":
             own = self._given_back(cut) if cut.local else f"d_{cut.name}"
-            return [(f"d_{cut.name}_group = {seat}.spread({own}{layout})", "of all ranks of the group")]
-        assert verb == "return", verb
+            return [(f"d_{cut.name}_group = {seat}.all_gather_grad({own}{layout})", "of all ranks of the group")]
+        assert verb == "modulo_grad", verb
         partial = "" if cut.partial else ", partial=False"
-        call = f"{seat}.give_back({cut.name}_group.grad{layout}{partial})"
+        call = f"{seat}.modulo_grad({cut.name}_group.grad{layout}{partial})"
         note = "summed over the group, of this rank's examples" if cut.partial else "of this rank's examples"
         return [(f"d_{cut.name}.append({call})" if stage.role in self._turned else f"d_{cut.name} = {call}", note)]
 
@@ -240,7 +244,7 @@ class _Writer:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
-            seat = self._seat(action.own) if action.own != SERVER else "rank"
+            seat = self._seat(action.own) if action.own != SERVER else "comm"
             role = "role" if len(self._seats()) == 1 else "rank"
             return [(f"total = {seat}.sum_loss({zero_text(self._program)})", f"this {role} adds nothing to the loss")]
         loss = "sum(losses)" if stage.role in self._turned else "loss"
@@ -296,7 +300,7 @@ class _Writer:
         return units.nbytes(cut.spec.nbytes(batch))
 
 
-def batch_of(program: Program, part: Part, stage: Stage) -> int | None:
+def batch_of(program: Program, part: RankProgram, stage: Stage) -> int | None:
     """Examples that each rank of the part has of its own in a role; None where they differ."""
     batches = {program.required_plan.batch(stage.role, rank) for rank in part.ranks}
     return batches.pop() if len(batches) == 1 else None

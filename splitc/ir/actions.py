@@ -3,8 +3,8 @@
     conv: send target -> fc          fc: recv cut0 <- conv
     conv: forward                    fc: sum_loss
     conv: recv_grad cut0 <- fc       fc: backward
-    fc: send_grad cut0 -> conv       conv: reduce bucket0
-    fc: modulo cut0 [1]              fc: return cut0 [1]
+    fc: send_grad cut0 -> conv       conv: all_reduce bucket0
+    fc: modulo cut0 [1]              fc: modulo_grad cut0 [1]
 
 Each line says in which of its roles a rank does it; a number in brackets is the turn of its group.  Reordering the
 list is how a schedule changes.  It prints as text and parses back.
@@ -22,22 +22,22 @@ VERBS = {
     "send": "give the examples of a cut to those who work on them",
     "recv": "take a cut",
     "modulo": "gather a turn's examples of a cut over the group",
-    "keep": "take one's own examples of a cut out of the group's",
+    "slice_batch": "take one's own examples of a cut out of the group's",
     "forward": "run the stage",
     "sum_loss": "start to sum the loss over all ranks",
     "backward": "run the stage's backward",
     "recv_grad": "take the gradient of a cut that was sent",
     "send_grad": "give the gradient of a cut that was taken",
-    "spread": "gather the gradient of a kept cut over the group",
-    "return": "give the gradient of a turn's examples back to their owners in the group",
-    "reduce": "sum a bucket of gradients over the replicas",
-    "tie": "sum the gradient of a parameter over all roles that use it",
+    "all_gather_grad": "gather the gradient of a kept cut over the group",
+    "modulo_grad": "give the gradient of a turn's examples back to their owners in the group",
+    "all_reduce": "sum a bucket of gradients over the replicas",
+    "all_reduce_tied": "sum the gradient of a parameter over all roles that use it",
     "multiply": "multiply what late-multiplied layers gathered",
     "update": "let the optimizer step on this role's parameters",
-    "serve": "a server gives its parameters to the workers",
+    "send_parameters": "a server gives its parameters to the workers",
     "pull": "a worker takes parameters",
     "push": "a worker gives a bucket of gradients to the servers",
-    "collect": "a server sums the gradients of the workers",
+    "reduce_gradients": "a server sums the gradients of the workers",
 }
 """What a rank can do in a step."""
 

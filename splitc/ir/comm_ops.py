@@ -32,7 +32,7 @@ def modulo(value: torch.Tensor, *, cut: str) -> torch.Tensor:
     return value
 
 
-def keep(value: torch.Tensor, *, cut: str) -> torch.Tensor:
+def slice_batch(value: torch.Tensor, *, cut: str) -> torch.Tensor:
     """Each rank's own examples out of those of its group; backward gathers the gradients of the group."""
     return value
 
@@ -46,12 +46,12 @@ def shard(value: torch.Tensor, *, features: int, partial: bool = True) -> torch.
     return value
 
 
-def enter(value: torch.Tensor) -> torch.Tensor:
+def copy_to_group(value: torch.Tensor) -> torch.Tensor:
     """Identity; in backward the sharded readers' gradients are summed over the group."""
     return value
 
 
-def sum_partials(value: torch.Tensor) -> torch.Tensor:
+def reduce_from_group(value: torch.Tensor) -> torch.Tensor:
     """The sum over the group of what the ranks made of their part of the features; backward is the identity."""
     return value
 
@@ -79,17 +79,17 @@ def all_reduce(*, role: str, parameters: tuple[str, ...]) -> None:
     """Identity; in backward the gradients of `parameters` are summed over their replicas in `role`."""
 
 
-def total(value: torch.Tensor) -> torch.Tensor:
+def all_reduce_scalar(value: torch.Tensor) -> torch.Tensor:
     """A scalar without gradient, summed over the ranks of the role: the denominator of a weighted mean."""
     return value
 
 
-def total_weight(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
+def global_weight(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
     """The weights of all targets of the role's ranks, summed; ignored ones weigh nothing."""
     return target.new_zeros((), dtype=torch.int64 if weight is None else weight.dtype)
 
 
-def share(value: torch.Tensor) -> torch.Tensor:
+def scale_by_share(value: torch.Tensor) -> torch.Tensor:
     """`value` times this rank's share of the global batch, so that the ranks' values sum to the mean."""
     return value * 1.0
 
@@ -152,18 +152,18 @@ OPS: dict[Callable[..., Any], CommOp] = {
         CommOp(send, recv, _whole, _nothing, inside=False),
         CommOp(recv, send, _nothing, _whole, inside=False),
         CommOp(modulo, modulo, _to_others, _parts, inside=False),
-        CommOp(keep, keep, _nothing, _to_others, inside=False),
+        CommOp(slice_batch, slice_batch, _nothing, _to_others, inside=False),
         CommOp(shard, shard, _to_others, _parts),
-        CommOp(enter, sum_partials, _nothing, _ring),
-        CommOp(sum_partials, enter, _ring, _nothing),
+        CommOp(copy_to_group, reduce_from_group, _nothing, _ring),
+        CommOp(reduce_from_group, copy_to_group, _ring, _nothing),
         CommOp(late_multiply, late_multiply, _nothing, _to_others),
         CommOp(batch_norm, batch_norm, _ring, _ring),
         CommOp(pull, push, _whole, _nothing),
         CommOp(push, pull, _nothing, _whole, inside=False),
         CommOp(all_reduce, all_reduce, _nothing, _ring, inside=False),
-        CommOp(total, None, _ring, _nothing),
-        CommOp(total_weight, None, _ring, _nothing),
-        CommOp(share, share, _nothing, _nothing, wire=False),
+        CommOp(all_reduce_scalar, None, _ring, _nothing),
+        CommOp(global_weight, None, _ring, _nothing),
+        CommOp(scale_by_share, scale_by_share, _nothing, _nothing, wire=False),
         CommOp(dropout, dropout, _nothing, _nothing, wire=False),
     )
 }

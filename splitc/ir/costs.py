@@ -10,27 +10,28 @@ class OpCost:
     """One kind of op of a layer, as torch runs it in a step; `launches` equal ones together.
 
     op_class: at what rate a device computes or moves it, as of `Device.reached`.  flops: a multiply-add is two.
-    moved: bytes read and written in memory.  filling: FLOPs besides, of channels that are not there but are computed.
+    bytes_accessed: bytes read and written in memory.  padding_flops: extra FLOPs spent on padded
+    channels.
     """
 
     name: str
     op_class: str
     backward: bool
     flops: float
-    moved: float
-    launches: float = 1.0
-    filling: float = 0.0
+    bytes_accessed: float
+    kernel_launches: float = 1.0
+    padding_flops: float = 0.0
 
     def along(self, other: OpCost, t: float) -> OpCost:
         """What lies at part `t` of the way from this op to `other`, or beyond; never less than nothing."""
         flops, moved, launches, filling = (
             max((1 - t) * a + t * b, 0.0) for a, b in zip(self.numbers, other.numbers, strict=True)
         )
-        return replace(self, flops=flops, moved=moved, launches=launches, filling=filling)
+        return replace(self, flops=flops, bytes_accessed=moved, kernel_launches=launches, padding_flops=filling)
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        return self.flops, self.moved, self.launches, self.filling
+        return self.flops, self.bytes_accessed, self.kernel_launches, self.padding_flops
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class LayerCost:
     """What one layer does in one step of `batch` examples on one rank, forward and backward.
 
     seconds: compute time (s).  flops: a multiply-add is two.  moved: bytes read and written in memory.
-    kept: bytes of activations that stay until backward.
+    saved_bytes: bytes of activations that stay until backward.
     measured: what it took where its layers were measured; it then counts instead of flops and moved.
     ops: the same op by op; a cost without them is priced as one matrix product forward and one backward.
     by_bytes: ops among them that may compute more than their bytes tell: nothing is known of them.
@@ -56,10 +57,10 @@ class LayerCost:
     batch: int
     forward_flops: float
     backward_flops: float
-    forward_moved: float
-    backward_moved: float
-    kept: float
-    launches: float
+    forward_bytes_accessed: float
+    backward_bytes_accessed: float
+    saved_bytes: float
+    kernel_launches: float
     seconds: float = 0.0
     measured: Measured | None = None
     ops: tuple[OpCost, ...] = ()
@@ -73,10 +74,10 @@ class LayerCost:
             batch,
             sum(op.flops for op in forward),
             sum(op.flops for op in backward),
-            sum(op.moved for op in forward),
-            sum(op.moved for op in backward),
+            sum(op.bytes_accessed for op in forward),
+            sum(op.bytes_accessed for op in backward),
             kept,
-            sum(op.launches for op in ops),
+            sum(op.kernel_launches for op in ops),
             ops=ops,
             by_bytes=by_bytes,
         )
@@ -106,13 +107,13 @@ class CostLine:
         small, large = self.small, self.large
         if small.ops:
             ops = tuple(a.along(b, t) for a, b in zip(small.ops, large.ops, strict=True))
-            return LayerCost.of_ops(batch, ops, line(small.kept, large.kept), small.by_bytes)
+            return LayerCost.of_ops(batch, ops, line(small.saved_bytes, large.saved_bytes), small.by_bytes)
         return LayerCost(
             batch,
             line(small.forward_flops, large.forward_flops),
             line(small.backward_flops, large.backward_flops),
-            line(small.forward_moved, large.forward_moved),
-            line(small.backward_moved, large.backward_moved),
-            line(small.kept, large.kept),
-            small.launches,
+            line(small.forward_bytes_accessed, large.forward_bytes_accessed),
+            line(small.backward_bytes_accessed, large.backward_bytes_accessed),
+            line(small.saved_bytes, large.saved_bytes),
+            small.kernel_launches,
         )

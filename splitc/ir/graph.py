@@ -38,7 +38,7 @@ def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
 
 def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that one node reads."""
-    first = {alias: h.name for h in program.holdings.values() for alias in (h.name, *h.names)}
+    first = {alias: h.name for h in program.tensors.values() for alias in (h.name, *h.names)}
     if node.op == "call_module" or node.meta.get("is_module"):
         module = program.root.get_submodule(str(node.target))
         names = [f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())]

@@ -40,7 +40,7 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
     if node.target is not F.linear:
         return None
     value, weight, bias = _given(node)
-    parameters = {alias for h in program.holdings.values() if h.parameter for alias in (h.name, *h.names)}
+    parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
     for parameter in (weight, bias):
         if parameter is not None and not (
             isinstance(parameter, fx.Node) and parameter.op == "get_attr" and parameter.target in parameters
@@ -61,12 +61,12 @@ def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
     found: dict[str, tuple[Linear, ...]] = {}
     users: dict[str, int] = {}
     for layer in program.layers:
-        for name in dict.fromkeys(layer.holdings):
+        for name in dict.fromkeys(layer.tensors):
             users[name] = users.get(name, 0) + 1
     nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         uses = _uses(program, layer, nodes)
-        if uses and all(users[name] == 1 for name in layer.holdings):
+        if uses and all(users[name] == 1 for name in layer.tensors):
             found[layer.name] = uses
     return found
 

@@ -1,4 +1,4 @@
-"""The names by which generated code calls functions: `F.relu`, `torch.cat`, `rank.dropout`."""
+"""The names by which generated code calls functions: `F.relu`, `torch.cat`, `comm.dropout`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMES = _all_names()  # now: while a model is traced, some functions of torch a
 
 def function_name(target: Callable[..., Any]) -> str:
     """How generated code calls a function."""
-    return f"rank.{target.__name__}" if target in comm_ops.OPS else _NAMES[id(target)]
+    return f"comm.{target.__name__}" if target in comm_ops.OPS else _NAMES[id(target)]
 
 
 def is_nameable(target: Callable[..., Any]) -> bool:

@@ -83,7 +83,7 @@ class Plan:
 
     roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.  A rank may
     be in several roles.
-    examples: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
+    batch_offsets: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
     groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
     servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
@@ -97,7 +97,7 @@ class Plan:
     world: int
     roles: Mapping[str, tuple[int, ...]]
     placements: Mapping[str, Placement]
-    examples: Mapping[str, tuple[int, ...]]
+    batch_offsets: Mapping[str, tuple[int, ...]]
     cluster: str
     microbatches: int = 1
     groups: Mapping[str, Grouping] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Plan:
 
     @property
     def global_batch(self) -> int:
-        return self.examples[self.reader][-1]
+        return self.batch_offsets[self.reader][-1]
 
     @property
     def samples_per_second(self) -> float:
@@ -135,9 +135,9 @@ class Plan:
         return max((phases.step for phases in self.predicted), default=0.0)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def local_batches(self) -> tuple[int, ...]:
         """Examples that each reader gives to a step."""
-        bounds = self.examples[self.reader]
+        bounds = self.batch_offsets[self.reader]
         return tuple(b - a for a, b in pairwise(bounds))
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ class Plan:
     def interval(self, role: str, rank: int) -> tuple[int, int]:
         """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
         k = self._positions[role][rank]
-        return self.examples[role][k], self.examples[role][k + 1]
+        return self.batch_offsets[role][k], self.batch_offsets[role][k + 1]
 
     @cached_property
     def _positions(self) -> dict[str, dict[int, int]]:
@@ -180,7 +180,7 @@ class Plan:
         scheme = self.groups[role].scheme if role in self.groups else "BK"
         return tuple(piece(self.interval(role, m), scheme, k, turn, len(members)) for k, m in enumerate(members))
 
-    def worked(self, role: str, rank: int) -> int:
+    def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` has before it at once in `role`: of its group, in the largest turn."""
         turns = self.groups[role].turns if role in self.groups else 1
         return max(sum(b - a for a, b in self.turn(role, rank, t)) for t in range(turns))
@@ -191,7 +191,7 @@ class Plan:
         The peer may be `rank` itself, where it is in both roles.
         """
         start, stop = self.interval(mine, rank)
-        bounds, ranks = self.examples[role], self.roles[role]
+        bounds, ranks = self.batch_offsets[role], self.roles[role]
         first = max(bisect_right(bounds, start) - 1, 0)
         last = bisect_left(bounds, stop, first)  # of the ranks from here on none shares any
         shared = ((ranks[k], max(start, bounds[k]), min(stop, bounds[k + 1])) for k in range(first, last))
@@ -199,10 +199,13 @@ class Plan:
 
     def is_local(self, producer: str, consumer: str) -> bool:
         """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
-        return self.roles[producer] == self.roles[consumer] and self.examples[producer] == self.examples[consumer]
+        return (
+            self.roles[producer] == self.roles[consumer]
+            and self.batch_offsets[producer] == self.batch_offsets[consumer]
+        )
 
     @cached_property
-    def parts(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+    def ranks_by_roles(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """The combinations of roles that ranks have -> those ranks.  Ranks of one combination run one program."""
         roles_of: dict[int, tuple[str, ...]] = dict.fromkeys(range(self.world), ())
         for role, ranks in (*self.roles.items(), (SERVER, self.servers)):
@@ -222,7 +225,11 @@ class Plan:
 
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
-        return json.dumps({"schema": 1, "hash": self.hash, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"schema": 1, "hash": self.hash, **self._as_json()}, indent=1) + "\n"
+
+    def _as_json(self) -> dict[str, Any]:
+        """The fields under their names in plan.json."""
+        return {"examples" if name == "batch_offsets" else name: value for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -234,11 +241,12 @@ class Plan:
                     "plan.json has another schema than 1: it was written by another splitc; compile again"
                 )
             data.pop("hash")
+            data["batch_offsets"] = data.pop("examples")
             plan = cls(**data)
             return replace(
                 plan,
                 roles={role: tuple(ranks) for role, ranks in plan.roles.items()},
-                examples={role: tuple(bounds) for role, bounds in plan.examples.items()},
+                batch_offsets={role: tuple(bounds) for role, bounds in plan.batch_offsets.items()},
                 placements={name: Placement(**data["placements"][name]) for name in plan.placements},
                 groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
                 servers=tuple(plan.servers),
@@ -251,7 +259,7 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hex digits of what decides the generated programs: not of prices, reasons or candidates."""
-        decided = {k: v for k, v in asdict(self).items() if k in _DECIDED}
+        decided = {k: v for k, v in self._as_json().items() if k in _DECIDED}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
 
 

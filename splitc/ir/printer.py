@@ -26,7 +26,7 @@ def print_program(program: Program) -> str:
         *(f"    {text:<{width}}  # {note}" for text, note in rows),
         f"    return {program.loss.name}",
     ]
-    for part in program.parts:
+    for part in program.rank_programs:
         if part.actions:
             roles = f"role{'s' if len(part.roles) > 1 else ''} {' and '.join(part.roles)}"
             lines += ["", f"# step of {roles}", *(f"#   {line}" for line in print_actions(part.actions).splitlines())]
@@ -39,7 +39,7 @@ def rank_graph(program: Program, rank: int) -> fx.GraphModule:
     `meta["shape"]` is a node's shape on this rank; `meta["comm"]` of send and recv nodes names peers and examples, of
     nodes that gather over a group its ranks.
     """
-    plan, part = program.required_plan, program.part_of(rank)
+    plan, part = program.required_plan, program.rank_program(rank)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -59,11 +59,17 @@ def rank_graph(program: Program, rank: int) -> fx.GraphModule:
 def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
     spec = node.meta.get("spec")
     if isinstance(spec, TensorSpec):
-        own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.keep)
-        node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.worked(role, rank))
+        own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.slice_batch)
+        node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.peak_batch(role, rank))
     if node.target in (comm_ops.send, comm_ops.recv):
         node.meta["comm"] = plan.routes(rank, role, str(node.kwargs["role"]))
-    elif node.target in (comm_ops.modulo, comm_ops.keep, comm_ops.shard, comm_ops.enter, comm_ops.sum_partials):
+    elif node.target in (
+        comm_ops.modulo,
+        comm_ops.slice_batch,
+        comm_ops.shard,
+        comm_ops.copy_to_group,
+        comm_ops.reduce_from_group,
+    ):
         node.meta["comm"] = plan.group(role, rank)
     elif node.target in (comm_ops.late_multiply, comm_ops.all_reduce):
         node.meta["comm"] = plan.replicas(role, rank)

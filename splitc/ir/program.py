@@ -81,7 +81,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Holding:
+class StateTensor:
     """A parameter or a buffer of the model, under its own name.
 
     `names` are all the names under which the model's state_dict has it; more than one when it is tied.
@@ -117,7 +117,7 @@ class Layer:
 
     name: str
     nodes: tuple[str, ...]
-    holdings: tuple[str, ...]
+    tensors: tuple[str, ...]
     source: str
 
 
@@ -177,7 +177,7 @@ class Stage:
     inputs: tuple[str, ...]
     receives: tuple[Cut, ...]
     sends: tuple[Cut, ...]
-    holdings: tuple[str, ...]
+    tensors: tuple[str, ...]
     buckets: tuple[tuple[str, ...], ...] = ()
     served: tuple[tuple[str, ...], ...] = ()
     shards: Mapping[str, int] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankProgram:
     """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
 
     roles: tuple[str, ...]
@@ -212,14 +212,14 @@ class Program:
     inputs: tuple[Input, ...]
     batch: int
     layers: tuple[Layer, ...]
-    holdings: Mapping[str, Holding]
+    tensors: Mapping[str, StateTensor]
     loss_terms: tuple[LossTerm, ...] = ()
     frozen_layers: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
     plan: Plan | None = None
     stages: tuple[Stage, ...] = ()
-    parts: tuple[Part, ...] = ()
+    rank_programs: tuple[RankProgram, ...] = ()
 
     def layer(self, name: str) -> Layer:
         return next(layer for layer in self.layers if layer.name == name)
@@ -232,9 +232,9 @@ class Program:
         grouping = self.required_plan.groups.get(stage.role)
         return grouping.turns if grouping is not None and stage.has_loss else 1
 
-    def part_of(self, rank: int) -> Part:
+    def rank_program(self, rank: int) -> RankProgram:
         """The part that `rank` runs."""
-        return next(part for part in self.parts if rank in part.ranks)
+        return next(part for part in self.rank_programs if rank in part.ranks)
 
     @property
     def layer_of(self) -> dict[str, str]:

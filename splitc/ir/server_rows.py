@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from splitc.ir.graph import holdings_of_node
-from splitc.ir.program import Holding, Program, Spec, TensorSpec
+from splitc.ir.program import Program, Spec, StateTensor, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def pushable(program: Program) -> frozenset[str]:
         seen.add(node)
         reached |= read_by(program, node)
         ahead += node.all_input_nodes
-    holdings = program.holdings
+    holdings = program.tensors
     return frozenset(name for name in reached if holdings[name].trainable and holdings[name].numel)
 
 
@@ -70,11 +70,11 @@ def pieces(program: Program, bucket: Sequence[str], servers: Sequence[int]) -> l
     The bucket's bytes, one parameter after the other, are cut into as many equal ranges as there are servers; a row
     belongs to the range that its middle lies in.
     """
-    return list(_pieces(tuple(program.holdings[name] for name in bucket), tuple(servers)))
+    return list(_pieces(tuple(program.tensors[name] for name in bucket), tuple(servers)))
 
 
 @lru_cache(maxsize=1024)
-def _pieces(holdings: tuple[Holding, ...], servers: tuple[int, ...]) -> tuple[Piece, ...]:
+def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tuple[Piece, ...]:
     total, parts = sum(holding.nbytes for holding in holdings), len(servers)
     found: list[Piece] = []
     before = 0

@@ -11,8 +11,8 @@ def tied(program: Program) -> dict[str, tuple[int, ...]]:
     users: dict[str, dict[str, None]] = {}
     for layer in program.layers:
         role = plan.placements[layer.name].role
-        for name in layer.holdings:
-            if program.holdings[name].trainable and role is not None:
+        for name in layer.tensors:
+            if program.tensors[name].trainable and role is not None:
                 users.setdefault(name, {})[role] = None
     return {
         name: tuple(sorted({rank for role in roles for rank in plan.roles[role]}))
@@ -30,7 +30,7 @@ def tied_are_plain(program: Program) -> list[str]:
     return [
         f"{name} is used in several roles, so layer {layer.name} cannot have it {place.holding}, with sync {place.sync}"
         for layer in program.layers
-        for name in layer.holdings
+        for name in layer.tensors
         for place in [plan.placements[layer.name]]
         if name in found
         and (place.holding != "replicated" or place.sync not in ("all_reduce", "none") or place.role in plan.groups)

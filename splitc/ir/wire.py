@@ -55,9 +55,9 @@ class WireOp:
 def wire(program: Program, rank: int) -> tuple[WireOp, ...]:
     """Everything `rank` sends, receives and sums in one training step, in order."""
     plan = program.required_plan
-    if all(rank not in ranks for ranks in plan.parts.values()):
+    if all(rank not in ranks for ranks in plan.ranks_by_roles.values()):
         return _loss(plan)  # a rank without work learns the loss
-    return tuple(op for action in program.part_of(rank).actions for op in of_action(program, rank, action))
+    return tuple(op for action in program.rank_program(rank).actions for op in of_action(program, rank, action))
 
 
 def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
@@ -66,10 +66,10 @@ def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
     if verb == "sum_loss":
         yield from _loss(plan)
         return
-    if verb == "tie":
+    if verb == "all_reduce_tied":
         yield from _tied(program, int(value.removeprefix("tied")))
         return
-    if verb in ("serve", "collect"):
+    if verb in ("send_parameters", "reduce_gradients"):
         yield from _served(program, rank, verb)
         return
     stage = program.stage(action.own)
@@ -79,20 +79,20 @@ def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
         yield from _of(program, cut := _cut(stage.sends, value, action.role), _messages(plan, rank, cut, verb))
     elif verb in ("recv", "send_grad"):
         yield from _of(program, cut := _cut(stage.receives, value), _messages(plan, rank, cut, verb))
-    elif verb in ("modulo", "return"):
+    elif verb in ("modulo", "modulo_grad"):
         yield from _of(program, cut := _cut(stage.receives, value), _turn(plan, rank, cut, action))
-    elif verb == "spread":
+    elif verb == "all_gather_grad":
         yield from _of(program, cut := _cut(stage.sends, value), _spread(plan, rank, cut))
     elif verb in ("forward", "backward"):
         yield from (op for _, op in inside(program, stage, rank, action))
-    elif verb == "reduce":
+    elif verb == "all_reduce":
         yield from _reduce(program, stage, rank, value)
 
 
 def _tied(program: Program, k: int) -> Iterator[WireOp]:
     """The gradient of a parameter that several roles use."""
     name, ranks = list(tied(program).items())[k]
-    holding = program.holdings[name]
+    holding = program.tensors[name]
     sent = comm_ops.OPS[comm_ops.all_reduce].returned(holding.nbytes, len(ranks))
     yield from _collective("all_reduce", f"tied {name}", ranks, holding.shape, holding.dtype, sent)
 
@@ -100,7 +100,7 @@ def _tied(program: Program, k: int) -> Iterator[WireOp]:
 def _loss(plan: Plan) -> tuple[WireOp, ...]:
     """The sum of the loss over all ranks, also those without work."""
     world = plan.world
-    sent = comm_ops.OPS[comm_ops.total].sent(torch.float64.itemsize, world)
+    sent = comm_ops.OPS[comm_ops.all_reduce_scalar].sent(torch.float64.itemsize, world)
     return tuple(_collective("all_reduce", "loss", tuple(range(world)), (), torch.float64, sent))
 
 
@@ -144,7 +144,7 @@ def _turn(plan: Plan, rank: int, cut: Cut, action: Action) -> Iterator[WireOp]:
     if action.verb == "modulo":
         algorithm, label, sent = "all_gather", f"modulo {cut.name}[{action.turn}]", (len(members) - 1) * own
     elif cut.partial:
-        algorithm, label, sent = "reduce_scatter", f"return {cut.name}[{action.turn}]", sum(sizes) - own
+        algorithm, label, sent = "reduce_scatter", f"modulo_grad {cut.name}[{action.turn}]", sum(sizes) - own
     else:
         return  # every rank has the whole gradient
     yield from _collective(algorithm, label, members, shape, cut.spec.dtype, sent)
@@ -154,7 +154,9 @@ def _spread(plan: Plan, rank: int, cut: Cut) -> Iterator[WireOp]:
     members = plan.group(cut.producer, rank)
     rows = sum(plan.batch(cut.producer, member) for member in members)
     sent = (len(members) - 1) * cut.spec.nbytes(plan.batch(cut.producer, rank))
-    yield from _collective("all_gather", f"spread {cut.name}", members, cut.spec.at(rows), cut.spec.dtype, sent)
+    yield from _collective(
+        "all_gather", f"all_gather_grad {cut.name}", members, cut.spec.at(rows), cut.spec.dtype, sent
+    )
 
 
 def inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
@@ -180,7 +182,7 @@ def _node(
     sent: float
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
     op = comm_ops.OPS[target]  # type: ignore[index]
-    if target in (comm_ops.total, comm_ops.total_weight) and not backward:
+    if target in (comm_ops.all_reduce_scalar, comm_ops.global_weight) and not backward:
         yield from _collective(
             "all_reduce", label, replicas, (), spec.dtype, op.sent(spec.dtype.itemsize, len(replicas))
         )
@@ -193,12 +195,12 @@ def _node(
         elif node.kwargs["partial"]:
             sent = (spec.shape[-1] - width) * row
             yield from _collective("reduce_scatter", f"d_{label}", group, shape, spec.dtype, sent)
-    elif target in (comm_ops.enter, comm_ops.sum_partials):
-        if backward == (target is comm_ops.enter):
+    elif target in (comm_ops.copy_to_group, comm_ops.reduce_from_group):
+        if backward == (target is comm_ops.copy_to_group):
             sent = (op.returned if backward else op.sent)(spec.nbytes(examples), len(group))
             yield from _collective("all_reduce", label, group, shape, spec.dtype, sent)
     elif target is comm_ops.late_multiply and backward:
-        everyone = plan.examples[stage.role][-1]
+        everyone = plan.batch_offsets[stage.role][-1]
         for what, value in (("X", node.args[0]), ("E", node)):
             given = value.meta["spec"]  # type: ignore[union-attr]
             nbytes = given.nbytes(examples) // given.dtype.itemsize * spec.dtype.itemsize  # both in the dtype of E
@@ -222,7 +224,7 @@ def _reduce(program: Program, stage: Stage, rank: int, bucket: str) -> Iterator[
     plan = program.required_plan
     names = stage.buckets[int(bucket.removeprefix("bucket"))]
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
-    dtype = program.holdings[names[0]].dtype
+    dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
     algorithm = "all_reduce" if plan.all_reduce == "backend" else plan.all_reduce
     if algorithm == "recursive_doubling":
@@ -237,13 +239,13 @@ def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) 
     if name not in stage.shards:
         return None
     dim = stage.shards[name]
-    bounds = share_out(program.holdings[name].shape[dim], size)
+    bounds = share_out(program.tensors[name].shape[dim], size)
     return dim, bounds[member], bounds[member + 1]
 
 
 def numel_on(program: Program, stage: Stage, name: str, member: int, size: int) -> int:
     """Elements of a parameter or buffer on a rank of a stage."""
-    holding = program.holdings[name]
+    holding = program.tensors[name]
     shard = shard_of(program, stage, name, member, size)
     if shard is None:
         return holding.numel
@@ -255,7 +257,7 @@ def bucket_nbytes(program: Program, stage: Stage, bucket: Sequence[str]) -> int:
     """Bytes of a bucket of gradients on the first rank of a stage."""
     plan = program.required_plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
-    return sum(numel_on(program, stage, name, 0, size) * program.holdings[name].dtype.itemsize for name in bucket)
+    return sum(numel_on(program, stage, name, 0, size) * program.tensors[name].dtype.itemsize for name in bucket)
 
 
 # -- parameter servers -------------------------------------------------------------------------------------------------
@@ -274,12 +276,12 @@ def _workers(program: Program, stage: Stage, rank: int, verb: str, value: str) -
 
 def _served(program: Program, rank: int, verb: str) -> Iterator[WireOp]:
     """What a server that is no worker gives to all workers before a step, and takes from them."""
-    stages = program.stages if verb == "serve" else reversed(program.stages)
+    stages = program.stages if verb == "send_parameters" else reversed(program.stages)
     for stage in stages:
-        for k in reversed(range(len(stage.served))) if verb == "serve" else range(len(stage.served)):
+        for k in reversed(range(len(stage.served))) if verb == "send_parameters" else range(len(stage.served)):
             for message in messages(program, stage.served[k]):
                 if message[0].server == rank:
-                    yield from _of_server(program, stage, message, "pull" if verb == "serve" else "push")
+                    yield from _of_server(program, stage, message, "pull" if verb == "send_parameters" else "push")
 
 
 def _of_server(program: Program, stage: Stage, message: Sequence[Piece], verb: str) -> Iterator[WireOp]:

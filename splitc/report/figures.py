@@ -73,7 +73,7 @@ class Figures:
         place = plan.placements[layer.name]
         assert place.role is not None
         cost = program.costs[layer.name].at(plan.largest_batch(place.role))
-        held = [program.holdings[h] for h in layer.holdings if program.holdings[h].parameter]
+        held = [program.tensors[h] for h in layer.tensors if program.tensors[h].parameter]
         gradient = sum(h.nbytes for h in held if h.trainable)
         ring = _ring(gradient, plan.world)
         return {

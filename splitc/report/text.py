@@ -52,7 +52,7 @@ def _headline(program: Program) -> str:
         plan.proof, f"not proved optimal, at most {plan.gap:.1%} from it" if plan.gap else "not proved optimal"
     )
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
-    parameters = sum(h.numel for h in program.holdings.values() if h.parameter)
+    parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
     layers = f"{len(program.layers)} layers" if len(program.layers) > 1 else "1 layer"
     return "\n".join(
         [

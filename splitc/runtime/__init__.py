@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .rank import Rank
-    from .role_comm import Seat
+    from .role_comm import RoleComm
     from .weights import Tree
     from .worker import Worker
 
-__all__ = ["Rank", "Seat", "Tree", "Worker"]
+__all__ = ["Rank", "RoleComm", "Tree", "Worker"]
 
-_HOMES = {"Rank": "rank", "Seat": "role_comm", "Tree": "weights", "Worker": "worker"}
+_HOMES = {"Rank": "rank", "RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .collectives.loss import Loss
 from .errors import LaunchError
-from .role_comm import Seat
+from .role_comm import RoleComm
 from .transport.base import Transport, Work
 
 
 class Rank:
     """The rank's place in the plan.
 
-    index, world: who it is.  seats: its place in each of its roles; none on a rank without work.
+    index, world: who it is.  comms: its place in each of its roles; none on a rank without work.
     readers, bounds: the ranks that read data, and where each one's examples begin and end.
     inputs: name -> (shape with -1 for the batch, dtype, bound of whole numbers) of what a reader reads.
 
@@ -35,13 +35,13 @@ class Rank:
         self,
         index: int,
         world: int,
-        seats: Sequence[Seat] = (),
+        comms: Sequence[RoleComm] = (),
         readers: tuple[int, ...] = (),
         bounds: tuple[int, ...] = (0,),
         inputs: Mapping[str, tuple[tuple[int, ...], str, int | None]] | None = None,
     ) -> None:
         self.index, self.world = index, world
-        self.seats = tuple(seats)
+        self.comms = tuple(comms)
         self.readers, self.bounds = readers, bounds
         self.inputs = inputs or {}
         self.seed = 0
@@ -50,7 +50,7 @@ class Rank:
         self.updates_now = True
         self.pulls_now = True
         self.update: Callable[[str], None] = lambda role: None
-        self.now = bounds
+        self.step_offsets = bounds
         self._sent = 0
         self._everyones: dict[tuple[int, str], tuple[int, int]] = {}  # (rank, role) -> examples, once connected
         self._under_way = False
@@ -66,10 +66,10 @@ class Rank:
                 f"this is rank {self.index} of {self.world}, started as {transport.rank} of {transport.world}"
             )
         self._transport, self.seed = transport, seed
-        transport.connect([self.everyone, *(ranks for seat in self.seats for ranks in seat.communicators)])
-        for seat in self.seats:
+        transport.connect([self.everyone, *(ranks for seat in self.comms for ranks in seat.communicators)])
+        for seat in self.comms:
             seat.sit(self)
-        own = {(self.index, seat.role): seat.compiled_examples for seat in self.seats}
+        own = {(self.index, seat.role): seat.compiled_examples for seat in self.comms}
         everyones = transport.gather_objects(own)
         self._everyones = transport.broadcast_object(
             None if everyones is None else {key: value for each in everyones for key, value in each.items()}
@@ -88,7 +88,7 @@ class Rank:
     @property
     def role(self) -> str:
         """The names of its roles."""
-        return " and ".join(seat.role for seat in self.seats) or "idle"
+        return " and ".join(seat.role for seat in self.comms) or "idle"
 
     @property
     def data_rank(self) -> int | None:
@@ -96,13 +96,13 @@ class Rank:
         return self.readers.index(self.index) if self.index in self.readers else None
 
     @property
-    def views(self) -> tuple[Rank | Seat, ...]:
+    def views(self) -> tuple[Rank | RoleComm, ...]:
         """What its step is called with: its seats, or itself where it has none."""
-        return self.seats or (self,)
+        return self.comms or (self,)
 
-    def seat(self, role: str) -> Seat:
+    def comm(self, role: str) -> RoleComm:
         """Its place in `role`."""
-        return next(seat for seat in self.seats if seat.role == role)
+        return next(seat for seat in self.comms if seat.role == role)
 
     def examples_of(self, rank: int, role: str) -> tuple[int, int]:
         """The examples, as compiled, that a rank has as one of `role`."""
@@ -121,7 +121,7 @@ class Rank:
                 f"a batch of {' + '.join(map(str, sizes or ()))} examples leaves rank {', '.join(map(str, idle))} "
                 f"without any; give each reader more"
             )
-        for seat in self.seats:
+        for seat in self.comms:
             if seat.updates != "every":
                 continue
             if min(self._size(rank, role, now) for rank, role in self._everyones if role == seat.role) < len(
@@ -131,7 +131,7 @@ class Rank:
                     f"a batch of {' + '.join(map(str, sizes or ()))} examples leaves some of the {len(seat.group)} "
                     f"turns of role {seat.role} without any, and each of them is an update; give each reader more"
                 )
-        self.now = now
+        self.step_offsets = now
 
     def _size(self, rank: int, role: str, now: Sequence[int]) -> int:
         first, last = self._everyones[rank, role]
@@ -176,11 +176,11 @@ class Rank:
     @property
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent in steps so far, as the communication nodes define them."""
-        return self._sent + sum(seat.sent_bytes for seat in self.seats)
+        return self._sent + sum(seat.sent_bytes for seat in self.comms)
 
     def part(self, first: int, last: int) -> tuple[int, int]:
         """Where examples of the compiled batch lie in this step's."""
-        return self._at(first, self.now), self._at(last, self.now)
+        return self._at(first, self.step_offsets), self._at(last, self.step_offsets)
 
     def _at(self, position: int, now: Sequence[int]) -> int:
         """Where a boundary of the compiled batch lies in a batch with the readers' bounds `now`.

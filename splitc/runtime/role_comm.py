@@ -33,7 +33,7 @@ Routes = Mapping[str, tuple[tuple[int, int, int], ...]]
 Shares = Mapping[str, tuple[int, int, int]]
 
 
-class Seat:
+class RoleComm:
     """A rank's place in one role.
 
     examples: its part of the global batch, first and one past the last.  replicas: the ranks that hold the same
@@ -153,7 +153,7 @@ class Seat:
             a, b = self.rank.part(start, stop)
             part = value.detach().narrow(dim, (a - first) * rows, (b - a) * rows)
             if peer == self.rank.index:
-                self.rank.seat(role).hand(self.role, part)
+                self.rank.comm(role).hand(self.role, part)
             else:
                 self.rank.post(self.transport.isend(part, peer), part.nbytes)
 
@@ -198,7 +198,7 @@ class Seat:
         part = value.detach().narrow(dim, (first - own) * rows, (last - first) * rows)
         return self._gathering.gather_examples(part, [n * rows for n in self._rows()], dim)
 
-    def give_back(self, gradient: Tensor | None, dim: int = 0, rows: int = 1, partial: bool = True) -> Tensor:
+    def modulo_grad(self, gradient: Tensor | None, dim: int = 0, rows: int = 1, partial: bool = True) -> Tensor:
         """The gradient of what `modulo` took from this rank.
 
         partial: the ranks' gradients are parts of a sum; else each has the whole.
@@ -208,12 +208,12 @@ class Seat:
             raise RuntimeError(f"rank {self.rank.index}: no gradient arrived for what role {self.role} gathered")
         return self._gathering.return_examples(gradient, [n * rows for n in self._rows()], dim, partial=partial)
 
-    def keep(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
+    def slice_batch(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
         """This rank's own examples out of the group's."""
         assert self._gathering is not None
         return self._gathering.keep_own(value.detach(), [n * rows for n in self._rows()], dim)
 
-    def spread(self, gradient: Tensor | None, dim: int = 0, rows: int = 1) -> Tensor:
+    def all_gather_grad(self, gradient: Tensor | None, dim: int = 0, rows: int = 1) -> Tensor:
         """The gradient of all the group's examples, of which each rank has its own."""
         assert self._gathering is not None
         if gradient is None:
@@ -228,15 +228,15 @@ class Seat:
         assert self._gathering is not None
         return self._gathering.gather_features(value, widths(features, len(self.members)), partial)
 
-    def enter(self, value: Tensor) -> Tensor:
+    def copy_to_group(self, value: Tensor) -> Tensor:
         """`value`, whose readers have parts of its gradient: backward sums them over the group."""
         assert self._gathering is not None
-        return self._gathering.enter(value)
+        return self._gathering.copy_to_group(value)
 
-    def sum_partials(self, value: Tensor) -> Tensor:
+    def reduce_from_group(self, value: Tensor) -> Tensor:
         """The sum of `value` over the group."""
         assert self._gathering is not None
-        return self._gathering.sum_partials(value)
+        return self._gathering.reduce_from_group(value)
 
     @property
     def _position(self) -> int:
@@ -263,7 +263,7 @@ class Seat:
             yield
         self.rank.count(self._summing.sent_bytes(self.replicas.index(self.rank.index), len(self.replicas)))
 
-    def sum_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
+    def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
         """Sum the gradients of parameters that several roles use over all ranks that have a copy of them."""
         if not self.rank.updates_now:
             return
@@ -317,18 +317,18 @@ class Seat:
             module.eps,
         )
 
-    def total(self, value: Tensor) -> Tensor:
+    def all_reduce_scalar(self, value: Tensor) -> Tensor:
         """A scalar without gradient, summed over the role: the denominator of a weighted mean."""
         assert self._replicas is not None
-        return self._replicas.total(value)
+        return self._replicas.all_reduce_scalar(value)
 
-    def total_weight(self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
+    def global_weight(self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
         """The weights of all targets of the role's ranks: what a weighted mean over the global batch divides by."""
-        return self.total(target_weight(target, weight, ignore_index))
+        return self.all_reduce_scalar(target_weight(target, weight, ignore_index))
 
-    def share(self, value: Tensor) -> Tensor:
+    def scale_by_share(self, value: Tensor) -> Tensor:
         """`value` times the share of the global batch that is before this rank: the means then sum to the mean."""
-        return value * (sum(self._rows()) / self.rank.now[-1])
+        return value * (sum(self._rows()) / self.rank.step_offsets[-1])
 
     def dropout(self, value: Tensor, p: float, *, layer: str, feature_dims: int = 0, sharded: bool = False) -> Tensor:
         """Dropout with a mask that depends on seed, step, layer and examples, not on the rank (see `seeded`).
@@ -349,12 +349,12 @@ class Seat:
         self._rows_served = own_rows(stage, self.serves)
         return self._rows_served
 
-    def serve(self, stage: nn.Module, served: Served) -> None:
+    def send_parameters(self, stage: nn.Module, served: Served) -> None:
         """As a server, give the workers their parameters."""
         if self.rank.pulls_now:
             self._server(stage).give_all(served, self.workers)
 
-    def collect(self, stage: nn.Module, served: Served) -> None:
+    def reduce_gradients(self, stage: nn.Module, served: Served) -> None:
         """As a server, leave the sum of the workers' gradients in `.grad`."""
         if self.rank.updates_now:
             self._server(stage).collect(served, self.workers)

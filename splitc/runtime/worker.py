@@ -19,7 +19,7 @@ from .weights import build, part_of
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-class Part(Protocol):
+class GeneratedModule(Protocol):
     """A generated `rankN.py`."""
 
     rank: Rank
@@ -43,7 +43,7 @@ class Worker:
 
     def __init__(
         self,
-        part: Part,
+        part: GeneratedModule,
         transport: Transport,
         weights: Mapping[str, Tensor],
         keys: Mapping[str, str] | Iterable[str],
@@ -57,11 +57,11 @@ class Worker:
         self.rank = part.rank
         self.rank.connect(transport, seed)
         self._part, self._transport = part, transport
-        self._built: dict[str, Share] = {k: v for seat in self.rank.seats for k, v in seat.shares.items()}
-        self._served: dict[str, Share] = {k: v for seat in self.rank.seats for k, v in seat.serves.items()}
+        self._built: dict[str, Share] = {k: v for seat in self.rank.comms for k, v in seat.shares.items()}
+        self._served: dict[str, Share] = {k: v for seat in self.rank.comms for k, v in seat.serves.items()}
         self.shares = {**self._built, **self._served}
         self.stage = build(part.Stage, weights, transport.device, self._built)
-        self._rows = {name: p for seat in self.rank.seats for name, p in seat.own_rows(self.stage).items()}
+        self._rows = {name: p for seat in self.rank.comms for name, p in seat.own_rows(self.stage).items()}
         self._elsewhere = self._held_elsewhere()
         self._first_names = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
         own = self.stage.state_dict()
@@ -302,7 +302,7 @@ class Worker:
                 f"({', '.join(expected) or 'it reads no data'}), got {len(batch)}"
             )
         reader = self.rank.data_rank or 0
-        first, last = self.rank.now[reader : reader + 2] if expected else (0, 0)
+        first, last = self.rank.step_offsets[reader : reader + 2] if expected else (0, 0)
         for tensor, (name, (shape, dtype, _)) in zip(batch, expected.items(), strict=True):
             wanted = tuple(last - first if n == -1 else n for n in shape)
             is_tensor = isinstance(tensor, Tensor)

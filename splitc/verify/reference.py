@@ -94,7 +94,7 @@ def _norms(program: Program) -> Iterator[fx.Node]:
 def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
     """What the ranks of a role have before them at once: of each group in each turn."""
     plan = program.required_plan
-    now = Rank(0, 1, bounds=plan.examples[plan.reader])
+    now = Rank(0, 1, bounds=plan.batch_offsets[plan.reader])
     now.begin(sizes)
     ranks = plan.roles[role]
     grouping = plan.groups.get(role, Grouping(1, "BK"))

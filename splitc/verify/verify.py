@@ -90,11 +90,11 @@ def verify_program(
     reader gives to a step.
     """
     plan = program.required_plan
-    sizes = tuple(sizes) if sizes is not None else plan.sizes
+    sizes = tuple(sizes) if sizes is not None else plan.local_batches
     batches = [_global_batch(example, sum(sizes), seed + step) for step in range(steps)]
     names = [i.name for i in program.inputs]
     feeds = [[tuple(part[name] for name in names) for part in _split(batch, sizes)] for batch in batches]
-    dtype = next(h.dtype for h in program.holdings.values() if h.trainable)
+    dtype = next(h.dtype for h in program.tensors.values() if h.trainable)
     if processes:
         with tempfile.TemporaryDirectory() as folder:
             trials = torchrun_trial(Path(folder), files, weights, plan.world, feeds, sizes, LEARNING_RATE, MOMENTUM)
@@ -304,9 +304,9 @@ def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, exact: 
             if error > tolerance
         }
         nobodys = {name for name in wanted if not any(name in trial.gradients[step] for trial in trials)}
-        if missing := [layer for layer in program.layers if nobodys.intersection(layer.holdings)]:
+        if missing := [layer for layer in program.layers if nobodys.intersection(layer.tensors)]:
             return f"layer {missing[-1].name} ({missing[-1].source}): no rank has its gradient"
-        layers = [layer for layer in program.layers if wrong.intersection(layer.holdings)]
+        layers = [layer for layer in program.layers if wrong.intersection(layer.tensors)]
         if not layers and not loss_differs:
             continue
         parts = [f"layer {layers[-1].name} ({layers[-1].source})"] if layers else []
@@ -314,7 +314,7 @@ def _suspect(program: Program, trials: Sequence[Trial], expected: Trial, exact: 
             parts.append(
                 f"the loss {' and '.join(term.node for term in program.loss_terms)} ({program.loss.meta['source']})"
             )
-        factor = _factor(layers[-1].holdings, trials, wanted, step) if layers else None
+        factor = _factor(layers[-1].tensors, trials, wanted, step) if layers else None
         return " and ".join(parts) + (
             "" if factor is None else f": its gradient is {factor:.4g} times that of one process"
         )

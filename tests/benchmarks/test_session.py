@@ -136,7 +136,7 @@ from pathlib import Path
 from benchmarks.bed import Bed
 from benchmarks.campaign import cluster_file
 from benchmarks.session import Session
-from cost_models.devices import load_cluster
+from splitc.cost_models.clusters.named import load_cluster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
 with Bed(2, rate=1e7, cpus=1.0) as bed, Session(bed) as session:
     session.load("dp", Path({str(build(tmp_path, "data_parallel"))!r}))

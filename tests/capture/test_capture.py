@@ -35,7 +35,7 @@ def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(name: str
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_are_captured_as_they_are(dtype: torch.dtype) -> None:
     program = captured(*CASES["mlp"].make(dtype))
-    assert program.loss.meta["spec"].dtype is dtype and program.holdings["0.weight"].dtype is dtype
+    assert program.loss.meta["spec"].dtype is dtype and program.tensors["0.weight"].dtype is dtype
 
 
 def test_specs_know_the_batch_dimension_of_every_value() -> None:
@@ -68,7 +68,7 @@ def test_a_value_that_has_the_batch_twice_has_no_spec_and_its_gradient_is_not_lo
 
     program = capture(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), F.cross_entropy)
     assert node(program, "matmul").meta["spec"] is None
-    assert program.holdings["fc.weight"].requires_grad
+    assert program.tensors["fc.weight"].requires_grad
 
 
 def test_every_node_knows_the_users_line() -> None:
@@ -147,7 +147,7 @@ class KeywordsOnly(nn.Module):
 
 def test_holdings_are_what_the_graph_uses_under_its_own_names() -> None:
     program = capture(*CASES["functional"].make())
-    assert {name: h.parameter for name, h in program.holdings.items()} == {
+    assert {name: h.parameter for name, h in program.tensors.items()} == {
         "temperature": True,
         "head": True,
         "weights.0": True,
@@ -160,9 +160,9 @@ def test_holdings_are_what_the_graph_uses_under_its_own_names() -> None:
 
 def test_a_tied_parameter_is_held_once_with_all_its_names() -> None:
     program = capture(*CASES["language_model"].make())
-    assert program.holdings["wte.weight"].names == ("wte.weight", "lm_head.weight")
-    assert "lm_head.weight" not in program.holdings
-    assert not program.holdings["attn.bias"].persistent
+    assert program.tensors["wte.weight"].names == ("wte.weight", "lm_head.weight")
+    assert "lm_head.weight" not in program.tensors
+    assert not program.tensors["attn.bias"].persistent
 
 
 def test_parameters_that_no_gradient_reaches_are_not_trained() -> None:
@@ -172,8 +172,8 @@ def test_parameters_that_no_gradient_reaches_are_not_trained() -> None:
 
     model = Made(run, a=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES), unused=nn.Linear(8, 3), never=nn.Linear(8, 8))
     program = captured(model, vectors()(), labels()(), lambda out, y: F.cross_entropy(out[0], y))
-    assert {h.name for h in program.holdings.values() if h.trainable} == {"fc.weight", "fc.bias"}
-    assert set(program.holdings) == {"a.weight", "a.bias", "fc.weight", "fc.bias"}
+    assert {h.name for h in program.tensors.values() if h.trainable} == {"fc.weight", "fc.bias"}
+    assert set(program.tensors) == {"a.weight", "a.bias", "fc.weight", "fc.bias"}
     assert not node(program, "a").meta["spec"].requires_grad
 
 
@@ -186,19 +186,19 @@ def test_a_module_used_under_no_grad_is_not_trained() -> None:
     program = captured(
         Made(run, trunk=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), F.cross_entropy
     )
-    assert not program.holdings["trunk.weight"].requires_grad and program.holdings["fc.weight"].requires_grad
+    assert not program.tensors["trunk.weight"].requires_grad and program.tensors["fc.weight"].requires_grad
 
 
 def test_a_frozen_trunk_is_held_and_not_trained() -> None:
     program = capture(*CASES["frozen_trunk"].make())
-    assert not program.holdings["features.0.weight"].requires_grad
+    assert not program.tensors["features.0.weight"].requires_grad
     assert not node(program, "features_1").meta["spec"].requires_grad
 
 
 def test_running_statistics_are_kept_also_where_the_loss_does_not_use_the_value() -> None:
     model = Made(lambda m, x: (m.fc(x), m.aux(x)), fc=nn.Linear(8, CLASSES), aux=nn.BatchNorm1d(8))
     program = captured(model, vectors()(), labels()(), lambda out, y: F.cross_entropy(out[0], y))
-    assert "aux.running_mean" in program.holdings and not program.holdings["aux.weight"].requires_grad
+    assert "aux.running_mean" in program.tensors and not program.tensors["aux.weight"].requires_grad
 
 
 def test_batchnorm_in_evaluation_mode_stays_so() -> None:
@@ -227,7 +227,7 @@ def test_forward_hooks_are_part_of_the_model_its_own_too() -> None:
 
 def test_capturing_under_no_grad_is_capturing() -> None:
     with torch.no_grad():
-        assert capture(small(), vectors()(), labels()(), F.cross_entropy).holdings["fc.weight"].requires_grad
+        assert capture(small(), vectors()(), labels()(), F.cross_entropy).tensors["fc.weight"].requires_grad
 
 
 def test_capturing_leaves_the_model_as_it_was() -> None:

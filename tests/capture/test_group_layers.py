@@ -49,7 +49,7 @@ def test_layers_stand_in_the_order_of_the_graph_and_hold_every_node_once() -> No
         inside = [n.name for n in program.graph.nodes if n.op not in ("placeholder", "output")]
         assert sorted(listed) == sorted(inside)
         assert all([order[n] for n in layer.nodes] == sorted(order[n] for n in layer.nodes) for layer in program.layers)
-        assert {h for layer in program.layers for h in layer.holdings} == set(program.holdings)
+        assert {h for layer in program.layers for h in layer.tensors} == set(program.tensors)
         assert all(node(program, n).meta["layer"] == layer.name for layer in program.layers for n in layer.nodes)
 
 
@@ -71,7 +71,7 @@ def test_a_module_that_runs_twice_is_two_layers_where_another_lies_between() -> 
     model = made(lambda m, x: m.fc(m.a(m.b(m.a(x)))), a=nn.Linear(8, 8), b=nn.Linear(8, 8), fc=nn.Linear(8, CLASSES))
     program = capture(model, vectors()(), labels()(), F.cross_entropy)
     assert [layer.name for layer in program.layers] == ["a", "b", "a#2", "fc"]
-    assert program.layer("a").holdings == program.layer("a#2").holdings == ("a.weight", "a.bias")
+    assert program.layer("a").tensors == program.layer("a#2").tensors == ("a.weight", "a.bias")
 
 
 def test_a_module_that_runs_twice_in_a_row_is_one_layer() -> None:
@@ -98,8 +98,8 @@ def test_a_parameter_used_by_a_function_makes_a_layer_named_after_its_module() -
 
 def test_a_tied_parameter_is_held_by_each_layer_that_uses_it() -> None:
     program = capture(*CASES["language_model"].make())
-    assert "wte.weight" in program.layer("wte").holdings
-    assert program.layer("lm_head").holdings == ("wte.weight",)
+    assert "wte.weight" in program.layer("wte").tensors
+    assert program.layer("lm_head").tensors == ("wte.weight",)
     assert holdings_of_node(program, node(program, "lm_head")) == ("wte.weight",)
 
 
@@ -149,7 +149,7 @@ def test_a_recurrent_module_and_an_attention_are_one_node_each() -> None:
     )
     program = capture(model, sequences()(), labels()(), F.cross_entropy)
     assert node(program, "attn").op == "call_module"
-    assert program.layer("attn").holdings == (
+    assert program.layer("attn").tensors == (
         "attn.in_proj_weight",
         "attn.in_proj_bias",
         "attn.out_proj.weight",

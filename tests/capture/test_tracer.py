@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from splitc.capture.capture import capture
-from splitc.capture.validate import confirm
+from splitc.capture.validate import validate_capture
 from tests.support.capturing import captured, forward_lines, node
 from tests.support.models import BATCH, Encoder, labels, made, padded
 
@@ -233,7 +233,7 @@ def test_parametrized_weights_are_computed_in_the_graph() -> None:
     weight_norm, orthogonal = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal
     children = {"a": weight_norm(nn.Linear(8, 8)), "b": orthogonal(nn.Linear(8, 8))}
     program = captured(made(lambda m, x: m.fc(m.b(m.a(x))), **children), batch(), labels()(), F.cross_entropy)
-    assert "a.parametrizations.weight.original0" in program.holdings
+    assert "a.parametrizations.weight.original0" in program.tensors
 
 
 def recorded(run: Run, *shape: int, **children: Any) -> list[str]:
@@ -275,8 +275,8 @@ def test_constants_are_named_as_the_user_names_them() -> None:
     program = captured(
         made(constants, flag=nn.Buffer(torch.tensor(1.0)), scale=torch.rand(8)), batch(), labels()(), F.cross_entropy
     )
-    assert {"scale", "OFFSET"} <= set(program.holdings)
-    assert not program.holdings["OFFSET"].persistent
+    assert {"scale", "OFFSET"} <= set(program.tensors)
+    assert not program.tensors["OFFSET"].persistent
 
 
 def test_a_loss_may_close_over_the_models_parameters() -> None:
@@ -291,7 +291,7 @@ def test_a_loss_may_close_over_the_models_parameters() -> None:
 
 def captured_without_copies(net: nn.Module, loss: Any) -> Any:
     program = capture(net, batch(), y := labels()(), loss)
-    confirm(program, net, batch(), y, loss)
+    validate_capture(program, net, batch(), y, loss)
     return program
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from splitc.capture.capture import capture
 from splitc.capture.dropouts import undropped
-from splitc.capture.validate import confirm, steady
+from splitc.capture.validate import steady, validate_capture
 from tests.support.capturing import captured, refusal
 from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
 
@@ -122,12 +122,12 @@ def test_a_parameter_that_is_a_term_and_a_factor_is_copied_for_the_term() -> Non
 def test_the_first_examples_may_all_be_ignored() -> None:
     target = torch.tensor([-100, -100, -100, 1, 2, 3])
     program = capture(net(), rows(), target, CE)
-    assert [term.kind for term in confirm(program, net(), rows(), target, CE)] == ["weighted"]
+    assert [term.kind for term in validate_capture(program, net(), rows(), target, CE)] == ["weighted"]
 
 
 def test_the_example_that_is_measured_by_itself_may_be_ignored() -> None:
     program = capture(net(), rows(), target := torch.tensor([-100, 1, 2, 3, 4, 0]), CE)
-    assert [term.kind for term in confirm(program, net(), rows(), target, CE)] == ["weighted"]
+    assert [term.kind for term in validate_capture(program, net(), rows(), target, CE)] == ["weighted"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,7 +136,7 @@ def test_sums_and_means_of_numbers_that_cancel_are_told_apart_in_half_precision(
     for _ in range(5):
         x, y = rows().to(dtype), torch.randn(6, 64).to(dtype)
         for loss, kind in ((lambda o, y: (o * y).mean(), "mean"), (lambda o, y: (o * y).sum(), "sum")):
-            assert [term.kind for term in confirm(capture(model, x, y, loss), model, x, y, loss)] == [kind]
+            assert [term.kind for term in validate_capture(capture(model, x, y, loss), model, x, y, loss)] == [kind]
 
 
 def test_a_weighted_mean_in_half_precision_is_recognised() -> None:
@@ -293,11 +293,11 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype:
     for _ in range(5):
         children = {name: nn.Linear(8, 8) for name in "qkv"}
         model, x, y = Made(run, fc=nn.Linear(8, CLASSES), **children).to(dtype), torch.randn(BATCH, 6, 8), labels()()
-        confirm(capture(model, x.to(dtype), y, CE), model, x.to(dtype), y, CE)
+        validate_capture(capture(model, x.to(dtype), y, CE), model, x.to(dtype), y, CE)
 
 
 def test_attention_with_dropout_equals_torchs_own() -> None:
     model = Encoder(0.3)
     program = capture(model, padded(), labels()(), CE)
     assert sum(n.target is F.dropout for n in program.graph.nodes) == 8
-    confirm(program, model, padded(), labels()(), CE)
+    validate_capture(program, model, padded(), labels()(), CE)

@@ -217,8 +217,8 @@ def test_a_prediction_that_is_far_off_and_long_names_stay_in_the_table(tmp_path:
     plan = program().plan
     long = "a_role_whose_name_is_much_too_long_for_a_table"
     roles = {long if k == 0 else role: ranks for k, (role, ranks) in enumerate(plan.roles.items())}
-    examples = {name: plan.examples[role] for name, role in zip(roles, plan.roles, strict=True)}
-    plan = replace(plan, roles=roles, examples=examples).with_prediction(PREDICTED, KNOWN)
+    examples = {name: plan.batch_offsets[role] for name, role in zip(roles, plan.roles, strict=True)}
+    plan = replace(plan, roles=roles, batch_offsets=examples).with_prediction(PREDICTED, KNOWN)
     text = as_text("build", plan, read_measurement(tmp_path / "m.json"))
     assert "40000x" in text and max(map(len, text.splitlines())) <= 80
 

@@ -423,7 +423,7 @@ def test_a_plan_whose_ranks_are_in_several_roles_with_groups_and_servers_is_read
     read = read_plan_file(path)
     assert read.roles_of(0) == read.roles_of(1) == ("conv", "fc") and read.roles_of(2) == ()
     assert read.groups == {"fc": Grouping(2, "B/K", "once")}
-    assert read.servers == (2,) and read.parts == {("conv", "fc"): (0, 1), ("server",): (2,)}
+    assert read.servers == (2,) and read.ranks_by_roles == {("conv", "fc"): (0, 1), ("server",): (2,)}
 
 
 def test_a_plan_that_is_cut_off_or_missing_is_refused(build: Path, capsys: Capture) -> None:

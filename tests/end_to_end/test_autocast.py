@@ -88,7 +88,7 @@ def test_specs_have_the_dtypes_that_values_have_under_autocast() -> None:
     assert dtypes["images"] == torch.float32
     assert dtypes["features_0"] == dtypes["features_1"] == dtypes["head_2"] == BF16
     assert known.loss.meta["spec"].dtype == torch.float32
-    assert all(h.dtype == torch.float32 for h in known.holdings.values() if h.parameter)
+    assert all(h.dtype == torch.float32 for h in known.tensors.values() if h.parameter)
     assert (known.autocast, analysed(Net, None)[3].autocast) == (BF16, None)
 
 
@@ -109,7 +109,10 @@ def test_what_forward_does_with_its_own_dtypes_is_captured() -> None:
 
 def test_activations_are_kept_in_bfloat16() -> None:
     narrow, wide = (analysed(Net, autocast)[3].costs["features.0"] for autocast in (BF16, None))
-    more, less = wide.at(200).kept - wide.at(100).kept, narrow.at(200).kept - narrow.at(100).kept
+    more, less = (
+        wide.at(200).saved_bytes - wide.at(100).saved_bytes,
+        narrow.at(200).saved_bytes - narrow.at(100).saved_bytes,
+    )
     assert 0 < less < 0.8 * more
 
 
@@ -125,13 +128,13 @@ def test_the_fingerprint_tells_autocast() -> None:
 
 def test_each_forward_stands_in_a_region_and_each_backward_outside() -> None:
     files = separated().files
-    assert "    with rank.autocast(torch.bfloat16):\n        cut0 = stage(rank, images)\n" in files["conv.py"]
-    assert "\n    rank.send(cut0.to(torch.bfloat16), " in files["conv.py"]
+    assert "    with comm.autocast(torch.bfloat16):\n        cut0 = stage(comm, images)\n" in files["conv.py"]
+    assert "\n    comm.send(cut0.to(torch.bfloat16), " in files["conv.py"]
     for text in (files["conv.py"], files["fc.py"]):
-        assert text.count("with rank.autocast(torch.bfloat16):\n        ") == 2  # in step and in evaluate
-    assert "        loss = stage(rank, target, cut0)\n    total" in files["fc.py"]
+        assert text.count("with comm.autocast(torch.bfloat16):\n        ") == 2  # in step and in evaluate
+    assert "        loss = stage(comm, target, cut0)\n    total" in files["fc.py"]
     assert "\n    loss.backward()" in files["fc.py"]
-    assert "rank.send(target," in files["conv.py"]
+    assert "comm.send(target," in files["conv.py"]
 
 
 def test_ranks_in_several_roles_and_turns_have_their_seats_regions() -> None:
@@ -160,7 +163,7 @@ def test_ranks_send_what_the_wire_says() -> None:
         done = program(strategy)
 
         def sent(worker: Worker, done: CompiledProgram = done) -> int:
-            worker.step(*part_of(worker, batch_of(done.plan.global_batch), done.plan.sizes))
+            worker.step(*part_of(worker, batch_of(done.plan.global_batch), done.plan.local_batches))
             return worker.rank.sent_bytes
 
         for rank, nbytes in enumerate(on_workers(done, sent)):
@@ -196,7 +199,7 @@ def test_float64_turns_autocast_off_on_both_sides_and_says_so() -> None:
 
 @pytest.mark.parametrize("factor", [0.9, 0.0])
 def test_a_wrong_gradient_is_seen_under_autocast(factor: float) -> None:
-    wrong = with_files(separated(), fc=("rank.send(cut0.grad,", f"rank.send({factor} * cut0.grad,"))
+    wrong = with_files(separated(), fc=("comm.send(cut0.grad,", f"comm.send({factor} * cut0.grad,"))
     result = wrong.verify()
     assert not result.holds and "features.1" in result.where
 
@@ -206,7 +209,7 @@ def test_parameters_and_their_gradients_are_float32() -> None:
         done = program(strategy)
 
         def dtypes(worker: Worker, done: CompiledProgram = done) -> set[torch.dtype]:
-            worker.step(*part_of(worker, batch_of(done.plan.global_batch), done.plan.sizes))
+            worker.step(*part_of(worker, batch_of(done.plan.global_batch), done.plan.local_batches))
             return {tensor.dtype for tensor in (*worker.gradients().values(), *worker.stage.parameters())}
 
         assert set().union(*on_workers(done, dtypes)) <= {torch.float32}, strategy
@@ -218,7 +221,7 @@ def test_evaluate_is_the_models_loss_under_autocast() -> None:
     images, labels = batch_of(8)
     with torch.no_grad(), torch.autocast("cpu", BF16):
         expected = F.cross_entropy(model(images), labels)
-    for loss in on_workers(done, lambda w: float(w.evaluate(*part_of(w, (images, labels), done.plan.sizes)))):
+    for loss in on_workers(done, lambda w: float(w.evaluate(*part_of(w, (images, labels), done.plan.local_batches)))):
         assert loss == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -279,7 +282,7 @@ def test_a_step_inside_autocast_is_refused(autocast: torch.dtype | None) -> None
 
     def step(transport: Transport) -> None:
         worker = worker_of(done, transport)
-        batch = part_of(worker, batch_of(8), done.plan.sizes)
+        batch = part_of(worker, batch_of(8), done.plan.local_batches)
         for call in (worker.step, worker.evaluate):
             with torch.autocast("cpu", BF16), pytest.raises(LaunchError, match=r"compile with autocast=torch.bfloat16"):
                 call(*batch)
@@ -307,7 +310,7 @@ def test_a_plan_tells_what_to_compile_it_with(tmp_path: Path) -> None:
 
     made_with = again(strategy=SEPARATION, pins=PINS, autocast=BF16)
     plan = read_plan_file(made_with.save(tmp_path / "build") / "plan.json")
-    assert "with rank.autocast(torch.bfloat16):" in (tmp_path / "build" / "conv.py").read_text()
+    assert "with comm.autocast(torch.bfloat16):" in (tmp_path / "build" / "conv.py").read_text()
     for options in ({}, {"autocast": BF16}):
         assert again(plan=plan, **options).files["conv.py"] == made_with.files["conv.py"]
     with pytest.raises(LaunchError, match=r"the plan was made without autocast=torch.bfloat16"):
@@ -333,7 +336,7 @@ def test_commands_take_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(capsys, f"compile {asked} bfloat16 -o build -q").code == 0
     assert command(capsys, "compile net.py --plan build/plan.json -o again -q").code == 0
     assert Path("build/all.py").read_text() == Path("again/all.py").read_text()
-    assert "with rank.autocast(torch.bfloat16):" in Path("again/all.py").read_text()
+    assert "with comm.autocast(torch.bfloat16):" in Path("again/all.py").read_text()
     done = command(capsys, f"verify {asked} bfloat16 --json -q")
     assert json.loads(done.out)["dtype"] == "float32 under autocast to bfloat16", done.err
     assert command(capsys, f"inspect {asked} bfloat16 -q").code == 0

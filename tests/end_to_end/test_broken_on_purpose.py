@@ -149,8 +149,8 @@ def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_messag
     program = with_files(
         separated(1, 1),
         conv=(
-            'd_cut0 = rank.recv("fc", (-1, 36), torch.float32)',
-            'd_cut0 = rank.recv("fc", (-1, 36), torch.float32)\n    rank.recv("fc", (-1, 1), torch.float32)',
+            'd_cut0 = comm.recv("fc", (-1, 36), torch.float32)',
+            'd_cut0 = comm.recv("fc", (-1, 36), torch.float32)\n    rank.recv("fc", (-1, 1), torch.float32)',
         ),
     )
     with pytest.raises(Deadlock, match="rank 0"):
@@ -159,7 +159,7 @@ def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_messag
 
 def test_verify_names_the_loss_when_it_is_not_scaled() -> None:
     program = with_files(
-        separated(), fc=("cross_entropy / rank.total_weight(target)", "cross_entropy / target.shape[0]")
+        separated(), fc=("cross_entropy / comm.global_weight(target)", "cross_entropy / target.shape[0]")
     )
     result = program.verify()
     assert not result.holds and result.loss_error > 0.5
@@ -170,13 +170,13 @@ def test_verify_names_a_mean_that_is_not_shared_out() -> None:
     def loss(out, target):  # type: ignore[no-untyped-def]
         return F.mse_loss(out, F.one_hot(target, 10).float())
 
-    program = with_files(separated(loss=loss), fc=("rank.share(", "("))
+    program = with_files(separated(loss=loss), fc=("comm.scale_by_share(", "("))
     result = program.verify()
     assert not result.holds and "mse_loss" in result.where
 
 
 def test_verify_names_the_layer_whose_gradients_are_not_summed() -> None:
-    program = with_files(separated(), conv=("    with rank.all_reduce(stage, BUCKETS):", "    if True:"))
+    program = with_files(separated(), conv=("    with comm.all_reduce(stage, BUCKETS):", "    if True:"))
     result = program.verify()
     assert (not result.holds and result.loss_error <= result.tolerance) or result.gradient_error > 0.01
     assert result.where.startswith("layer features.0")

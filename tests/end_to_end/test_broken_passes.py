@@ -57,7 +57,7 @@ def test_a_cut_that_skips_its_way_into_a_group_is_named() -> None:
     assert any("flatten of role conv is read by" in problem for problem in cuts_are_communicated(program))
 
 
-@pytest.mark.parametrize("lost", [comm_ops.shard, comm_ops.enter, comm_ops.sum_partials])
+@pytest.mark.parametrize("lost", [comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group])
 def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[..., object]) -> None:
     program = MAKERS[lost]().program
     node = _cut_out(program.stage("fc").graph, lost)
@@ -66,8 +66,12 @@ def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[...
 
 FORGOTTEN = [
     (sharded, comm_ops.shard, r"fc7 \(.*\) needs the whole of relu_1, but a rank has its part of the features only"),
-    (rows, comm_ops.sum_partials, r"needs the whole of fc7_part, but a rank has a part of a sum"),
-    (entered, comm_ops.enter, r"fc \(.*\) is divided by columns and reads norm, whose gradient is never summed"),
+    (rows, comm_ops.reduce_from_group, r"needs the whole of fc7_part, but a rank has a part of a sum"),
+    (
+        entered,
+        comm_ops.copy_to_group,
+        r"fc \(.*\) is divided by columns and reads norm, whose gradient is never summed",
+    ),
     pytest.param(
         mixed,
         comm_ops.shard,
@@ -114,8 +118,8 @@ def rewritten_by(whole: CompiledProgram, broken: ShardLayers) -> Program:
 
 MAKERS: dict[Callable[..., object], Callable[[], CompiledProgram]] = {
     comm_ops.shard: sharded,
-    comm_ops.enter: entered,
-    comm_ops.sum_partials: rows,
+    comm_ops.copy_to_group: entered,
+    comm_ops.reduce_from_group: rows,
 }
 """A program that has the node."""
 

@@ -87,24 +87,24 @@ def test_the_unbroken_programs_hold() -> None:
 # -- wrong numbers: verify names the layer -----------------------------------------------------------------------------
 
 Case = tuple[Callable[[], CompiledProgram], str, str, str]
-GATHERED = r"d_cut0( = |\.append\()fc\.give_back\(cut0_group\.grad\)"
+GATHERED = r"d_cut0( = |\.append\()fc\.modulo_grad\(cut0_group\.grad\)"
 NAMED: dict[str, Case] = {
     "a gradient of the loss that is summed though all ranks have it": (
         sharded, "features=5, partial=False", "features=5, partial=True", r"layer fc8.*2 times"),
     "parts of a gradient that are taken for the whole": (
         sharded, "features=14", "features=14, partial=False", "layer fc6"),
     "gathered examples whose gradients are not summed": (
-        sharded, GATHERED, r"d_cut0\1fc.give_back(cut0_group.grad, partial=False)", "layer conv"),
+        sharded, GATHERED, r"d_cut0\1fc.modulo_grad(cut0_group.grad, partial=False)", "layer conv"),
     "gathered examples whose gradients are not given back": (
         sharded, GATHERED, r"d_cut0\1cut0_group.grad[: len(cut0)]", "layer conv"),
     "parts of a sum that are not summed": (
-        rows, r"rank\.sum_partials\((F\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
+        rows, r"comm\.reduce_from_group\((F\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
     "the gradient of a norm that nobody sums": (
-        entered, r"rank\.enter\((self\.norm\(cut0\))\)", r"\1", "layer norm"),
-    "examples of others that are kept": (mixed, r"fc\.keep\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
+        entered, r"comm\.copy_to_group\((self\.norm\(cut0\))\)", r"\1", "layer norm"),
+    "examples of others that are kept": (mixed, r"fc\.slice_batch\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
     "a rank's own gradient in place of its group's": (
-        mixed, r"fc\.spread\((cut1_fc2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
-    "a layer whose gradient nobody gathers": (late, r"rank\.late_multiply\(flatten", "F.linear(flatten", "layer fc6"),
+        mixed, r"fc\.all_gather_grad\((cut1_fc2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
+    "a layer whose gradient nobody gathers": (late, r"comm\.late_multiply\(flatten", "F.linear(flatten", "layer fc6"),
     "a gradient divided by the number of ranks": (
         hybrid, r"(recv\(\"fc\", \(-1, 27\), torch\.float32\))", r"\1 / 2", r"layer conv.*0\.5 times"),
     "a turn that is left out of the loss": (
@@ -114,7 +114,7 @@ NAMED: dict[str, Case] = {
     "gradients of convolutions that ranks do not sum": (
         lambda: sharded(4), r"with conv\.all_reduce\(stage, CONV_BUCKETS\):", "if True:", "layer conv"),
     "a mean over the group's examples only": (
-        lambda: sharded(4), r"rank\.total_weight\(target\)", "target.shape[0]", "the loss cross_entropy.*2 times"),
+        lambda: sharded(4), r"comm\.global_weight\(target\)", "target.shape[0]", "the loss cross_entropy.*2 times"),
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_the_share_of_a_mean_counts_every_turn_of_a_group() -> None:
     model, pins = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Linear(9, 5)), {"3": columns(2)}
     program = compiled(model, (x,), target, F.mse_loss, 2, "modulo_shard(mp=2,scheme=B/K)", pins={"1": "conv", **pins})
     assert program.verify(steps=1).holds
-    result = edited(program, r"rank\.share\(", "(").verify(steps=1)
+    result = edited(program, r"comm\.scale_by_share\(", "(").verify(steps=1)
     assert not result.holds and "mse_loss" in result.where and "2 times" in result.where
 
 
@@ -152,14 +152,15 @@ def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], Co
 
 CRASHES: dict[str, Case] = {
     "features that are not gathered": (
-        sharded, r"rank\.shard\((F\.relu\(self\.fc6\(cut0\)\)), features=14\)", r"\1", "shapes cannot be multiplied"),
+        sharded, r"comm\.shard\((F\.relu\(self\.fc6\(cut0\)\)), features=14\)", r"\1", "shapes cannot be multiplied"),
     "examples that are not gathered": (sharded, r"fc\.modulo\(cut0\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
     "targets that are not gathered": (sharded, r"fc\.modulo\(target\)", "target", r"batch_size \(8\).*\(4\)"),
     "neither": (sharded, r"(\w+)_group = fc\.modulo\(\w+\)", r"\1_group = \1.detach()", "return_examples.*should be 8"),
     "a turn that is left out": (lambda: sharded(scheme="B/K"), r"fc\.turns\(2\)", "fc.turns(1)", "shape"),
-    "all examples of the group where one's own are read": (mixed, r"fc\.keep\(cut1\)", "cut1", "Mismatch in shape"),
+    "all examples of the group where one's own are read": (
+        mixed, r"fc\.slice_batch\(cut1\)", "cut1", "Mismatch in shape"),
     "one's own gradient where the group's is read": (
-        mixed, r"fc\.spread\((cut1_fc2\.grad)\)", r"\1", "Mismatch in shape"),
+        mixed, r"fc\.all_gather_grad\((cut1_fc2\.grad)\)", r"\1", "Mismatch in shape"),
     "a group that not all its ranks know": (sharded, r"group=\(0, 1\)", "group=(0,)", "not one of the group's ranks"),
     "replicas that are not": (lambda: sharded(4), r"replicas=\(0, 2\)", "replicas=(0, 1)", "not one of the group's"),
 }  # fmt: skip
@@ -184,9 +185,9 @@ def test_ranks_that_do_not_sum_the_same_gradients_are_told_apart() -> None:
 
 def without(program: Program, dropped: str) -> Program:
     """The program without an action, in its printed form, in every part."""
-    parts = [replace(p, actions=tuple(a for a in p.actions if str(a) != dropped)) for p in program.parts]
-    assert parts != list(program.parts), f"{dropped} is no action"
-    return replace(program, parts=tuple(parts))
+    parts = [replace(p, actions=tuple(a for a in p.actions if str(a) != dropped)) for p in program.rank_programs]
+    assert parts != list(program.rank_programs), f"{dropped} is no action"
+    return replace(program, rank_programs=tuple(parts))
 
 
 def swapped(program: Program, first: str, second: str) -> Program:
@@ -201,7 +202,7 @@ def swapped(program: Program, first: str, second: str) -> Program:
         found[i], found[j] = found[j], found[i]
         return tuple(found)
 
-    return replace(program, parts=tuple(replace(p, actions=swap(p.actions)) for p in program.parts))
+    return replace(program, rank_programs=tuple(replace(p, actions=swap(p.actions)) for p in program.rank_programs))
 
 
 DROPPED = [
@@ -225,18 +226,18 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
     circle = swapped(mixed().program, "fc2: send cut2 -> fc3", "fc2: sum_loss")
     assert any("in a circle" in problem and "cut2" in problem for problem in no_deadlock(circle))
     crossed = swapped(mixed().program, "fc: modulo cut0", "fc: forward")
-    one_part = replace(crossed, parts=(crossed.parts[0], *mixed().program.parts[1:]))
+    one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
     assert "modulo cut0[0]" in problem and "fc.relu_1_whole[0]" in problem
 
 
 LOCAL = [
     (sharded, "fc: modulo cut0"),
-    (sharded, "fc: return cut0"),
-    (mixed, "fc: keep cut1"),
-    (mixed, "fc: spread cut1"),
+    (sharded, "fc: modulo_grad cut0"),
+    (mixed, "fc: slice_batch cut1"),
+    (mixed, "fc: all_gather_grad cut1"),
     (late, "all: multiply"),
-    (hybrid, "conv: reduce bucket0"),
+    (hybrid, "conv: all_reduce bucket0"),
     (hybrid, "conv: backward"),
     (lambda: sharded(scheme="B/K"), "fc: modulo cut0"),
 ]
@@ -259,7 +260,7 @@ def test_a_gradient_that_never_arrived_is_told_where_it_is_spread() -> None:
 
 
 def test_an_error_in_an_edited_program_names_its_file_and_line() -> None:
-    program = edited(sharded(), r"rank\.shard\((.*), features=14\)", r"\1")
+    program = edited(sharded(), r"comm\.shard\((.*), features=14\)", r"\1")
     with pytest.raises(RuntimeError) as caught:
         program.verify(steps=1)
     assert any(re.match(r"in conv_fc.py, line \d+: .*fc", note) for note in caught.value.__notes__)

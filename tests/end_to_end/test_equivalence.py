@@ -92,7 +92,7 @@ def test_data_parallel_is_the_same_training(name: str, world: int) -> None:
 @pytest.mark.parametrize("name", ["vgg_bn", "ignore_index"])
 def test_unequal_shares_are_the_same_training(name: str, n_c: int, n_f: int, batch: int) -> None:
     compiled_program = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", global_batch=batch)
-    assert len(set(compiled_program.plan.sizes)) > 1 or n_c == 1 or batch % n_c == 0
+    assert len(set(compiled_program.plan.local_batches)) > 1 or n_c == 1 or batch % n_c == 0
     result = compiled_program.verify()
     assert result.holds and result.examples == batch, str(result)
 

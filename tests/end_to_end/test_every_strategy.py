@@ -170,7 +170,7 @@ def test_synchronised_norms_are_those_of_one_process_over_the_whole_batch(
     world: int, strategy: str, pins: dict[str, Any]
 ) -> None:
     program = planned(world, strategy, torch.float64, norm=True, pins=pins, global_batch=3 * world + 1)
-    assert program.plan.synchronised and "rank.batch_norm(" in "".join(program.files.values())
+    assert program.plan.synchronised and "comm.batch_norm(" in "".join(program.files.values())
     result = program.verify()
     assert_exact(result)
     assert not any("BatchNorm normalises" in note for note in result.notes)
@@ -192,7 +192,7 @@ def test_batches_and_features_that_groups_do_not_divide_are_one_process(world: i
     size = group_size(world)
     pins = {"fc*": Placement(holding="sharded", group=size, split="columns")}
     program = planned(world, f"modulo_shard(mp={size},scheme={scheme})", torch.float64, pins=pins, global_batch=batch)
-    assert len(set(program.plan.sizes)) == 2
+    assert len(set(program.plan.local_batches)) == 2
     assert_exact(program.verify(steps=2))
 
 
@@ -294,5 +294,5 @@ def test_rows_after_columns_hold_on_values_with_a_time_dimension() -> None:
     rows = Placement(holding="sharded", group=2, split="rows")
     pins = {"up": Placement(holding="sharded", group=2), "down": rows}
     program = compiled(Timed().double(), (x,), y, weighted, 4, "modulo_shard(mp=2,scheme=B/K)", pins=pins)
-    assert "sum_partials" in "".join(program.files.values())
+    assert "reduce_from_group" in "".join(program.files.values())
     assert_exact(program.verify(steps=2))

@@ -142,7 +142,7 @@ def test_a_scheduler_of_the_learning_rate_is_called_on_every_rank(name: str) -> 
     def run(worker: Worker) -> dict[str, Tensor] | None:
         advance = scheduled(worker.optimizer)
         for batch in given:
-            worker.step(*part_of(worker, batch, program.plan.sizes))
+            worker.step(*part_of(worker, batch, program.plan.local_batches))
             advance()
         return worker.state_dict()
 
@@ -164,7 +164,7 @@ def test_an_evaluation_is_that_of_one_process_and_leaves_training_alone(name: st
 
     def run(worker: Worker) -> tuple[float, dict[str, Tensor] | None]:
         train(worker, [first])
-        loss = float(worker.evaluate(*part_of(worker, aside, program.plan.sizes)))
+        loss = float(worker.evaluate(*part_of(worker, aside, program.plan.local_batches)))
         return loss, train(worker, [second])[1]
 
     results = on_workers(program, run, optimizer=sgd)

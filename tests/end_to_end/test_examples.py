@@ -115,7 +115,7 @@ def test_a_transformers_head_may_be_its_embedding() -> None:
     tokens, targets = torch.randint(50, (BATCH, 12)), torch.randint(50, (BATCH, 12))
     targets[0, 5:] = -100  # padding
     program = analyse(model, (tokens,), targets, next_token_loss)
-    assert program.holdings["tokens.weight"].names == ("tokens.weight", "head.weight")
+    assert program.tensors["tokens.weight"].names == ("tokens.weight", "head.weight")
     assert [term.kind for term in program.loss_terms] == ["weighted"]
     result = compiled(model, (tokens,), targets, next_token_loss, 2, "data_parallel", analysed=program).verify()
     assert result.holds, str(result)

@@ -122,12 +122,12 @@ def test_a_plan_reads_back_as_it_was_written() -> None:
 def test_the_hash_of_a_plan_tells_decisions_and_not_prices() -> None:
     plan = two_fc_ranks().plan
     assert dataclasses.replace(plan, step_seconds=1.0, reasons={}, candidates=()).hash == plan.hash
-    assert dataclasses.replace(plan, examples={**plan.examples, "conv": (0, 3, 7, 11)}).hash != plan.hash
+    assert dataclasses.replace(plan, batch_offsets={**plan.batch_offsets, "conv": (0, 3, 7, 11)}).hash != plan.hash
     assert json.loads(plan.to_json())["hash"] == plan.hash
 
 
 def test_action_lists_print_and_parse_back() -> None:
-    for part in two_fc_ranks().program.parts:
+    for part in two_fc_ranks().program.rank_programs:
         assert part.actions and parse_actions(print_actions(part.actions)) == part.actions
 
 

@@ -100,7 +100,7 @@ def ours(strategy: str, given: dict[str, Any], **options: Any) -> list[tuple[lis
 
     def run(worker: Worker) -> tuple[list[float], dict[str, Tensor], Any]:
         worker.load_state_dict(given["state"])
-        losses = [float(worker.step(*part_of(worker, batch, program.plan.sizes))) for batch in given["batches"]]
+        losses = [float(worker.step(*part_of(worker, batch, program.plan.local_batches))) for batch in given["batches"]]
         own = {name: p.detach().clone() for name, p in worker.stage.named_parameters()}
         return losses, own, worker.state_dict()
 

@@ -19,7 +19,7 @@ def plan(n_c: int, n_f: int, batch: int) -> Plan:
         world=n_c + n_f,
         roles={"conv": tuple(range(n_c)), "fc": tuple(range(n_c, n_c + n_f))},
         placements={"a": Placement("conv", "replicated", "all_reduce"), "b": Placement("fc", "replicated", "none")},
-        examples={"conv": conv, "fc": serve(conv, n_f)},
+        batch_offsets={"conv": conv, "fc": serve(conv, n_f)},
         cluster="none",
     )
 
@@ -65,7 +65,7 @@ def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
         world=6,
         roles={"conv": (0, 1, 2, 3), "fc": (0, 1, 2, 3)},
         placements={"a": Placement("conv", "replicated", "parameter_server"), "b": Placement("fc", "sharded", "none")},
-        examples={"conv": bounds, "fc": bounds},
+        batch_offsets={"conv": bounds, "fc": bounds},
         cluster="none",
         groups={"fc": Grouping(size, scheme)},
         servers=(4,),
@@ -76,10 +76,10 @@ def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
 def test_a_rank_may_be_in_several_roles_and_keeps_its_own_examples() -> None:
     made = in_both()
     assert [made.roles_of(rank) for rank in range(6)] == [("conv", "fc")] * 4 + [()] * 2
-    assert made.parts == {("conv", "fc"): (0, 1, 2, 3), ("server",): (4,)}
+    assert made.ranks_by_roles == {("conv", "fc"): (0, 1, 2, 3), ("server",): (4,)}
     assert made.is_local("conv", "fc")
     assert made.routes(1, "conv", "fc") == ((1, 3, 4),)
-    moved = replace(made, examples={**made.examples, "fc": (0, 2, 6, 9, 12)})
+    moved = replace(made, batch_offsets={**made.batch_offsets, "fc": (0, 2, 6, 9, 12)})
     assert not moved.is_local("conv", "fc")
     assert moved.routes(0, "conv", "fc") == ((0, 0, 2), (1, 2, 3))
     assert moved.interval("conv", 1) == (3, 4) and moved.interval("fc", 1) == (2, 6)
@@ -89,9 +89,9 @@ def test_a_rank_may_be_in_several_roles_and_keeps_its_own_examples() -> None:
 def test_ranks_of_one_combination_of_roles_run_one_part() -> None:
     made = replace(
         in_both(), roles={"conv": (0, 1, 2), "fc": (2, 3)}, groups={}, servers=(3, 5),
-        examples={"conv": (0, 4, 8, 12), "fc": (0, 6, 12)},
+        batch_offsets={"conv": (0, 4, 8, 12), "fc": (0, 6, 12)},
     )  # fmt: skip
-    assert made.parts == {("conv",): (0, 1), ("conv", "fc"): (2,), ("fc", "server"): (3,), ("server",): (5,)}
+    assert made.ranks_by_roles == {("conv",): (0, 1), ("conv", "fc"): (2,), ("fc", "server"): (3,), ("server",): (5,)}
 
 
 def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them() -> None:
@@ -114,7 +114,7 @@ def test_the_turns_of_a_group_are_its_examples_once(scheme: str, size: int) -> N
         seen = sorted(example for each in pieces for a, b in each for example in range(a, b))
         group = made.group("fc", rank)
         assert seen == list(range(made.interval("fc", group[0])[0], made.interval("fc", group[-1])[1]))
-        assert made.worked("fc", rank) == max(sum(b - a for a, b in each) for each in pieces)
+        assert made.peak_batch("fc", rank) == max(sum(b - a for a, b in each) for each in pieces)
         for k, member in enumerate(group):  # every member's own are in order, without a gap
             own = [each[k] for each in pieces if each[k][0] < each[k][1]]
             assert own[0][0] == made.interval("fc", member)[0] and own[-1][1] == made.interval("fc", member)[1]
@@ -125,7 +125,7 @@ def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -
     assert in_both("BK").turn("fc", 2, 0) == ((4, 9), (9, 12))
     assert in_both("B").turn("fc", 2, 1) == ((4, 4), (9, 12))
     assert in_both("B/K").turn("fc", 2, 1) == ((6, 9), (10, 12))
-    assert [in_both(scheme).worked("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
+    assert [in_both(scheme).peak_batch("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_plan_with_groups_and_servers_reads_back_from_its_text() -> None:
 def test_a_plan_reads_back_from_its_text() -> None:
     made = plan(3, 2, 11)
     assert Plan.from_json(made.to_json()) == made
-    assert made.sizes == (4, 4, 3) and made.reader == "conv" and made.global_batch == 11
+    assert made.local_batches == (4, 4, 3) and made.reader == "conv" and made.global_batch == 11
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"schema": 1, "hash": "x"}', '{"schema": 2, "hash": "x"}'])

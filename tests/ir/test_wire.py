@@ -65,7 +65,7 @@ def counted(program: CompiledProgram, batch: tuple[Tensor, ...]) -> list[tuple[i
     """For every rank, the bytes that it counts in one step, not the first, and what its transport saw in it."""
 
     def run(worker: Worker) -> tuple[int, Seen]:
-        mine = part_of(worker, batch, program.plan.sizes)
+        mine = part_of(worker, batch, program.plan.local_batches)
         worker.step(*mine)
         before, seen = worker.rank.sent_bytes, Seen()
         seen.watch(worker.rank.transport)
@@ -160,13 +160,13 @@ def ops_of(program: Program, rank: int, *words: str) -> list[WireOp]:
 
 
 def nbytes(program: Program, *layers: str) -> int:
-    return sum(program.holdings[h].nbytes for layer in layers for h in program.layer(layer).holdings)
+    return sum(program.tensors[h].nbytes for layer in layers for h in program.layer(layer).tensors)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_data_parallelism_sends_the_gradients_as_a_ring_does(world: int) -> None:
     program = planned(world, "data_parallel").program
-    gradients = sum(h.nbytes for h in program.holdings.values())
+    gradients = sum(h.nbytes for h in program.tensors.values())
     for rank in range(world):
         (bucket,) = ops_of(program, rank, "bucket")
         assert bucket.sent == pytest.approx(2 * (world - 1) / world * gradients)
@@ -177,7 +177,7 @@ def test_data_parallelism_sends_the_gradients_as_a_ring_does(world: int) -> None
 def test_workers_push_and_pull_the_model_and_servers_sum_for_all_of_them(world: int, beside: bool) -> None:
     """Stanza equation (6): a worker pushes P bytes; servers send P to every worker, but what one serves itself."""
     program = planned(world, f"parameter_server(beside={beside})").program
-    P = sum(h.nbytes for h in program.holdings.values())
+    P = sum(h.nbytes for h in program.tensors.values())
     sent = [sum(op.sent for op in ops_of(program, rank, "push", "pull")) for rank in range(world)]
     if beside:
         assert sum(sent) == 2 * (world - 1) * P
@@ -220,7 +220,7 @@ def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_g
     program = planned(world, f"modulo_shard(mp={world},scheme={scheme})", pins=pins, global_batch=12 * world).program
     K, batch, example = world, 12, 27 * 4
     for rank in range(world):
-        there, back = ops_of(program, rank, "modulo cut0"), ops_of(program, rank, "return cut0")
+        there, back = ops_of(program, rank, "modulo cut0"), ops_of(program, rank, "modulo_grad cut0")
         assert len(there) == len(back) == (turns or K)
         assert sum(op.sent for op in there) == sum(op.sent for op in back) == (K - 1) * batch * example
         if scheme == "B/K":

@@ -72,16 +72,16 @@ def test_no_gradient_comes_back_where_nothing_trains_below_the_cut():
 
 def test_more_readers_make_a_larger_batch_and_a_fixed_one_is_shared_out():
     grown = place(separable(batch=4), 5, LayerSeparation(n_c=3))
-    assert (grown.global_batch, grown.sizes) == (12, (4, 4, 4))
+    assert (grown.global_batch, grown.local_batches) == (12, (4, 4, 4))
     fixed = place(separable(batch=4), 5, LayerSeparation(n_c=3), global_batch=10)
-    assert fixed.examples == {"conv": (0, 4, 7, 10), "fc": (0, 7, 10)}
+    assert fixed.batch_offsets == {"conv": (0, 4, 7, 10), "fc": (0, 7, 10)}
 
 
 def test_the_largest_share_sets_the_pace():
     cluster = small_cluster(1e12, 0.0)
     uneven = place(separable(), 3, DataParallel(), cluster, global_batch=7)
     even = place(separable(), 3, DataParallel(), cluster, global_batch=9)
-    assert uneven.sizes == (3, 2, 2)
+    assert uneven.local_batches == (3, 2, 2)
     assert uneven.step_seconds == pytest.approx(even.step_seconds)
 
 
@@ -89,7 +89,7 @@ def test_single_device_uses_rank_0_only_and_keeps_the_world():
     plan = place(separable(), 4, SingleDevice())
     assert plan.world == 4
     assert plan.roles == {"all": (0,)}
-    assert plan.examples == {"all": (0, 4)}
+    assert plan.batch_offsets == {"all": (0, 4)}
     assert plan.step_seconds == pytest.approx(4 * 8.3e5 / 1e6)
 
 

@@ -16,7 +16,7 @@ from splitc.ir.plan import Placement
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
 
-INSERTED = (comm_ops.shard, comm_ops.enter, comm_ops.sum_partials)
+INSERTED = (comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group)
 COLUMNS = Placement(holding="sharded", group=2, split="columns")
 ROWS = Placement(holding="sharded", group=2, split="rows")
 GROUPED = Placement(group=2)
@@ -90,7 +90,7 @@ ON_THE_WHOLE: dict[str, Run] = {
 def test_everything_else_reads_what_was_gathered(name: str) -> None:
     """Each of its readers has the whole gradient then, and what the next divided layer reads is summed by `enter`."""
     found = inserted(divided(ON_THE_WHOLE[name], a=COLUMNS, fc=COLUMNS))
-    assert "enter" in found.values() and "shard partial" not in found.values(), found
+    assert "copy_to_group" in found.values() and "shard partial" not in found.values(), found
     assert any(node.startswith("a") and kind == "shard" for node, kind in found.items()), found
 
 
@@ -115,9 +115,9 @@ def test_two_divided_readers_of_one_value_share_a_gather() -> None:
 def test_a_divided_and_a_whole_reader_of_one_value_part_at_an_enter() -> None:
     program = divided(lambda m, x: m.fc(h := F.relu(m.a(x))) + m.b(h)[:, :CLASSES], a=COLUMNS, fc=COLUMNS)
     found = inserted(program)
-    assert sorted(found.values()) == ["enter", "shard", "shard"], found
+    assert sorted(found.values()) == ["copy_to_group", "shard", "shard"], found
     graph = program.program.graph
-    (enter,) = (n for n in graph.nodes if n.target is comm_ops.enter)
+    (enter,) = (n for n in graph.nodes if n.target is comm_ops.copy_to_group)
     assert [str(user.target) for user in enter.users] == ["fc"]
 
 
@@ -136,12 +136,12 @@ def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
         return scores
 
     program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
-    assert list(inserted(program).values()) == ["enter", "shard"] and returns(program) == [False]
+    assert list(inserted(program).values()) == ["copy_to_group", "shard"] and returns(program) == [False]
 
 
 def test_what_needs_no_gradient_is_not_summed() -> None:
     program = divided(lambda m, x: m.fc(F.relu(m.a(x))), a=COLUMNS)
-    assert "enter" not in inserted(program).values(), "the images train nothing"
+    assert "copy_to_group" not in inserted(program).values(), "the images train nothing"
     assert returns(program) == []
 
 
@@ -150,14 +150,14 @@ def test_what_needs_no_gradient_is_not_summed() -> None:
 
 def test_rows_after_columns_need_one_sum_and_no_gather() -> None:
     program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
-    assert list(inserted(program).values()) == ["sum_partials"]
+    assert list(inserted(program).values()) == ["reduce_from_group"]
     stage = program.program.stage("fc")
     assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "fc.weight": 1}, "the bias is whole"
 
 
 def test_the_bias_of_rows_is_added_once_after_the_sum() -> None:
     program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
-    (total,) = (n for n in program.program.graph.nodes if n.target is comm_ops.sum_partials)
+    (total,) = (n for n in program.program.graph.nodes if n.target is comm_ops.reduce_from_group)
     (after,) = total.users
     assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
 
@@ -180,7 +180,7 @@ def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_
     text = "".join(divided(ON_PARTS["dropout"], a=COLUMNS, fc=COLUMNS).files.values())
     assert "sharded=True" in text
     whole = divided(lambda m, x: m.fc(F.dropout(m.norm(m.a(x)), 0.5, m.training)), a=COLUMNS, fc=COLUMNS)
-    assert "rank.dropout(" in "".join(whole.files.values())
+    assert "comm.dropout(" in "".join(whole.files.values())
     assert "sharded=True" not in "".join(whole.files.values())
 
 

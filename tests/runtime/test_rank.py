@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
-from splitc.runtime.role_comm import Seat
+from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.transport.base import PeerLost, Transport
 from tests.support.ranks import Watched, connected, on_ranks, on_seats, plan_of, rank_of
 
@@ -30,7 +30,7 @@ def there_and_back(plan: Plan, value: Tensor, dim: int, rows: int, sizes: tuple[
     def run(transport: Transport) -> Tensor:
         rank = connected(plan, transport)
         rank.begin(sizes)
-        (seat,) = rank.seats
+        (seat,) = rank.comms
         first, last = seat.examples
         with rank.one_step():
             if seat.role == "conv":
@@ -78,7 +78,7 @@ def test_in_a_batch_of_another_size_every_boundary_moves_with_its_readers(plan: 
 
 
 def test_a_boundary_inside_a_readers_part_divides_it_in_proportion() -> None:
-    def run(seat: Seat) -> list[tuple[int, int]]:
+    def run(seat: RoleComm) -> list[tuple[int, int]]:
         seat.rank.begin((4, 8))
         smaller = seat.examples
         seat.rank.begin()
@@ -112,7 +112,7 @@ def test_a_piece_without_examples_is_not_sent_and_not_waited_for() -> None:
 
 
 def test_a_reader_that_is_compiled_for_no_examples_has_none_in_other_batches() -> None:
-    def run(seat: Seat) -> tuple[int, int]:
+    def run(seat: RoleComm) -> tuple[int, int]:
         seat.rank.begin((2, 0))
         return seat.examples
 
@@ -150,7 +150,7 @@ def test_a_step_ends_only_when_all_that_it_sent_has_left() -> None:
         works: list[Watched] = []
         start = transport._isend
         transport._isend = lambda *message: works.append(start(*message)) or works[-1]  # type: ignore[method-assign,func-returns-value]
-        (seat,) = rank.seats
+        (seat,) = rank.comms
         with rank.one_step():
             if seat.role == "conv":
                 seat.send(torch.ones(4), "fc")
@@ -172,10 +172,10 @@ def test_what_was_sent_may_not_change_within_the_step() -> None:
         with rank.one_step():
             if rank.role == "conv":
                 value = torch.ones(4)
-                rank.seat("conv").send(value, "fc")
+                rank.comm("conv").send(value, "fc")
                 value.add_(1)
             else:
-                rank.seat("fc").recv("conv", (-1,), torch.float32)
+                rank.comm("fc").recv("conv", (-1,), torch.float32)
 
     with pytest.raises(AssertionError, match="changed while it was on its way"):
         on_ranks(2, run)
@@ -200,7 +200,7 @@ def test_a_rank_that_fails_in_a_step_releases_the_others_and_its_own_error_is_th
             if rank.role == "conv":
                 raise KeyError("mine")
             with pytest.raises(PeerLost):
-                rank.seat("fc").recv("conv", (-1,), torch.float32)
+                rank.comm("fc").recv("conv", (-1,), torch.float32)
             raise PeerLost("released")
 
     with pytest.raises(KeyError, match="mine"):
@@ -208,7 +208,7 @@ def test_a_rank_that_fails_in_a_step_releases_the_others_and_its_own_error_is_th
 
 
 def test_a_missing_gradient_is_an_error_that_names_rank_and_role() -> None:
-    def run(seat: Seat) -> None:
+    def run(seat: RoleComm) -> None:
         if seat.role == "fc":
             with pytest.raises(RuntimeError, match="rank 1: no gradient arrived for what role conv sent"):
                 seat.send(None, "conv")
@@ -220,7 +220,7 @@ def test_a_rank_that_is_not_connected_says_so() -> None:
     with pytest.raises(LaunchError, match="rank 0 is not connected"):
         rank_of(ONE_TO_ONE, 0).sum_loss(torch.zeros(()))
     with pytest.raises(LaunchError, match="role conv is not connected"):
-        rank_of(ONE_TO_ONE, 0).seat("conv").recv("fc", (-1,), torch.float32)
+        rank_of(ONE_TO_ONE, 0).comm("conv").recv("fc", (-1,), torch.float32)
 
 
 def test_a_rank_refuses_the_transport_of_another() -> None:
@@ -234,7 +234,7 @@ def test_a_rank_refuses_the_transport_of_another() -> None:
 def test_a_rank_counts_the_bytes_that_it_sends() -> None:
     def run(transport: Transport) -> int:
         rank = connected(MANY_TO_ONE, transport)
-        (seat,) = rank.seats
+        (seat,) = rank.comms
         with rank.one_step():
             if seat.role == "conv":
                 seat.send(torch.ones(seat.examples[1] - seat.examples[0], 2), "fc")
@@ -255,9 +255,9 @@ def test_the_shares_of_the_ranks_means_sum_to_the_mean(sizes: tuple[int, ...] | 
     def run(transport: Transport) -> Tensor:
         rank = connected(plan_of(all=(0, 4, 8)), transport)
         rank.begin(sizes)
-        (seat,) = rank.seats
+        (seat,) = rank.comms
         first, last = seat.examples
-        return seat.sum_loss(seat.share(values[first:last].mean())).wait()
+        return seat.sum_loss(seat.scale_by_share(values[first:last].mean())).wait()
 
     for loss in on_ranks(2, run):
         torch.testing.assert_close(loss, values.mean())
@@ -271,10 +271,10 @@ def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
     scores, target = torch.randn(8, 5).to(dtype), torch.tensor([0, 1, -100, 3, -100, -100, -100, 2])
     weight = torch.rand(5).to(dtype) if weighted else None
 
-    def run(seat: Seat) -> Tensor:
+    def run(seat: RoleComm) -> Tensor:
         first, last = seat.examples
         part = F.cross_entropy(scores[first:last], target[first:last], weight, reduction="sum")
-        return seat.sum_loss(part / seat.total_weight(target[first:last], weight)).wait()
+        return seat.sum_loss(part / seat.global_weight(target[first:last], weight)).wait()
 
     expected = F.cross_entropy(scores, target, weight)
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
@@ -285,17 +285,17 @@ def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
 def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
     target = torch.tensor([[0, 1, 7], [7, 7, 2]])
 
-    def run(seat: Seat) -> Tensor:
+    def run(seat: RoleComm) -> Tensor:
         first, last = seat.examples
-        return seat.total_weight(target[first:last], ignore_index=7)
+        return seat.global_weight(target[first:last], ignore_index=7)
 
     assert on_seats(plan_of(all=(0, 1, 2)), run) == [3, 3]
 
 
 def test_a_total_is_summed_over_the_role_only_and_leaves_its_value_alone() -> None:
-    def run(seat: Seat) -> float:
+    def run(seat: RoleComm) -> float:
         value = torch.tensor(float(10**seat.rank.index), requires_grad=True)
-        total = seat.total(value)
+        total = seat.all_reduce_scalar(value)
         assert not total.requires_grad
         assert float(value.detach()) == 10**seat.rank.index
         return float(total)
@@ -306,7 +306,7 @@ def test_a_total_is_summed_over_the_role_only_and_leaves_its_value_alone() -> No
 def test_the_loss_is_the_same_on_every_rank_and_is_summed_in_double_precision() -> None:
     parts = [1.0, 2.0**-24, 2.0**-24]  # in float32, one by one, 1 + 2**-24 is 1
 
-    def run(seat: Seat) -> Tensor:
+    def run(seat: RoleComm) -> Tensor:
         contribution = torch.tensor(parts[seat.rank.index], requires_grad=True)
         loss = seat.sum_loss(contribution)
         assert loss.wait().dtype == torch.float32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.ir.plan import Grouping, Plan, piece
-from splitc.runtime.role_comm import Seat
+from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import connected, on_ranks, on_seats, plan_of
 
@@ -55,7 +55,7 @@ BOTH = [
 @pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 1), (0, 3), (2, 2)])
 @pytest.mark.parametrize("part", [1.0, 0.75, 2.0])
 def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim: int, rows: int, part: float) -> None:
-    sizes = tuple(int(size * part) for size in plan.sizes)
+    sizes = tuple(int(size * part) for size in plan.local_batches)
     shape = [2, 3, 5]
     shape[dim] = sum(sizes) * rows
     value = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -64,7 +64,7 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
     def run(transport: Transport) -> tuple[dict[str, Tensor], int, int]:
         rank = connected(plan, transport)
         rank.begin(sizes)
-        seats = {seat.role: seat for seat in rank.seats}
+        seats = {seat.role: seat for seat in rank.comms}
         found, given = {}, 0
         with rank.one_step():
             if (conv := seats.get("conv")) is not None:
@@ -75,9 +75,9 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
                 fc.send(found["fc"] * 2, "conv", dim, rows)
             if conv is not None:
                 found["conv"] = conv.recv("fc", template, value.dtype, rows)
-        for seat in rank.seats:
+        for seat in rank.comms:
             a, b = seat.examples
-            other = rank.seat("fc" if seat.role == "conv" else "conv").examples if len(rank.seats) == 2 else (0, 0)
+            other = rank.comm("fc" if seat.role == "conv" else "conv").examples if len(rank.comms) == 2 else (0, 0)
             kept = max(0, min(b, other[1]) - max(a, other[0]))
             given += (b - a - kept) * value.nbytes // sum(sizes)
         return found, rank.sent_bytes, given
@@ -92,7 +92,7 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
 def test_what_is_handed_over_arrives_in_the_order_in_which_it_was_given() -> None:
     def run(transport: Transport) -> list[list[float]]:
         rank = connected(in_both((0, 2, 4), (0, 1), (0, 3, 4)), transport)
-        conv, fc = rank.seat("conv"), rank.seat("fc")
+        conv, fc = rank.comm("conv"), rank.comm("fc")
         with rank.one_step():
             for k in range(3):
                 conv.send(torch.full((2,), 10.0 * k + rank.index), "fc")
@@ -107,8 +107,8 @@ def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
     def run(transport: Transport) -> None:
         rank = connected(in_both((0, 4), (0,), (0, 4)), transport)
         value = torch.randn(4, 2, requires_grad=True)
-        rank.seat("conv").send(value * 1, "fc")
-        got = rank.seat("fc").recv("conv", (-1, 2), torch.float32)
+        rank.comm("conv").send(value * 1, "fc")
+        got = rank.comm("fc").recv("conv", (-1, 2), torch.float32)
         assert torch.equal(got, value) and got.is_leaf and not got.requires_grad
         got.zero_()
         assert bool(value.detach().any())
@@ -121,8 +121,8 @@ def test_a_rank_with_two_seats_says_both_roles_and_its_step_gets_both() -> None:
     def run(transport: Transport) -> tuple[str, list[str]]:
         rank = connected(in_both((0, 4), (0, 1), (0, 2, 4), world=3), transport)
         views = [view.role for view in rank.views]
-        assert rank.seats == () or rank.views == rank.seats
-        assert all(seat.rank is rank and rank.seat(seat.role) is seat for seat in rank.seats)
+        assert rank.comms == () or rank.views == rank.comms
+        assert all(seat.rank is rank and rank.comm(seat.role) is seat for seat in rank.comms)
         assert rank.examples_of(1, "fc") == (2, 4) and rank.examples_of(0, "conv") == (0, 4)
         return rank.role, views
 
@@ -132,10 +132,10 @@ def test_a_rank_with_two_seats_says_both_roles_and_its_step_gets_both() -> None:
 # -- a group's turns ---------------------------------------------------------------------------------------------------
 
 
-def in_turns(plan: Plan, sizes: Sizes, function: Callable[[Seat], Tensor]) -> list[dict[int, Tensor]]:
+def in_turns(plan: Plan, sizes: Sizes, function: Callable[[RoleComm], Tensor]) -> list[dict[int, Tensor]]:
     """What `function` gives on each rank in each turn that is not left out."""
 
-    def run(seat: Seat) -> dict[int, Tensor]:
+    def run(seat: RoleComm) -> dict[int, Tensor]:
         seat.rank.begin(sizes)
         return {turn: function(seat) for turn in seat.turns(turns_of(plan))}
 
@@ -144,7 +144,7 @@ def in_turns(plan: Plan, sizes: Sizes, function: Callable[[Seat], Tensor]) -> li
 
 def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, int]]:
     """The examples that each member of the group of `rank` gives to a turn of a step of these sizes."""
-    bounds = list(accumulate(sizes or plan.sizes, initial=0))
+    bounds = list(accumulate(sizes or plan.local_batches, initial=0))
     members = plan.group("all", rank)
     scheme = plan.groups["all"].scheme
     return [piece((bounds[m], bounds[m + 1]), scheme, k, turn, len(members)) for k, m in enumerate(members)]
@@ -156,11 +156,11 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
 def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
     plan: Plan, sizes: Sizes, dim: int, rows: int
 ) -> None:
-    total = sum(sizes or plan.sizes)
+    total = sum(sizes or plan.local_batches)
     shape = (total * rows, 3) if dim == 0 else (3, total * rows)
     value = torch.arange(total * rows * 3).reshape(shape)
 
-    def own(seat: Seat) -> Tensor:
+    def own(seat: RoleComm) -> Tensor:
         first, last = seat.examples
         return seat.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
 
@@ -181,10 +181,10 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("partial", [True, False])
 def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Plan, sizes: Sizes, partial: bool) -> None:
-    total = sum(sizes or plan.sizes)
+    total = sum(sizes or plan.local_batches)
     whole = torch.randn(total, 2, dtype=torch.float64)
 
-    def run(seat: Seat) -> tuple[Tensor, int, int]:
+    def run(seat: RoleComm) -> tuple[Tensor, int, int]:
         seat.rank.begin(sizes)
         back, (first, last), members = [], seat.examples, seat.members
         factor = members.index(seat.rank.index) + 1 if partial else 1
@@ -192,16 +192,16 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
         for _ in seat.turns(turns_of(plan)):
             gathered = seat.modulo(whole[first:last])
             before = seat.sent_bytes
-            back.append(seat.give_back(gathered * factor, partial=partial))
+            back.append(seat.modulo_grad(gathered * factor, partial=partial))
             sent += seat.sent_bytes - before
         return torch.cat(back), sent, last - first
 
     for rank, (gradient, sent, own) in enumerate(on_seats(plan, run)):
         members = plan.group("all", rank)
-        first = sum((sizes or plan.sizes)[:rank])
+        first = sum((sizes or plan.local_batches)[:rank])
         times = sum(range(1, len(members) + 1)) if partial else 1
         torch.testing.assert_close(gradient, whole[first : first + own] * times)
-        others = sum((sizes or plan.sizes)[m] for m in members if m != rank)
+        others = sum((sizes or plan.local_batches)[m] for m in members if m != rank)
         assert sent == (others * 2 * 8 if partial else 0)  # the whole gradient is everywhere already
 
 
@@ -211,20 +211,20 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
 def test_keep_takes_ones_own_examples_and_spread_gathers_their_gradients(
     plan: Plan, sizes: Sizes, dim: int, rows: int
 ) -> None:
-    total = sum(sizes or plan.sizes)
+    total = sum(sizes or plan.local_batches)
     value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
 
-    def run(seat: Seat) -> Tensor:
+    def run(seat: RoleComm) -> Tensor:
         seat.rank.begin(sizes)
         kept, (first, last), position = [], seat.examples, seat.members.index(seat.rank.index)
         for turn in seat.turns(turns_of(plan)):
             gathered = seat.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
             before = seat.sent_bytes
-            kept.append(seat.keep(gathered, dim, rows))
+            kept.append(seat.slice_batch(gathered, dim, rows))
             a, b = pieces(plan, sizes, seat.rank.index, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
             assert seat.sent_bytes == before
-            assert torch.equal(seat.spread(kept[-1], dim, rows), gathered)
+            assert torch.equal(seat.all_gather_grad(kept[-1], dim, rows), gathered)
             assert seat.sent_bytes == before + (len(seat.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
@@ -244,7 +244,7 @@ EMPTY = [
 
 @pytest.mark.parametrize(("plan", "sizes", "busy"), EMPTY)
 def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: Sizes, busy: list[int]) -> None:
-    def run(seat: Seat) -> list[tuple[int, bool]]:
+    def run(seat: RoleComm) -> list[tuple[int, bool]]:
         seat.rank.begin(sizes)
         return [(turn, seat._sums_now) for turn in seat.turns(turns_of(plan))]
 
@@ -253,7 +253,7 @@ def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: S
 
 
 def test_a_loop_over_turns_that_breaks_off_leaves_the_seat_as_it_was() -> None:
-    def run(seat: Seat) -> None:
+    def run(seat: RoleComm) -> None:
         with pytest.raises(KeyError):
             for _ in seat.turns(4):
                 raise KeyError
@@ -266,12 +266,12 @@ def test_a_loop_over_turns_that_breaks_off_leaves_the_seat_as_it_was() -> None:
 @pytest.mark.parametrize("plan", [plan_of(all=(0, 3, 8)), *GROUPED])
 @pytest.mark.parametrize("share", [1.0, 0.5, 2.0])
 def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float) -> None:
-    sizes = tuple(max(1, int(size * share)) for size in plan.sizes)
+    sizes = tuple(max(1, int(size * share)) for size in plan.local_batches)
 
-    def run(seat: Seat) -> float:
+    def run(seat: RoleComm) -> float:
         seat.rank.begin(sizes)
         one = torch.ones((), dtype=torch.float64)
-        shares = [float(seat.share(one)) for _ in seat.turns(turns_of(plan) if plan.groups else 1)]
+        shares = [float(seat.scale_by_share(one)) for _ in seat.turns(turns_of(plan) if plan.groups else 1)]
         return sum(shares) if seat.members[0] == seat.rank.index else 0.0  # a group's loss counts once
 
     assert sum(on_seats(plan, run)) == pytest.approx(1.0, rel=1e-14)
@@ -282,7 +282,7 @@ def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float)
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 1111.0), (2, 101.0), (4, 1.0)])
 def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, expected: float) -> None:
-    def run(seat: Seat) -> float:
+    def run(seat: RoleComm) -> float:
         contribution = torch.tensor(float(10**seat.rank.index), requires_grad=True)
         loss = seat.sum_loss(contribution).wait()
         assert float(contribution.detach()) == 10**seat.rank.index and not loss.requires_grad
@@ -292,8 +292,8 @@ def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, exp
 
 
 def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
-    def run(seat: Seat) -> float:
-        return float(seat.total(torch.tensor(float(10**seat.rank.index))))
+    def run(seat: RoleComm) -> float:
+        return float(seat.all_reduce_scalar(torch.tensor(float(10**seat.rank.index))))
 
     assert on_seats(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
 
@@ -301,7 +301,7 @@ def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
 def drops(plan: Plan, **options: bool) -> list[list[Tensor]]:
     """The masks that each rank draws in its turns, for a value of as many examples as a turn has."""
 
-    def run(seat: Seat) -> list[Tensor]:
+    def run(seat: RoleComm) -> list[Tensor]:
         return [
             seat.dropout(torch.ones(sum(seat._rows()), 500), 0.5, layer="drop", **options) == 0
             for _ in seat.turns(turns_of(plan))
@@ -339,11 +339,11 @@ def test_of_sharded_features_each_member_draws_a_mask_of_its_own(scheme: str) ->
 @pytest.mark.parametrize("plan", [p for p in GROUPED if len(p.replicas("all", 0)) > 1] + [grouped(1, "B")])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan: Plan, sizes: Sizes) -> None:
-    total = sum(sizes or plan.sizes)
+    total = sum(sizes or plan.local_batches)
     inputs = torch.randn(total, 3, dtype=torch.float64)
     replicas = len(plan.replicas("all", 0))
 
-    def run(seat: Seat) -> tuple[Tensor, int]:
+    def run(seat: RoleComm) -> tuple[Tensor, int]:
         seat.rank.begin(sizes)
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
         first, last = seat.examples
@@ -363,7 +363,7 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
     plan = grouped(2, "B", "every", bounds=(0, 4, 8, 12, 16))
     inputs = torch.randn(16, 3)
 
-    def run(seat: Seat) -> tuple[list[Tensor], list[str]]:
+    def run(seat: RoleComm) -> tuple[list[Tensor], list[str]]:
         stage, told, gradients = nn.Linear(3, 1, bias=False), [], []
         seat.rank.update = told.append
         first, last = seat.examples
@@ -384,7 +384,7 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
 
 
 def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
-    def run(seat: Seat) -> list[int]:
+    def run(seat: RoleComm) -> list[int]:
         stage, sent = nn.Linear(3, 1, bias=False), []
         for seat.rank.updates_now in (False, False, True):
             with seat.all_reduce(stage, (("weight",),)):
@@ -398,10 +398,10 @@ def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
 
 
 def test_a_missing_gradient_of_gathered_examples_names_rank_and_role() -> None:
-    def run(seat: Seat) -> None:
+    def run(seat: RoleComm) -> None:
         with pytest.raises(
             RuntimeError, match=f"rank {seat.rank.index}: no gradient arrived for what role all gathered"
         ):
-            seat.give_back(None)
+            seat.modulo_grad(None)
 
     on_seats(grouped(2, "BK"), run)

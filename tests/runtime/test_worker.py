@@ -178,7 +178,7 @@ def test_what_a_step_puts_on_the_wire_is_what_the_checker_has_proved_in_that_ord
 
     def run(worker: Worker) -> tuple[list[Any], int]:
         log = on_the_wire(worker.rank.transport)
-        worker.step(*part_of(worker, batch, program.plan.sizes))
+        worker.step(*part_of(worker, batch, program.plan.local_batches))
         return log, worker.rank.sent_bytes
 
     for rank, (issued, sent) in enumerate(on_workers(program, run)):

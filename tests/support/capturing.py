@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.capture.capture import as_arguments, capture, step_root, target_names
-from splitc.capture.validate import NoDropout, confirm
+from splitc.capture.validate import NoDropout, validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.interpreter import NodeRunner, shapes_at
 from splitc.ir.program import Program
@@ -24,7 +24,7 @@ from tests.support.compiled import compiled
 def captured(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> Program:
     """The program of a model, with the terms of its loss, after everything about it was checked that can be."""
     program = capture(model, example, target, loss)
-    program = replace(program, loss_terms=confirm(program, model, example, target, loss))
+    program = replace(program, loss_terms=validate_capture(program, model, example, target, loss))
     for batch in (program.batch, program.batch + 3, 2):
         assert_same_training(program, model, example, target, loss, batch)
         assert shapes_at(program, batch) == []
@@ -70,7 +70,7 @@ def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def refusal(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> str:
     """The text of the CaptureError that capturing the model raises."""
     with pytest.raises(CaptureError) as error:
-        confirm(capture(model, example, target, loss), model, example, target, loss)
+        validate_capture(capture(model, example, target, loss), model, example, target, loss)
     return str(error.value)
 
 

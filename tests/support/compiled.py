@@ -10,7 +10,7 @@ from torch import nn
 
 from splitc.compiled import CompiledProgram, Settings, analyse, specialise
 from splitc.ir.actions import Action
-from splitc.ir.program import Part, Program
+from splitc.ir.program import Program, RankProgram
 
 CLUSTER = "v100-10gbe"
 
@@ -45,16 +45,16 @@ def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledPr
 def with_actions(program: Program, **actions: list[Action]) -> Program:
     """The program with other action lists of its parts: `fc=[...]`."""
 
-    def edited(part: Part) -> Part:
+    def edited(part: RankProgram) -> RankProgram:
         return replace(part, actions=tuple(actions[part.name])) if part.name in actions else part
 
-    assert actions.keys() <= {part.name for part in program.parts}
-    return replace(program, parts=tuple(map(edited, program.parts)))
+    assert actions.keys() <= {part.name for part in program.rank_programs}
+    return replace(program, rank_programs=tuple(map(edited, program.rank_programs)))
 
 
 def actions_of(program: Program, name: str) -> list[Action]:
     """The action list of a part."""
-    return list(next(part for part in program.parts if part.name == name).actions)
+    return list(next(part for part in program.rank_programs if part.name == name).actions)
 
 
 def class_batch(

@@ -20,7 +20,7 @@ from splitc.compiled import CompiledProgram
 from splitc.ir.plan import Plan
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.rank import Rank
-from splitc.runtime.role_comm import Seat
+from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.transport.base import Transport, Work
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import first_names
@@ -94,15 +94,15 @@ def rank_of(plan: Plan, index: int, **options: Any) -> Rank:
         plan.world,
         tuple(seat_of(plan, role, index) for role in plan.roles_of(index)),
         readers=plan.roles[plan.reader],
-        bounds=plan.examples[plan.reader],
+        bounds=plan.batch_offsets[plan.reader],
         **options,
     )
 
 
-def seat_of(plan: Plan, role: str, index: int) -> Seat:
+def seat_of(plan: Plan, role: str, index: int) -> RoleComm:
     """The place of rank `index` in a role of `plan`."""
     grouping = plan.groups.get(role)
-    return Seat(
+    return RoleComm(
         role,
         examples=plan.interval(role, index),
         replicas=plan.replicas(role, index),
@@ -121,12 +121,12 @@ def connected(plan: Plan, transport: Transport, seed: int = 0) -> Rank:
     return rank
 
 
-def on_seats(plan: Plan, function: Callable[[Seat], Result], role: str = "", seed: int = 0) -> list[Result]:
+def on_seats(plan: Plan, function: Callable[[RoleComm], Result], role: str = "", seed: int = 0) -> list[Result]:
     """Call `function` with the seat of every rank: the one in `role`, else its first."""
 
     def run(transport: Transport) -> Result:
         rank = connected(plan, transport, seed)
-        return function(rank.seat(role) if role else rank.seats[0])
+        return function(rank.comm(role) if role else rank.comms[0])
 
     return on_ranks(plan.world, run)
 

@@ -16,7 +16,7 @@ from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.costs import CostLine, LayerCost
 from splitc.ir.pass_manager import run_passes
 from splitc.ir.plan import Candidate, Plan
-from splitc.ir.program import Holding, Input, Layer, Program, TensorSpec
+from splitc.ir.program import Input, Layer, Program, StateTensor, TensorSpec
 from splitc.ir.strategies import LayerSeparation, Strategy
 from splitc.passes.place import Place
 
@@ -58,7 +58,7 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
         held = f"{row.shares or row.name}.weight"
         own = bool(row.parameters or row.shares)
         if row.parameters:
-            holdings[held] = Holding(held, (row.parameters,), torch.float32, True, row.trains, names=(held,))
+            holdings[held] = StateTensor(held, (row.parameters,), torch.float32, True, row.trains, names=(held,))
         if (own and holdings[held].trainable) or trained & set(row.reads):
             trained.add(row.name)
         node = graph.call_function(compute, tuple(nodes[name] for name in row.reads))
@@ -75,7 +75,7 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
         inputs=tuple(Input(name, spec) for name, spec in specs.items()),
         batch=batch,
         layers=tuple(layers),
-        holdings=holdings,
+        tensors=holdings,
         costs={row.name: CostLine(_cost(row, batch), _cost(row, 2 * batch)) for row in rows},
     )
 
@@ -86,10 +86,10 @@ def _cost(row: Row, batch: int) -> LayerCost:
         batch,
         forward_flops=batch * row.flops / 3,
         backward_flops=batch * row.flops * 2 / 3,
-        forward_moved=batch * row.moved / 3,
-        backward_moved=batch * row.moved * 2 / 3,
-        kept=batch * row.kept,
-        launches=3,
+        forward_bytes_accessed=batch * row.moved / 3,
+        backward_bytes_accessed=batch * row.moved * 2 / 3,
+        saved_bytes=batch * row.kept,
+        kernel_launches=3,
     )
 
 

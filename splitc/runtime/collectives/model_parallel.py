@@ -6,7 +6,7 @@ members work on the same examples, and each holds a part of every weight.
     gather_examples   before the first sharded layer: every member gets the examples of all (modulo layer, forward)
     gather_features   after a column-split layer: every member gets all features (shard layer)
     enter             before a column-split layer whose input all members already have
-    sum_partials      after a row-split layer: its outputs are parts of a sum
+    reduce_from_group      after a row-split layer: its outputs are parts of a sum
     return_examples   the gradients of a member's own examples go back to it (modulo layer, backward)
 
 Whether the members' gradients are parts of a sum (`partial`) is what the caller must know: they are when each member
@@ -61,14 +61,14 @@ class Group:
         whole: Tensor = _GatherFeatures.apply(x, self, tuple(widths), partial)  # type: ignore[no-untyped-call]
         return whole
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_group(self, x: Tensor) -> Tensor:
         """`x`, alike on all members, as an input of sharded layers: its gradients are summed over the group."""
         if self.size == 1:
             return x
         same: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return same
 
-    def sum_partials(self, x: Tensor) -> Tensor:
+    def reduce_from_group(self, x: Tensor) -> Tensor:
         """The sum of the members' `x`; the gradient, alike on all members, goes to each of them."""
         if self.size == 1:
             return x
@@ -77,7 +77,7 @@ class Group:
 
     # -- without gradients ---------------------------------------------------------------------------------------------
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_scalar(self, x: Tensor) -> Tensor:
         """The sum of the members' `x`, detached."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
@@ -169,7 +169,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.total(grad), None
+        return ctx.group.all_reduce_scalar(grad), None
 
 
 class _SumPartials(torch.autograd.Function):
@@ -177,7 +177,7 @@ class _SumPartials(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.total(x)
+        return group.all_reduce_scalar(x)
 
     @staticmethod
     @once_differentiable

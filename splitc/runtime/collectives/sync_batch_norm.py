@@ -85,7 +85,7 @@ class _BatchNorm(torch.autograd.Function):
         own = torch.stack([grad.sum(dims), (grad * h).sum(dims)])
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_bias, d_weight = ctx.group.total(own) / count.to(own.dtype)
+            d_bias, d_weight = ctx.group.all_reduce_scalar(own) / count.to(own.dtype)
             d_x = grad - _channels(d_bias, x) - h * _channels(d_weight, x)
             d_x = (d_x * _channels(inverse if weight is None else inverse * weight, x)).to(x.dtype)
         d_weight = own[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -106,7 +106,7 @@ def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         var, mean = torch.var_mean(x.to(_computing_dtype(x)), _all_but_channels(x), correction=0)
         var, mean = var.double(), mean.double()
         sums = torch.cat([own * mean, own * (var + mean * mean), sums.new_full((1,), own)])
-    sums = group.total(sums)
+    sums = group.all_reduce_scalar(sums)
     count = sums[-1]
     if own < 2 and count < 2:
         raise ValueError(f"BatchNorm of {describe(x)} in training needs more than one value per channel in all members")

@@ -132,7 +132,7 @@ def _train(folder: Path, world: int, optimizer: OptimizerFactory, args: argparse
             ) from None
         with recorder.step() if recorder is not None else nullcontext():
             loss = worker.step(*batch)
-        examples.append(worker.rank.now[-1])
+        examples.append(worker.rank.step_offsets[-1])
         if worker.rank.index == 0:
             value, now = loss.item(), time.perf_counter()
             print(f"step {step + 1}  loss {value:.6f}  {now - begin:.3f} s", flush=True)

@@ -38,14 +38,14 @@ class Work(Protocol):
         """
 
 
-class Done:
+class CompletedWork:
     """The work of an operation that has nothing to do."""
 
     def wait(self) -> None:
         return
 
 
-class Together:
+class AllOf:
     """Several works as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -106,7 +106,7 @@ class Transport(ABC):
         program is compiled.
         """
         self._check_peer("isend to", dst, tag)
-        return self._isend(tensor, dst, tag) if tensor.numel() else Done()
+        return self._isend(tensor, dst, tag) if tensor.numel() else CompletedWork()
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Start to fill `tensor` with the next message of rank `src` that has this tag.
@@ -114,7 +114,7 @@ class Transport(ABC):
         Raises ValueError when `src` is this rank or no rank.
         """
         self._check_peer("irecv from", src, tag)
-        return self._irecv(tensor, src, tag) if tensor.numel() else Done()
+        return self._irecv(tensor, src, tag) if tensor.numel() else CompletedWork()
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int = 0
@@ -132,19 +132,19 @@ class Transport(ABC):
                 raise ValueError(f"exchange with rank {peer}, which is not one of the ranks {ranks}")
         sends = [(tensor, dst) for tensor, dst in sends if tensor.numel()]
         receives = [(tensor, src) for tensor, src in receives if tensor.numel()]
-        return self._exchange(sends, receives, ranks, tag) if sends or receives else Done()
+        return self._exchange(sends, receives, ranks, tag) if sends or receives else CompletedWork()
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one."""
         self._check_group("all_reduce", ranks)
-        return self._all_reduce(tensor, ranks) if tensor.numel() and len(ranks) > 1 else Done()
+        return self._all_reduce(tensor, ranks) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         """Start to replace `tensor` on all `ranks` by that of the global rank `src`."""
         self._check_group("broadcast", ranks)
         if src not in ranks:
             raise ValueError(f"broadcast from rank {src}, which is not one of the ranks {ranks}")
-        return self._broadcast(tensor, src, ranks) if tensor.numel() and len(ranks) > 1 else Done()
+        return self._broadcast(tensor, src, ranks) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
     def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start to fill `outputs[i]` with the tensor of `ranks[i]`, on every one of `ranks`.
@@ -160,9 +160,9 @@ class Transport(ABC):
             raise ValueError(f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is {describe(own)}")
         if len(ranks) == 1:
             own.detach().copy_(tensor.detach())
-            return Done()
+            return CompletedWork()
         if all(output.numel() == 0 for output in outputs):
-            return Done()
+            return CompletedWork()
         return self._all_gather(outputs, tensor, ranks)
 
     def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
@@ -183,9 +183,9 @@ class Transport(ABC):
             )
         if len(ranks) == 1:
             output.detach().copy_(own.detach())
-            return Done()
+            return CompletedWork()
         if all(piece.numel() == 0 for piece in pieces):
-            return Done()
+            return CompletedWork()
         return self._reduce_scatter(output, pieces, ranks)
 
     def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -248,7 +248,7 @@ class Transport(ABC):
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
     ) -> Work:
         arriving = [self._irecv(tensor, src, tag) for tensor, src in receives]
-        return Together([*arriving, *(self._isend(tensor, dst, tag) for tensor, dst in sends)])
+        return AllOf([*arriving, *(self._isend(tensor, dst, tag) for tensor, dst in sends)])
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world:

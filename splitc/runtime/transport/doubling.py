@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .base import Done, Transport, Work
+from .base import CompletedWork, Transport, Work
 
 _TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
 
@@ -34,7 +34,7 @@ def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> 
     if transport.rank not in ranks:
         raise ValueError(f"recursive doubling over {ranks} on rank {transport.rank}, which is not one of them")
     if len(ranks) == 1 or tensor.numel() == 0:
-        return Done()
+        return CompletedWork()
     return _Doubling(transport, tensor.detach(), ranks)
 
 

@@ -26,7 +26,7 @@ class Wait:
 
 
 @dataclass
-class Meeting:
+class PendingCollective:
     """One collective: each member's offer, and the result once all have come."""
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Meeting:
         return f"{self.asked[min(self.asked)]}; not joined by rank {', '.join(absent)}"
 
 
-class Board:
+class Mailbox:
     """What all ranks share.  Its public methods take the lock; the others are called under it."""
 
     def __init__(self, world: int, timeout: float) -> None:
@@ -51,7 +51,7 @@ class Board:
         self._changed = threading.Condition()
         self._used: Counter[tuple[Any, ...]] = Counter()
         self._messages: dict[tuple[Any, ...], Tensor] = {}
-        self._meetings: dict[tuple[Any, ...], Meeting] = {}
+        self._meetings: dict[tuple[Any, ...], PendingCollective] = {}
         self._waiting: dict[int, Wait] = {}
         self._finished: set[int] = set()
 
@@ -91,7 +91,7 @@ class Board:
         with self._changed:
             self._check_alive(rank)
             *_, number = self._number("joined", rank, ranks)
-            meeting = self._meetings.setdefault((ranks, number), Meeting(ranks))
+            meeting = self._meetings.setdefault((ranks, number), PendingCollective(ranks))
             meeting.asked[rank] = f"{asked} over ranks {ranks}"
             meeting.offers[rank] = offer
             if len(meeting.asked) == len(ranks):
@@ -168,7 +168,7 @@ class Board:
         self._changed.notify_all()
 
 
-def _check_agreed(meeting: Meeting) -> None:
+def _check_agreed(meeting: PendingCollective) -> None:
     first, *others = meeting.ranks
     for other in others:
         if meeting.asked[other] != meeting.asked[first]:

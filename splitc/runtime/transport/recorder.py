@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .base import Done, Message, Transport, Work
+from .base import CompletedWork, Message, Transport, Work
 
 Route = tuple[int, int, int]
 """Peer, tag and bytes of a message."""
@@ -198,7 +198,7 @@ class _Recorded:
         receives: tuple[Route, ...] = (),
     ) -> None:
         self.kind, self.nbytes, self.ranks, self.sends, self.receives = kind, nbytes, ranks, sends, receives
-        self.work: Work = Done()
+        self.work: Work = CompletedWork()
         self._waits: list[tuple[Any, Any]] = []
         self._completed: Any = None
 
@@ -215,7 +215,7 @@ class _Recorded:
         begin = self._clock.mark()
         self.work.wait()
         self._waits.append((begin, self._clock.mark()))
-        self.work = Done()  # which holds no tensors
+        self.work = CompletedWork()  # which holds no tensors
 
     def read(self, clock: _Clock, zero: float, end: float) -> Operation:
         """The times in seconds after `zero`.  end: of the step, by which everything is complete."""

@@ -1,6 +1,6 @@
 """Ranks as threads of one process: for `verify`, for tests, and for a first look without torchrun.
 
-The ranks share one `Board`, on which a message or a collective is complete or can be seen to never be.
+The ranks share one `Mailbox`, on which a message or a collective is complete or can be seen to never be.
 """
 
 import pickle
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .base import Done, Mismatch, Transport, Work, describe, describe_all
-from .mailbox import Board
+from .base import CompletedWork, Mismatch, Transport, Work, describe, describe_all
+from .mailbox import Mailbox
 
 Result = TypeVar("Result")
 
@@ -31,7 +31,7 @@ def run_ranks(world: int, function: Callable[[Transport], Result], timeout: floa
     """
     if world < 1:
         raise ValueError(f"cannot run {world} ranks")
-    board = Board(world, timeout)
+    board = Mailbox(world, timeout)
     results: dict[int, Result] = {}
 
     def run(rank: int) -> None:
@@ -61,7 +61,7 @@ class SimulatedTransport(Transport):
     do not promise.
     """
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Mailbox, rank: int) -> None:
         self.rank = rank
         self.world = board.world
         self.device = torch.device("cpu")
@@ -69,7 +69,7 @@ class SimulatedTransport(Transport):
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         self._board.put(self.rank, dst, tag, _snapshot(tensor))
-        return Done()
+        return CompletedWork()
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         what = f"irecv {describe(tensor)} from rank {src}, tag {tag}"

@@ -49,10 +49,10 @@ def of(module: nn.Module, *shape: int, first: bool = False) -> dict[tuple[str, b
 def test_a_linear_layer_multiplies_once_forward_and_twice_backward():
     found = of(nn.Linear(IN, OUT), N, IN)
     forward, backward = found["addmm", False], found["mm", True]
-    assert (forward.op_class, forward.flops, forward.launches) == ("matmul", 2 * N * IN * OUT, 1)
-    assert forward.moved == FLOAT * (N * IN + IN * OUT + OUT + N * OUT)
-    assert (backward.flops, backward.launches) == (4 * N * IN * OUT, 2)
-    assert backward.moved == 2 * FLOAT * (
+    assert (forward.op_class, forward.flops, forward.kernel_launches) == ("matmul", 2 * N * IN * OUT, 1)
+    assert forward.bytes_accessed == FLOAT * (N * IN + IN * OUT + OUT + N * OUT)
+    assert (backward.flops, backward.kernel_launches) == (4 * N * IN * OUT, 2)
+    assert backward.bytes_accessed == 2 * FLOAT * (
         N * OUT + N * IN + IN * OUT
     )  # both read the gradient and one of x, W; both write one
 
@@ -79,8 +79,8 @@ def test_a_transposed_convolution_multiplies_every_input_by_the_kernel():
 def test_a_convolution_moves_images_and_weights_and_nothing_else():
     found = of(nn.Conv2d(3, 8, 3, padding=1, bias=False), N, 3, 6, 6, first=True)
     x, w, y = FLOAT * N * 3 * 36, FLOAT * 8 * 27, FLOAT * N * 8 * 36
-    assert found["convolution", False].moved == x + w + y
-    assert found["convolution_backward", True].moved == y + x + w + w
+    assert found["convolution", False].bytes_accessed == x + w + y
+    assert found["convolution_backward", True].bytes_accessed == y + x + w + w
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_channels_are_computed_in_blocks_of_sixteen(conv: nn.Module, forward: fl
     x = torch.randn(2, conv.in_channels, 6, 6, requires_grad=True)
     found = {each.cost.name: each.cost for each in counted(lambda: conv(x))}
     for name, times in (("convolution", forward), ("convolution_backward", backward)):
-        assert found[name].filling == pytest.approx((times - 1) * found[name].flops)
+        assert found[name].padding_flops == pytest.approx((times - 1) * found[name].flops)
 
 
 def test_an_lstm_meets_the_matrices_of_its_gates_in_every_step():
@@ -163,7 +163,7 @@ def test_other_products_are_counted_too(run: Callable[..., Tensor], flops: int):
 
 
 def moved(run: Callable[[], Any]) -> float:
-    return sum(op.moved for op in ops(run, backward=False).values())
+    return sum(op.bytes_accessed for op in ops(run, backward=False).values())
 
 
 def test_views_and_empty_memory_are_free():
@@ -203,8 +203,8 @@ def test_an_embedding_reads_the_rows_it_looks_up_and_its_gradient_is_the_whole_t
     table, rows = nn.Embedding(1000, 16), torch.tensor([1, 2, 3])
     found = ops(lambda: table(rows))
     looked_up = FLOAT * 3 * 16
-    assert found["embedding", False].moved == looked_up + LONG * 3 + looked_up
-    assert found["embedding_dense_backward", True].moved == 3 * looked_up + LONG * 3 + table.weight.nbytes
+    assert found["embedding", False].bytes_accessed == looked_up + LONG * 3 + looked_up
+    assert found["embedding_dense_backward", True].bytes_accessed == 3 * looked_up + LONG * 3 + table.weight.nbytes
 
 
 def test_a_lookup_of_more_rows_than_there_are_reads_no_more_than_the_table():
@@ -215,9 +215,9 @@ def test_a_lookup_of_more_rows_than_there_are_reads_no_more_than_the_table():
 def test_cross_entropy_reads_one_number_of_each_row_after_its_softmax():
     logits, target = torch.randn(N, 100, requires_grad=True), torch.zeros(N, dtype=torch.long)
     found = ops(lambda: F.cross_entropy(logits, target))
-    assert found["_log_softmax", False].moved == 2 * logits.nbytes
-    assert found["nll_loss_forward", False].moved == FLOAT * N + LONG * N + 2 * FLOAT
-    assert found["_log_softmax_backward_data", True].moved == 3 * logits.nbytes
+    assert found["_log_softmax", False].bytes_accessed == 2 * logits.nbytes
+    assert found["nll_loss_forward", False].bytes_accessed == FLOAT * N + LONG * N + 2 * FLOAT
+    assert found["_log_softmax_backward_data", True].bytes_accessed == 3 * logits.nbytes
 
 
 def test_batch_norm_moves_its_images_forward_and_backward():
@@ -225,16 +225,16 @@ def test_batch_norm_moves_its_images_forward_and_backward():
     found = of(nn.BatchNorm2d(4), N, 4, 6, 6)
     forward, backward = found["native_batch_norm", False], found["native_batch_norm_backward", True]
     assert forward.op_class == backward.op_class == "batch_norm"
-    assert forward.moved == pytest.approx(2 * x.nbytes, abs=FLOAT * 4 * 10)
-    assert backward.moved == pytest.approx(3 * x.nbytes, abs=FLOAT * 4 * 10)
-    assert found["add", False].moved == 2 * LONG  # how many batches it has seen
+    assert forward.bytes_accessed == pytest.approx(2 * x.nbytes, abs=FLOAT * 4 * 10)
+    assert backward.bytes_accessed == pytest.approx(3 * x.nbytes, abs=FLOAT * 4 * 10)
+    assert found["add", False].bytes_accessed == 2 * LONG  # how many batches it has seen
 
 
 def test_a_max_pool_writes_values_and_where_they_were():
     x, y = FLOAT * N * 4 * 36, FLOAT * N * 4 * 9
     found = of(nn.MaxPool2d(2), N, 4, 6, 6)
-    assert found["max_pool2d_with_indices", False].moved == x + y + 2 * y
-    assert found["max_pool2d_with_indices_backward", True].moved == y + 2 * y + x
+    assert found["max_pool2d_with_indices", False].bytes_accessed == x + y + 2 * y
+    assert found["max_pool2d_with_indices_backward", True].bytes_accessed == y + 2 * y + x
 
 
 @pytest.mark.parametrize(
@@ -280,13 +280,13 @@ def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_told():
     x = torch.randn(6, 4)
     (seen,) = counted(lambda: mystery(x))
     assert (seen.cost.name, seen.guessed) == ("splitc_tests::mystery", True)
-    assert (seen.cost.moved, seen.cost.flops, seen.cost.launches) == (FLOAT * (24 + 36), 0, 1)
+    assert (seen.cost.bytes_accessed, seen.cost.flops, seen.cost.kernel_launches) == (FLOAT * (24 + 36), 0, 1)
 
 
 def test_an_op_that_only_writes_into_its_input_is_not_free():
     x = torch.randn(6, 4)
     (seen,) = counted(lambda: silent(x))
-    assert seen.cost.moved == 2 * FLOAT * 24 and seen.guessed
+    assert seen.cost.bytes_accessed == 2 * FLOAT * 24 and seen.guessed
 
 
 def test_an_op_of_torch_that_computes_without_a_formula_is_told():
@@ -311,8 +311,8 @@ def test_fake_tensors_run_the_same_ops_as_real_ones():
 def test_equal_ops_are_one_that_is_launched_more_often():
     x = torch.randn(4, 6)
     relu, add = merged(each.cost for each in counted(lambda: F.relu(F.relu(F.relu(x) + x))))
-    assert (relu.name, relu.launches, relu.moved) == ("relu", 3, 6 * x.nbytes)
-    assert (add.name, add.launches) == ("add", 1)
+    assert (relu.name, relu.kernel_launches, relu.bytes_accessed) == ("relu", 3, 6 * x.nbytes)
+    assert (add.name, add.kernel_launches) == ("add", 1)
 
 
 def test_ops_side_by_side_are_merged_only_where_they_are_equal_at_both_sizes():
@@ -328,4 +328,4 @@ def test_ops_that_differ_at_the_two_sizes_are_taken_by_name():
 
 
 def two(op: OpCost) -> OpCost:
-    return OpCost(op.name, op.op_class, op.backward, 2 * op.flops, 2 * op.moved, 2 * op.launches)
+    return OpCost(op.name, op.op_class, op.backward, 2 * op.flops, 2 * op.bytes_accessed, 2 * op.kernel_launches)

@@ -52,7 +52,7 @@ def test_a_program_is_counted_as_its_model_runs(name: str, batch: int) -> None:
         ours = [op for cost in everything(costs, batch) for op in cost.ops if op.backward == backward]
         theirs = [op for op in real if op.backward == backward and op.name != "index"]
         assert sum(op.flops for op in ours) == sum(op.flops for op in theirs)
-        assert sum(op.moved for op in ours) == pytest.approx(sum(op.moved for op in theirs), rel=0.1)
+        assert sum(op.bytes_accessed for op in ours) == pytest.approx(sum(op.bytes_accessed for op in theirs), rel=0.1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,7 +60,14 @@ def test_more_examples_never_cost_less(name: str) -> None:
     for line in case(name)[1].values():
         costs = [line.at(batch) for batch in (1, 2, 3, BATCH, 10 * BATCH, 1000)]
         for less, more in pairwise(costs):
-            for key in ("forward_flops", "backward_flops", "forward_moved", "backward_moved", "kept", "launches"):
+            for key in (
+                "forward_flops",
+                "backward_flops",
+                "forward_bytes_accessed",
+                "backward_bytes_accessed",
+                "saved_bytes",
+                "kernel_launches",
+            ):
                 assert getattr(less, key) <= getattr(more, key)
 
 
@@ -69,10 +76,10 @@ def test_nothing_is_free(name: str) -> None:
     program, costs = case(name)
     for layer in program.layers:
         cost = costs[layer.name].at(BATCH)
-        assert cost.forward_moved > 0 and cost.launches >= 1
+        assert cost.forward_bytes_accessed > 0 and cost.kernel_launches >= 1
         assert cost.batch == BATCH and not cost.by_bytes
-        trains = any(program.holdings[name].trainable for name in layer.holdings)
-        assert not trains or cost.backward_moved > 0
+        trains = any(program.tensors[name].trainable for name in layer.tensors)
+        assert not trains or cost.backward_bytes_accessed > 0
 
 
 def test_the_line_at_the_counted_sizes_is_what_was_counted() -> None:
@@ -84,15 +91,15 @@ def test_the_line_at_the_counted_sizes_is_what_was_counted() -> None:
 def test_the_sums_of_a_layer_are_those_of_its_ops() -> None:
     for cost in everything(case("resnet")[1], 7):
         assert cost.forward_flops == sum(op.flops for op in cost.ops if not op.backward)
-        assert cost.backward_moved == sum(op.moved for op in cost.ops if op.backward)
-        assert cost.launches == sum(op.launches for op in cost.ops)
+        assert cost.backward_bytes_accessed == sum(op.bytes_accessed for op in cost.ops if op.backward)
+        assert cost.kernel_launches == sum(op.kernel_launches for op in cost.ops)
         assert cost.flops == cost.forward_flops + cost.backward_flops
 
 
 def test_a_weight_costs_its_bytes_at_every_batch_and_an_activation_for_each_example() -> None:
     (line,) = costs_of(nn.Linear(300, 10), torch.randn(4, 300), torch.arange(4)).values()
     (product,) = (op for op in line.at(40).ops if op.name == "addmm")
-    assert product.moved == 4 * (300 * 10 + 10 + 40 * (300 + 10))
+    assert product.bytes_accessed == 4 * (300 * 10 + 10 + 40 * (300 + 10))
     assert product.flops == 2 * 40 * 300 * 10
 
 
@@ -110,7 +117,7 @@ class Frozen(nn.Module):
 
 def test_a_frozen_layer_below_all_others_has_no_backward_and_the_next_one_half() -> None:
     costs = costs_of(Frozen(), torch.randn(4, 8), torch.arange(4))
-    assert costs["low"].at(4).backward_flops == costs["low"].at(4).backward_moved == 0
+    assert costs["low"].at(4).backward_flops == costs["low"].at(4).backward_bytes_accessed == 0
     assert costs["high"].at(4).backward_flops == costs["high"].at(4).forward_flops
 
 
@@ -131,13 +138,13 @@ def test_gradients_of_a_value_with_two_readers_are_added_up() -> None:
 
     costs = costs_of(made(run, first=nn.Linear(8, 8), fc=nn.Linear(8, 5)), torch.randn(4, 8), torch.arange(4))
     sums = [op for op in costs["first"].at(4).ops if op.backward and op.name == "add"]
-    assert [op.moved for op in sums] == [3 * 4 * 4 * 8]
+    assert [op.bytes_accessed for op in sums] == [3 * 4 * 4 * 8]
 
 
 def test_a_tied_weight_gets_the_sum_of_its_gradients() -> None:
     ops = [op for cost in everything(case("language_model")[1], BATCH) for op in cost.ops]
-    table = next(h.nbytes for h in case("language_model")[0].holdings.values() if len(h.names) > 1)
-    assert any(op.backward and op.name == "add" and op.moved == 3 * table for op in ops)
+    table = next(h.nbytes for h in case("language_model")[0].tensors.values() if len(h.names) > 1)
+    assert any(op.backward and op.name == "add" and op.bytes_accessed == 3 * table for op in ops)
 
 
 def test_counting_leaves_no_gradients_behind() -> None:
@@ -158,7 +165,7 @@ def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_the_report_says_so()
     program = compiled(model, (torch.randn(4, 8),), torch.arange(4), F.cross_entropy, 2).program
     cost = program.costs["low"].at(4)
     assert cost.by_bytes[0] == "_fft_r2c"
-    assert [op.moved for op in cost.ops if op.name == "_fft_r2c"] == [4 * 4 * 8 + 8 * 4 * 5]
+    assert [op.bytes_accessed for op in cost.ops if op.name == "_fft_r2c"] == [4 * 4 * 8 + 8 * 4 * 5]
     assert "what they compute is not known: _fft_r2c" in " ".join(report(program).split())
     assert as_json(program)["by_bytes"] == list(cost.by_bytes)
 
@@ -196,6 +203,6 @@ def test_a_backward_that_fake_tensors_cannot_run_is_taken_for_twice_its_forward_
     low.replace_all_uses_with(between, lambda user: user is not between)
     costs = {name: line.at(4) for name, line in layer_costs(program).items()}
     assert costs["low"].backward_flops == 2 * costs["low"].forward_flops
-    assert costs["low"].backward_moved == 2 * costs["low"].forward_moved
+    assert costs["low"].backward_bytes_accessed == 2 * costs["low"].forward_bytes_accessed
     assert costs["low"].by_bytes == ("splitc_tests::stubborn", "addmm_backward", "splitc_tests::stubborn_backward")
     assert costs["high"].backward_flops == 2 * costs["high"].forward_flops and not costs["high"].by_bytes

@@ -17,7 +17,7 @@ from splitc.ir.cluster import Device
 from splitc.ir.costs import LayerCost, OpCost
 
 DEVICE = Device("toy", {"float32": 100.0, "float16": 400.0}, 10.0, 1e9, {"matmul": 0.5, "memory": 0.8}, 0.01)
-COST = LayerCost(1, 100.0, 200.0, 8.0, 16.0, 0.0, launches=3)
+COST = LayerCost(1, 100.0, 200.0, 8.0, 16.0, 0.0, kernel_launches=3)
 
 
 def test_a_layer_that_computes_much_is_bound_by_its_flops():
@@ -25,12 +25,12 @@ def test_a_layer_that_computes_much_is_bound_by_its_flops():
 
 
 def test_a_layer_that_moves_much_is_bound_by_its_memory():
-    cost = replace(COST, forward_moved=80.0, backward_moved=160.0)
+    cost = replace(COST, forward_bytes_accessed=80.0, backward_bytes_accessed=160.0)
     assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 20 + 0.03)
 
 
 def test_forward_and_backward_are_bound_each_by_its_own():
-    cost = replace(COST, forward_moved=80.0)
+    cost = replace(COST, forward_bytes_accessed=80.0)
     assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 4 + 0.03)
 
 
@@ -84,7 +84,7 @@ def test_what_a_product_moves_has_an_efficiency_of_its_own():
 
 
 def test_channels_that_are_not_there_take_time_and_are_no_flops():
-    op = OpCost("convolution", "conv", False, 100.0, 0.0, filling=100.0)
+    op = OpCost("convolution", "conv", False, 100.0, 0.0, padding_flops=100.0)
     assert seconds(op) == pytest.approx(2 + 0.01 + 0.03)
     assert LayerCost.of_ops(1, (op,), 0.0).flops == 100.0
 
@@ -112,14 +112,14 @@ def test_equal_ops_cost_as_much_together_as_one_by_one():
         assert seconds(both, device=device) == pytest.approx(seconds(PRODUCT, PRODUCT, device=device))
 
 
-@pytest.mark.parametrize("key", ["flops", "moved", "launches", "filling"])
+@pytest.mark.parametrize("key", ["flops", "bytes_accessed", "kernel_launches", "padding_flops"])
 def test_more_work_never_takes_less_time(key: str):
     for op in (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0)):
         for overlap in (0.0, 0.5, 1.0):
             device = replace(CPU, overlap=overlap)
             more = replace(op, **{key: 1.5 * getattr(op, key) + 1})
             assert seconds(more, device=device) >= seconds(op, device=device)
-            if overlap < 1 or key == "launches":  # else the smaller part is hidden
+            if overlap < 1 or key == "kernel_launches":  # else the smaller part is hidden
                 assert seconds(more, device=device) > seconds(op, device=device)
 
 

@@ -18,16 +18,16 @@ from splitc.cost_models.memory.memory import RankMemory, cut_nbytes, gradient_nb
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
-from splitc.ir.program import Holding, Program, TensorSpec
+from splitc.ir.program import Program, StateTensor, TensorSpec
 from tests.support.compiled import class_batch, compiled
 from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
 
-WEIGHT = Holding("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
-FROZEN = Holding("embed.weight", (100,), torch.float32, parameter=True)
-BUFFER = Holding("bn.running_mean", (5,), torch.float64, parameter=False)
+WEIGHT = StateTensor("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
+FROZEN = StateTensor("embed.weight", (100,), torch.float32, parameter=True)
+BUFFER = StateTensor("bn.running_mean", (5,), torch.float64, parameter=False)
 BF16 = torch.bfloat16
 
 

@@ -62,7 +62,7 @@ def test_ist_sends_and_computes_what_drawn_subnets_hold(N: tuple[int, ...], n: i
 
 
 def test_data_parallelism_sends_all_weights_of_the_network_of_figure_2_to_every_site() -> None:
-    weights = sum(h.numel for name, h in network().holdings.items() if name.endswith("weight"))
+    weights = sum(h.numel for name, h in network().tensors.items() if name.endswith("weight"))
     for n in SITES:
         assert data_parallel_nbytes(FIGURE_2, n) == 4 * n * weights
 

@@ -34,7 +34,7 @@ def program(scheme: str, K: int) -> CompiledProgram:
 
 
 def activations(scheme: str, K: int, kind: str) -> list[list[WireOp]]:
-    """For each rank, the operations that gather the activations ("modulo") or return their gradients ("return")."""
+    """For each rank, the operations that gather the activations ("modulo") or their gradients ("modulo_grad")."""
     (cut,) = {
         cut.name for stage in program(scheme, K).program.stages for cut in stage.receives if cut.spec.shape == (1, 4096)
     }
@@ -50,7 +50,7 @@ def exchange(scheme: str, K: int) -> Exchange:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_programs_send_the_bytes_of_a_scheme_in_its_turns(scheme: str, K: int) -> None:
     expected = exchange(scheme, K)
-    for kind in ("modulo", "return"):
+    for kind in ("modulo", "modulo_grad"):
         by_rank = activations(scheme, K, kind)
         assert {len(ops) for ops in by_rank} == {expected.turns}
         assert sum(op.sent for ops in by_rank for op in ops) == expected.nbytes

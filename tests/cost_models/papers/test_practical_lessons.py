@@ -101,7 +101,7 @@ def test_for_one_worker_nothing_moves_and_for_n_each_multiplies_n_minus_one_time
 def test_the_fc_layers_of_alexnet_move_less_late_at_small_batches() -> None:
     parts = counted("AlexNet")
     for name in parts.fc:
-        K, N = parts.program.holdings[f"{name}.weight"].shape
+        K, N = parts.program.tensors[f"{name}.weight"].shape
         assert late_multiply_moves_less(Layer(M=64, N=N, K=K, n=4))
         assert not late_multiply_moves_less(Layer(M=2048, N=N, K=K, n=4))
 

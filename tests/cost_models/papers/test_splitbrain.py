@@ -28,7 +28,7 @@ def net() -> list[Layer]:
     found: list[Layer] = []
     for layer in program.layers:
         if layer.name in linear_layers(program):
-            outputs, inputs = program.holdings[f"{layer.name}.weight"].shape
+            outputs, inputs = program.tensors[f"{layer.name}.weight"].shape
             found.append(Layer(layer.name, "linear", inputs, outputs))
         else:
             found.append(Layer(layer.name, "conv"))

@@ -72,7 +72,7 @@ def test_a_servers_link_carries_all_workers():
     """At a low bandwidth a step is Stanza's equation (6): 2 n_w P / B."""
     program = planned(4, "parameter_server(overlap=False)").program
     (served,) = (stage.served for stage in program.stages)
-    nbytes = sum(program.holdings[name].nbytes for bucket in served for name in bucket)
+    nbytes = sum(program.tensors[name].nbytes for bucket in served for name in bucket)
     slow = toy(1e3, latency=0.0)
     expected = 2 * many_to_one(nbytes, 3, slow.link)
     assert simulate(program, slow).step_seconds == pytest.approx(expected, rel=0.02)

@@ -26,7 +26,7 @@ class Stage(nn.Module):
             "3": nn.Conv2d(64, 192, 5, padding=2),
         })
 
-    def forward(self, rank, images):
+    def forward(self, comm, images):
         features_2 = F.max_pool2d(F.relu(self.features["0"](images)), 3, stride=2)    # (8, 64, 27, 27)       alexnet.py:50
         features_5 = F.max_pool2d(F.relu(self.features["3"](features_2)), 3, stride=2)  # (8, 192, 13, 13)      alexnet.py:50
         return features_5
@@ -42,22 +42,22 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 )
 
 
-def step(rank, stage, images, target):
+def step(comm, stage, images, target):
     """One batch forward and backward; the gradients are left in `.grad`, summed."""
-    rank.send(target, "fc")                                     # -> fc  64 B
-    cut0 = stage(rank, images)
-    rank.send(cut0, "fc")                                       # -> fc  1.04 MB
-    total = rank.sum_loss(torch.zeros(()))                      # this role adds nothing to the loss
-    d_cut0 = rank.recv("fc", (-1, 192, 13, 13), torch.float32)  # <- fc  1.04 MB
-    with rank.all_reduce(stage, BUCKETS):                       # 1.32 MB in 1 bucket, summed while backward runs
+    comm.send(target, "fc")                                     # -> fc  64 B
+    cut0 = stage(comm, images)
+    comm.send(cut0, "fc")                                       # -> fc  1.04 MB
+    total = comm.sum_loss(torch.zeros(()))                      # this role adds nothing to the loss
+    d_cut0 = comm.recv("fc", (-1, 192, 13, 13), torch.float32)  # <- fc  1.04 MB
+    with comm.all_reduce(stage, BUCKETS):                       # 1.32 MB in 1 bucket, summed while backward runs
         cut0.backward(d_cut0)
     return total.wait()
 
 
-def evaluate(rank, stage, images, target):
+def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
-    rank.send(target, "fc")                 # -> fc  64 B
-    cut0 = stage(rank, images)
-    rank.send(cut0, "fc")                   # -> fc  1.04 MB
-    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    comm.send(target, "fc")                 # -> fc  64 B
+    cut0 = stage(comm, images)
+    comm.send(cut0, "fc")                   # -> fc  1.04 MB
+    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
     return total.wait()

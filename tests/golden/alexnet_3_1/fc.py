@@ -31,33 +31,33 @@ class Stage(nn.Module):
             "6": nn.Linear(4096, 1000),
         })
 
-    def forward(self, rank, target, cut0):
+    def forward(self, comm, target, cut0):
         features_7 = F.relu(self.features["6"](cut0))                                 # (24, 384, 13, 13)     alexnet.py:50
         features_9 = F.relu(self.features["8"](features_7))                           # (24, 256, 13, 13)     alexnet.py:50
         features_12 = F.max_pool2d(F.relu(self.features["10"](features_9)), 3, stride=2)  # (24, 256, 6, 6)       alexnet.py:50
         flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)               # (24, 9216)            alexnet.py:51
-        classifier_0 = rank.dropout(flatten, 0.5, layer="classifier.0")               # (24, 9216)            alexnet.py:51
-        classifier_3 = rank.dropout(F.relu(self.classifier["1"](classifier_0)), 0.5, layer="classifier.3")  # (24, 4096)            alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")               # (24, 9216)            alexnet.py:51
+        classifier_3 = comm.dropout(F.relu(self.classifier["1"](classifier_0)), 0.5, layer="classifier.3")  # (24, 4096)            alexnet.py:51
         classifier_5 = F.relu(self.classifier["4"](classifier_3))                     # (24, 4096)            alexnet.py:51
         cross_entropy = F.cross_entropy(self.classifier["6"](classifier_5), target)   # ()                    loss
         return cross_entropy
 
 
-def step(rank, stage):
+def step(comm, stage):
     """One batch forward and backward; the gradients are left in `.grad`."""
-    target = rank.recv("conv", (-1,), torch.int64)                               # <- conv  192 B
-    cut0 = rank.recv("conv", (-1, 192, 13, 13), torch.float32).requires_grad_()  # <- conv  3.12 MB
-    loss = stage(rank, target, cut0)
-    total = rank.sum_loss(loss)                                                  # the global loss, the same on every rank
+    target = comm.recv("conv", (-1,), torch.int64)                               # <- conv  192 B
+    cut0 = comm.recv("conv", (-1, 192, 13, 13), torch.float32).requires_grad_()  # <- conv  3.12 MB
+    loss = stage(comm, target, cut0)
+    total = comm.sum_loss(loss)                                                  # the global loss, the same on every rank
     loss.backward()
-    rank.send(cut0.grad, "conv")                                                 # -> conv  3.12 MB
+    comm.send(cut0.grad, "conv")                                                 # -> conv  3.12 MB
     return total.wait()
 
 
-def evaluate(rank, stage):
+def evaluate(comm, stage):
     """The loss of one batch, forward only."""
-    target = rank.recv("conv", (-1,), torch.int64)              # <- conv  192 B
-    cut0 = rank.recv("conv", (-1, 192, 13, 13), torch.float32)  # <- conv  3.12 MB
-    loss = stage(rank, target, cut0)
-    total = rank.sum_loss(loss)                                 # the global loss, the same on every rank
+    target = comm.recv("conv", (-1,), torch.int64)              # <- conv  192 B
+    cut0 = comm.recv("conv", (-1, 192, 13, 13), torch.float32)  # <- conv  3.12 MB
+    loss = stage(comm, target, cut0)
+    total = comm.sum_loss(loss)                                 # the global loss, the same on every rank
     return total.wait()

@@ -8,7 +8,7 @@ plan     61de0fb6c640
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 4
 PLAN = "61de0fb6c640"

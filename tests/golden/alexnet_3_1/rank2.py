@@ -11,7 +11,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -20,8 +20,8 @@ PLAN = "61de0fb6c640"
 rank = Rank(
     index=2,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="conv",
             examples=(16, 24),                # its part of the global batch
             replicas=(0, 1, 2),               # ranks that hold the same parameters and sum their gradients

@@ -8,7 +8,7 @@ plan     50bbfc33b29b
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 2
 PLAN = "50bbfc33b29b"

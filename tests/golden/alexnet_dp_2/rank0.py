@@ -9,7 +9,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from all import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -18,8 +18,8 @@ PLAN = "50bbfc33b29b"
 rank = Rank(
     index=0,
     world=2,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="all",
             examples=(0, 8),                  # its part of the global batch
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients

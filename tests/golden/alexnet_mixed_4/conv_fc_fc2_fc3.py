@@ -38,27 +38,27 @@ class Stage(nn.Module):
             "6": nn.Linear(1024, 10),
         })
 
-    def forward_conv(self, rank, images):
+    def forward_conv(self, comm, images):
         features_2 = F.max_pool2d(F.relu(self.features["0"](images)), 3, stride=2)    # (4, 16, 7, 7)         alexnet.py:50
         features_5 = F.max_pool2d(F.relu(self.features["3"](features_2)), 3, stride=2)  # (4, 48, 3, 3)         alexnet.py:50
         features_7 = F.relu(self.features["6"](features_5))                           # (4, 96, 3, 3)         alexnet.py:50
         features_9 = F.relu(self.features["8"](features_7))                           # (4, 64, 3, 3)         alexnet.py:50
         features_12 = F.max_pool2d(F.relu(self.features["10"](features_9)), 3, stride=2)  # (4, 64, 1, 1)         alexnet.py:50
         flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)               # (4, 2304)             alexnet.py:51
-        classifier_0 = rank.dropout(flatten, 0.5, layer="classifier.0")               # (4, 2304)             alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")               # (4, 2304)             alexnet.py:51
         return classifier_0
 
-    def forward_fc(self, rank, cut0):
-        classifier_3 = rank.dropout(F.relu(self.classifier["1"](cut0)), 0.5, layer="classifier.3", sharded=True)  # (8, 1024/2)           alexnet.py:51
-        classifier_3_whole = rank.shard(classifier_3, features=1024, partial=False)   # (8, 1024)             alexnet.py:51
+    def forward_fc(self, comm, cut0):
+        classifier_3 = comm.dropout(F.relu(self.classifier["1"](cut0)), 0.5, layer="classifier.3", sharded=True)  # (8, 1024/2)           alexnet.py:51
+        classifier_3_whole = comm.shard(classifier_3, features=1024, partial=False)   # (8, 1024)             alexnet.py:51
         return classifier_3_whole
 
-    def forward_fc2(self, rank, cut1):
-        classifier_4 = rank.late_multiply(cut1, self.classifier["4"].weight, self.classifier["4"].bias)  # (4, 1024)             alexnet.py:51
+    def forward_fc2(self, comm, cut1):
+        classifier_4 = comm.late_multiply(cut1, self.classifier["4"].weight, self.classifier["4"].bias)  # (4, 1024)             alexnet.py:51
         classifier_5 = F.relu(classifier_4)                                           # (4, 1024)             alexnet.py:51
         return classifier_5
 
-    def forward_fc3(self, rank, target, cut2):
+    def forward_fc3(self, comm, target, cut2):
         cross_entropy = F.cross_entropy(self.classifier["6"](cut2), target)  # ()                    loss
         return cross_entropy
 
@@ -94,7 +94,7 @@ def step(conv, fc, fc2, fc3, stage, images, target):
     cut0 = stage.forward_conv(conv, images)
     cut0_group = fc.modulo(cut0).requires_grad_()                           # of all ranks of the group
     cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_own = fc.keep(cut1)                                                # this rank's own examples
+    cut1_own = fc.slice_batch(cut1)                                         # this rank's own examples
     cut1_fc2 = cut1_own.detach().requires_grad_()
     cut2 = stage.forward_fc2(fc2, cut1_fc2)
     fc2.send(cut2, "fc3")                                                   # -> fc3  16.4 kB
@@ -106,10 +106,10 @@ def step(conv, fc, fc2, fc3, stage, images, target):
     d_cut2 = fc2.recv("fc3", (-1, 1024), torch.float32)                     # <- fc3  16.4 kB
     cut2.backward(d_cut2)
     fc2.multiply()                                                          # late-multiplied gradients: W' = E^T X, of all ranks
-    d_cut1_group = fc.spread(cut1_fc2.grad)                                 # of all ranks of the group
+    d_cut1_group = fc.all_gather_grad(cut1_fc2.grad)                        # of all ranks of the group
     with fc.all_reduce(stage, FC_BUCKETS):                                  # 4.72 MB in 1 bucket, summed while backward runs
         cut1.backward(d_cut1_group)
-    d_cut0 = fc.give_back(cut0_group.grad)                                  # summed over the group, of this rank's examples
+    d_cut0 = fc.modulo_grad(cut0_group.grad)                                # summed over the group, of this rank's examples
     with conv.all_reduce(stage, CONV_BUCKETS):                              # 636 kB in 1 bucket, summed while backward runs
         cut0.backward(d_cut0)
     return total.wait()
@@ -122,7 +122,7 @@ def evaluate(conv, fc, fc2, fc3, stage, images, target):
     cut0 = stage.forward_conv(conv, images)
     cut0_group = fc.modulo(cut0)                           # of all ranks of the group
     cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_own = fc.keep(cut1)                               # this rank's own examples
+    cut1_own = fc.slice_batch(cut1)                        # this rank's own examples
     cut2 = stage.forward_fc2(fc2, cut1_own)
     fc2.send(cut2, "fc3")                                  # -> fc3  16.4 kB
     cut2_fc3 = fc3.recv("fc2", (-1, 1024), torch.float32)  # <- fc2  65.5 kB

@@ -8,7 +8,7 @@ plan     e26595724f14
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 4
 PLAN = "e26595724f14"

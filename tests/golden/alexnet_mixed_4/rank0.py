@@ -14,7 +14,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv_fc_fc2_fc3 import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -23,14 +23,14 @@ PLAN = "e26595724f14"
 rank = Rank(
     index=0,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="conv",
             examples=(0, 4),                  # its part of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             routes={"fc3": ((0, 0, 4),)},     # peer, and the examples that both work on
         ),
-        Seat(
+        RoleComm(
             role="fc",
             examples=(0, 4),                  # its part of the global batch
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
@@ -42,13 +42,13 @@ rank = Rank(
                 "classifier.1.bias": (0, 0, 512),
             },
         ),
-        Seat(
+        RoleComm(
             role="fc2",
             examples=(0, 4),                  # its part of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             routes={"fc3": ((0, 0, 4),)},     # peer, and the examples that both work on
         ),
-        Seat(
+        RoleComm(
             role="fc3",
             examples=(0, 16),                 # its part of the global batch
             replicas=(0,),                    # ranks that hold the same parameters and sum their gradients

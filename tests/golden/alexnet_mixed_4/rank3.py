@@ -12,7 +12,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv_fc_fc2 import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -21,14 +21,14 @@ PLAN = "e26595724f14"
 rank = Rank(
     index=3,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="conv",
             examples=(12, 16),                # its part of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             routes={"fc3": ((0, 12, 16),)},   # peer, and the examples that both work on
         ),
-        Seat(
+        RoleComm(
             role="fc",
             examples=(12, 16),                # its part of the global batch
             replicas=(1, 3),                  # ranks that hold the same parameters and sum their gradients
@@ -40,7 +40,7 @@ rank = Rank(
                 "classifier.1.bias": (0, 512, 1024),
             },
         ),
-        Seat(
+        RoleComm(
             role="fc2",
             examples=(12, 16),                # its part of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients

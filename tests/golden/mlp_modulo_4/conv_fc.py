@@ -28,14 +28,14 @@ class Stage(nn.Module):
         })
         self.output = nn.Linear(33, 10)  # a rank has a part of it, see its shares
 
-    def forward_conv(self, rank, images, target):
-        relu = F.relu(self.hidden["0"](images.flatten(1)))       # (4, 16)               mlp.py:31
-        loss_weight = rank.total_weight(target, ignore_index=0)  # ()                    loss
+    def forward_conv(self, comm, images, target):
+        relu = F.relu(self.hidden["0"](images.flatten(1)))        # (4, 16)               mlp.py:31
+        loss_weight = comm.global_weight(target, ignore_index=0)  # ()                    loss
         return relu, loss_weight
 
-    def forward_fc(self, rank, target, cut0, cut1):
+    def forward_fc(self, comm, target, cut0, cut1):
         relu_1 = F.relu(self.hidden["1"](cut0))                                       # (4, 33/2)             mlp.py:31
-        output_sum = rank.sum_partials(F.linear(relu_1, self.output.weight))          # (4, 10)               mlp.py:32
+        output_sum = comm.reduce_from_group(F.linear(relu_1, self.output.weight))     # (4, 10)               mlp.py:32
         loss = F.cross_entropy(output_sum + self.output.bias, target, ignore_index=0, reduction="sum")  # ()                    loss
         loss_1 = loss / cut1                                                          # ()                    loss
         return loss_1
@@ -63,16 +63,16 @@ def step(conv, fc, stage, images, target):
     """One batch forward and backward; the gradients are left in `.grad`, summed."""
     cut0, cut1 = stage.forward_conv(conv, images, target)
     losses, d_cut0 = [], []
-    for _ in fc.turns(2):                              # 1/2 of every rank's examples in each turn; gradients add up
-        target_group = fc.modulo(target)               # this turn's, of the ranks of the group
-        cut0_group = fc.modulo(cut0).requires_grad_()  # this turn's, of the ranks of the group
+    for _ in fc.turns(2):                               # 1/2 of every rank's examples in each turn; gradients add up
+        target_group = fc.modulo(target)                # this turn's, of the ranks of the group
+        cut0_group = fc.modulo(cut0).requires_grad_()   # this turn's, of the ranks of the group
         loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
-        with fc.all_reduce(stage, FC_BUCKETS):         # 1.88 kB in 1 bucket, summed in the last turn
+        with fc.all_reduce(stage, FC_BUCKETS):          # 1.88 kB in 1 bucket, summed in the last turn
             loss.backward()
-        d_cut0.append(fc.give_back(cut0_group.grad))   # summed over the group, of this rank's examples
+        d_cut0.append(fc.modulo_grad(cut0_group.grad))  # summed over the group, of this rank's examples
         losses.append(loss.detach())
-    total = fc.sum_loss(sum(losses))                   # the global loss, the same on every rank
-    with conv.all_reduce(stage, CONV_BUCKETS):         # 1.34 kB in 1 bucket, summed while backward runs
+    total = fc.sum_loss(sum(losses))                    # the global loss, the same on every rank
+    with conv.all_reduce(stage, CONV_BUCKETS):          # 1.34 kB in 1 bucket, summed while backward runs
         cut0.backward(torch.cat(d_cut0))
     return total.wait()
 

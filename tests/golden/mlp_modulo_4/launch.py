@@ -8,7 +8,7 @@ plan     f0116c363b34
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 4
 PLAN = "f0116c363b34"

@@ -11,7 +11,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv_fc import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -20,13 +20,13 @@ PLAN = "f0116c363b34"
 rank = Rank(
     index=2,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="conv",
             examples=(8, 12),                 # its part of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
         ),
-        Seat(
+        RoleComm(
             role="fc",
             examples=(8, 12),                 # its part of the global batch
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients

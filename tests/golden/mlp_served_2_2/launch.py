@@ -8,7 +8,7 @@ plan     6c92f598fa9c
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 4
 PLAN = "6c92f598fa9c"

@@ -9,7 +9,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from worker import SERVED, Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
 
@@ -18,8 +18,8 @@ PLAN = "6c92f598fa9c"
 rank = Rank(
     index=0,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="worker",
             examples=(0, 4),                  # its part of the global batch
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients

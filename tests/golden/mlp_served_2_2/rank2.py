@@ -7,7 +7,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from server import SERVED, Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
 
@@ -16,8 +16,8 @@ PLAN = "6c92f598fa9c"
 rank = Rank(
     index=2,
     world=4,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="server",
             replicas=(2,),
             # its rows of each parameter: dim, first, one past the last

@@ -32,20 +32,20 @@ class Stage(nn.Module):
             "bias": nn.Parameter(torch.empty((10,))),
         })
 
-    def forward(self, rank):
+    def forward(self, comm):
         return None
 
 
-def step(rank, stage):
+def step(comm, stage):
     """One batch forward and backward; the gradients are left in `.grad`, summed over the workers."""
-    rank.serve(stage, SERVED)               # parameters, to the workers
-    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
-    rank.collect(stage, SERVED)             # gradients, summed over the workers
+    comm.send_parameters(stage, SERVED)     # parameters, to the workers
+    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    comm.reduce_gradients(stage, SERVED)    # gradients, summed over the workers
     return total.wait()
 
 
-def evaluate(rank, stage):
+def evaluate(comm, stage):
     """The loss of one batch, forward only."""
-    rank.serve(stage, SERVED)               # parameters, to the workers
-    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    comm.send_parameters(stage, SERVED)     # parameters, to the workers
+    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
     return total.wait()

@@ -27,29 +27,29 @@ class Stage(nn.Module):
         })
         self.output = nn.Linear(33, 10)
 
-    def forward(self, rank, images, target):
+    def forward(self, comm, images, target):
         flatten = images.flatten(1)                                                   # (4, 20)               mlp.py:29
-        rank.pull(0)                                                                  # 4.95 kB of parameters
+        comm.pull(0)                                                                  # 4.95 kB of parameters
         relu = F.relu(self.hidden["0"](flatten))                                      # (4, 16)               mlp.py:31
         relu_1 = F.relu(self.hidden["1"](relu))                                       # (4, 33)               mlp.py:31
         cross_entropy = F.cross_entropy(self.output(relu_1), target, reduction="sum")  # ()                    loss
-        loss = cross_entropy / rank.total_weight(target)                              # ()                    loss
+        loss = cross_entropy / comm.global_weight(target)                             # ()                    loss
         return loss
 
 
-def step(rank, stage, images, target):
+def step(comm, stage, images, target):
     """One batch forward and backward; the gradients go to the servers."""
-    rank.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
-    loss = stage(rank, images, target)
-    total = rank.sum_loss(loss)                # the global loss, the same on every rank
-    with rank.push(stage, SERVED["worker"]):   # 4.95 kB in 1 bucket, pushed while backward runs
+    comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
+    loss = stage(comm, images, target)
+    total = comm.sum_loss(loss)                # the global loss, the same on every rank
+    with comm.push(stage, SERVED["worker"]):   # 4.95 kB in 1 bucket, pushed while backward runs
         loss.backward()
     return total.wait()
 
 
-def evaluate(rank, stage, images, target):
+def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
-    rank.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
-    loss = stage(rank, images, target)
-    total = rank.sum_loss(loss)                # the global loss, the same on every rank
+    comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
+    loss = stage(comm, images, target)
+    total = comm.sum_loss(loss)                # the global loss, the same on every rank
     return total.wait()

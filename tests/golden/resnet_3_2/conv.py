@@ -92,7 +92,7 @@ class Stage(nn.Module):
             }),
         })
 
-    def forward(self, rank, images):
+    def forward(self, comm, images):
         conv1 = self.conv1(images)                                                    # (b, 4, 32, 32)        resnet.py:55
         relu = F.relu(self.bn1(conv1))                                                # (b, 4, 32, 32)        resnet.py:55
         layer1_0_conv1 = self.layer1["0"]["conv1"](relu)                              # (b, 4, 32, 32)        resnet.py:36
@@ -206,22 +206,22 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 )
 
 
-def step(rank, stage, images, target):
+def step(comm, stage, images, target):
     """One batch forward and backward; the gradients are left in `.grad`, summed."""
-    rank.send(target, "fc")                            # -> fc  8 B an example
-    cut0 = stage(rank, images)
-    rank.send(cut0, "fc")                              # -> fc  128 B an example
-    total = rank.sum_loss(torch.zeros(()))             # this role adds nothing to the loss
-    d_cut0 = rank.recv("fc", (-1, 32), torch.float32)  # <- fc  128 B an example
-    with rank.all_reduce(stage, BUCKETS):              # 177 kB in 1 bucket, summed while backward runs
+    comm.send(target, "fc")                            # -> fc  8 B an example
+    cut0 = stage(comm, images)
+    comm.send(cut0, "fc")                              # -> fc  128 B an example
+    total = comm.sum_loss(torch.zeros(()))             # this role adds nothing to the loss
+    d_cut0 = comm.recv("fc", (-1, 32), torch.float32)  # <- fc  128 B an example
+    with comm.all_reduce(stage, BUCKETS):              # 177 kB in 1 bucket, summed while backward runs
         cut0.backward(d_cut0)
     return total.wait()
 
 
-def evaluate(rank, stage, images, target):
+def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
-    rank.send(target, "fc")                 # -> fc  8 B an example
-    cut0 = stage(rank, images)
-    rank.send(cut0, "fc")                   # -> fc  128 B an example
-    total = rank.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    comm.send(target, "fc")                 # -> fc  8 B an example
+    cut0 = stage(comm, images)
+    comm.send(cut0, "fc")                   # -> fc  128 B an example
+    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
     return total.wait()

@@ -22,9 +22,9 @@ class Stage(nn.Module):
         super().__init__()
         self.fc = nn.Linear(32, 10)
 
-    def forward(self, rank, target, cut0):
+    def forward(self, comm, target, cut0):
         loss = F.cross_entropy(self.fc(cut0), target, ignore_index=0, reduction="sum")  # ()                    loss
-        loss_1 = loss / rank.total_weight(target, ignore_index=0)                     # ()                    loss
+        loss_1 = loss / comm.global_weight(target, ignore_index=0)                    # ()                    loss
         return loss_1
 
 
@@ -36,22 +36,22 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 )
 
 
-def step(rank, stage):
+def step(comm, stage):
     """One batch forward and backward; the gradients are left in `.grad`, summed."""
-    target = rank.recv("conv", (-1,), torch.int64)                      # <- conv  8 B an example
-    cut0 = rank.recv("conv", (-1, 32), torch.float32).requires_grad_()  # <- conv  128 B an example
-    loss = stage(rank, target, cut0)
-    total = rank.sum_loss(loss)                                         # the global loss, the same on every rank
-    with rank.all_reduce(stage, BUCKETS):                               # 1.32 kB in 1 bucket, summed while backward runs
+    target = comm.recv("conv", (-1,), torch.int64)                      # <- conv  8 B an example
+    cut0 = comm.recv("conv", (-1, 32), torch.float32).requires_grad_()  # <- conv  128 B an example
+    loss = stage(comm, target, cut0)
+    total = comm.sum_loss(loss)                                         # the global loss, the same on every rank
+    with comm.all_reduce(stage, BUCKETS):                               # 1.32 kB in 1 bucket, summed while backward runs
         loss.backward()
-    rank.send(cut0.grad, "conv")                                        # -> conv  128 B an example
+    comm.send(cut0.grad, "conv")                                        # -> conv  128 B an example
     return total.wait()
 
 
-def evaluate(rank, stage):
+def evaluate(comm, stage):
     """The loss of one batch, forward only."""
-    target = rank.recv("conv", (-1,), torch.int64)     # <- conv  8 B an example
-    cut0 = rank.recv("conv", (-1, 32), torch.float32)  # <- conv  128 B an example
-    loss = stage(rank, target, cut0)
-    total = rank.sum_loss(loss)                        # the global loss, the same on every rank
+    target = comm.recv("conv", (-1,), torch.int64)     # <- conv  8 B an example
+    cut0 = comm.recv("conv", (-1, 32), torch.float32)  # <- conv  128 B an example
+    loss = stage(comm, target, cut0)
+    total = comm.sum_loss(loss)                        # the global loss, the same on every rank
     return total.wait()

@@ -8,7 +8,7 @@ plan     04e8db65c2d1
 
 import torch
 
-from splitc.runtime import launch
+from splitc.runtime.launch import main as launch
 
 WORLD = 5
 PLAN = "04e8db65c2d1"

@@ -9,7 +9,7 @@ remake   splitc compile <model file> --plan plan.json
 
 from fc import Stage, evaluate, step
 
-from splitc.runtime import Rank, Seat
+from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
@@ -18,8 +18,8 @@ PLAN = "04e8db65c2d1"
 rank = Rank(
     index=4,
     world=5,
-    seats=(
-        Seat(
+    comms=(
+        RoleComm(
             role="fc",
             examples=(8, 11),                 # its part of the global batch
             replicas=(3, 4),                  # ranks that hold the same parameters and sum their gradients

@@ -7,7 +7,7 @@ import pytest
 from splitc.errors import PlacementError
 from splitc.ir.plan import Grouping, Placement
 from splitc.ir.program import Program
-from splitc.passes.planner.arrange import ALL, ONE, Arrangement, Wish, arrange, with_pins
+from splitc.passes.planner.arrange import ALL, ONE, Arrangement, LayerChoice, arrange, with_pins
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.request import Request
 from tests.support.small_programs import Row, separable, small_cluster, small_program
@@ -16,11 +16,15 @@ LAYERS = ("conv1", "conv2", "fc1", "fc2", "loss")
 
 
 def arranged(
-    wishes: dict[str, Wish], world: int = 4, program: Program | None = None, scheme: str = "B/K", **options: object
+    wishes: dict[str, LayerChoice],
+    world: int = 4,
+    program: Program | None = None,
+    scheme: str = "B/K",
+    **options: object,
 ) -> Arrangement:
     """The arrangement of these wishes; other layers wish for all ranks."""
     program = program or separable()
-    everything = {layer.name: wishes.get(layer.name, Wish()) for layer in program.layers}
+    everything = {layer.name: wishes.get(layer.name, LayerChoice()) for layer in program.layers}
     return arrange(Request(program, small_cluster(), world, **options), everything, scheme)  # type: ignore[arg-type]
 
 
@@ -28,9 +32,9 @@ def roles(made: Arrangement) -> dict[str, str | None]:
     return {layer: place.role for layer, place in made.placements.items()}
 
 
-GROUPED = Wish(group=2)
-SHARDED = Wish(group=2, holding="sharded", split="columns")
-ALONE = Wish(ONE)
+GROUPED = LayerChoice(group=2)
+SHARDED = LayerChoice(group=2, holding="sharded", split="columns")
+ALONE = LayerChoice(ONE)
 
 
 def test_one_wish_of_all_is_the_role_all() -> None:
@@ -42,7 +46,7 @@ def test_one_wish_of_all_is_the_role_all() -> None:
 
 
 def test_layers_after_each_other_with_one_wish_are_one_role_and_roles_are_named_in_the_datas_way() -> None:
-    made = arranged({"fc1": SHARDED, "fc2": Wish(), "loss": ALONE})
+    made = arranged({"fc1": SHARDED, "fc2": LayerChoice(), "loss": ALONE})
     assert roles(made) == {"conv1": "conv", "conv2": "conv", "fc1": "fc", "fc2": "fc2", "loss": "fc3"}
     assert list(made.roles) == ["conv", "fc", "fc2", "fc3"]
     assert made.roles["fc3"] == (0,) and made.roles["fc2"] == (0, 1, 2, 3)
@@ -73,7 +77,7 @@ def test_what_only_one_rank_holds_is_not_summed() -> None:
 
 
 def test_groups_of_another_size_are_another_role() -> None:
-    four = Wish(group=4, holding="sharded", split="columns")
+    four = LayerChoice(group=4, holding="sharded", split="columns")
     made = arranged({"fc1": four, "fc2": SHARDED, "loss": GROUPED})
     assert made.groups == {"fc": Grouping(4, "BK"), "fc2": Grouping(2, "B/K")}
 
@@ -127,23 +131,25 @@ def test_a_global_batch_is_shared_out_to_all_and_whole_on_one() -> None:
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-def pinned(pins: dict[str, str | Placement], wishes: dict[str, Wish] | None = None, **options: Wish) -> dict[str, Wish]:
+def pinned(
+    pins: dict[str, str | Placement], wishes: dict[str, LayerChoice] | None = None, **options: LayerChoice
+) -> dict[str, LayerChoice]:
     program = separable()
     request = Request(program, small_cluster(), 4, resolve_pins(pins, LAYERS))
-    return with_pins(request, {**{layer: Wish() for layer in LAYERS}, **(wishes or {})}, **options)
+    return with_pins(request, {**{layer: LayerChoice() for layer in LAYERS}, **(wishes or {})}, **options)
 
 
 def test_a_pin_changes_the_parts_it_names_and_no_others() -> None:
     wishes = pinned({"fc1": Placement(sync="late_multiply"), "fc2": Placement(split="rows")}, {"fc2": SHARDED})
-    assert wishes["fc1"] == Wish(sync="late_multiply")
-    assert wishes["fc2"] == Wish(ALL, "sharded", "all_reduce", 2, "rows")
-    assert wishes["conv1"] == Wish()
+    assert wishes["fc1"] == LayerChoice(sync="late_multiply")
+    assert wishes["fc2"] == LayerChoice(ALL, "sharded", "all_reduce", 2, "rows")
+    assert wishes["conv1"] == LayerChoice()
 
 
 def test_a_pin_to_fc_is_what_the_strategy_means_by_it() -> None:
-    assert pinned({"fc1": "fc"})["fc1"] == Wish(ONE)
+    assert pinned({"fc1": "fc"})["fc1"] == LayerChoice(ONE)
     assert pinned({"fc1": "fc"}, fc=SHARDED)["fc1"] == SHARDED
-    assert pinned({"fc1": "conv"}, {"fc1": GROUPED})["fc1"] == Wish()
+    assert pinned({"fc1": "conv"}, {"fc1": GROUPED})["fc1"] == LayerChoice()
 
 
 def test_a_pin_to_be_sharded_is_in_groups_on_all_ranks() -> None:
@@ -155,13 +161,13 @@ def test_a_pin_to_be_sharded_is_in_groups_on_all_ranks() -> None:
 
 def test_a_layer_pinned_to_be_whole_or_below_the_groups_keeps_no_split() -> None:
     for pin in ("conv", Placement(group=1), Placement(role="conv", holding="replicated")):
-        assert pinned({"fc1": pin}, {"fc1": SHARDED})["fc1"] == Wish()
+        assert pinned({"fc1": pin}, {"fc1": SHARDED})["fc1"] == LayerChoice()
 
 
 def test_groups_of_a_pin_without_a_size_are_the_strategys_or_the_smallest_that_divide_the_ranks() -> None:
     pins: dict[str, str | Placement] = {"fc1": Placement(holding="sharded")}
-    four = Wish(group=4, holding="sharded", split="columns")
+    four = LayerChoice(group=4, holding="sharded", split="columns")
     assert pinned(pins, fc=four)["fc1"] == four
     for world, size in ((2, 2), (3, 3), (9, 3)):
         request = Request(separable(), small_cluster(), world, resolve_pins(pins, LAYERS))
-        assert with_pins(request, {layer: Wish() for layer in LAYERS})["fc1"].group == size
+        assert with_pins(request, {layer: LayerChoice() for layer in LAYERS})["fc1"].group == size

@@ -148,7 +148,7 @@ def held(size: int, **pins: Placement) -> float:
     strategy = f"modulo_shard(mp={size})"
     program = compiled(SplitBrainVGG(), (x,), y, F.cross_entropy, 8, strategy, analysed=splitbrain_vgg(), pins=pins)
     figures = Figures(program.program)
-    whole = sum(h.nbytes for h in splitbrain_vgg().holdings.values())
+    whole = sum(h.nbytes for h in splitbrain_vgg().tensors.values())
     return float(max(figures.rank(rank)["parameter_bytes"] for rank in range(8)) / whole)
 
 

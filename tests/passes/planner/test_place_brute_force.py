@@ -38,12 +38,12 @@ def falls_back(program, fc):
 def price(program, cluster, fc, n_c, n_f, memory, global_batch):
     """Seconds of a step, None when the assignment is not allowed."""
     values = crossing(program, fc)
-    owners = {layer.name for layer in program.layers if layer.holdings}
+    owners = {layer.name for layer in program.layers if layer.tensors}
     if values is None or falls_back(program, fc) or not owners & fc or not owners - fc:
         return None
     conv = {layer.name for layer in program.layers} - fc
     held = {
-        role: {h for layer in program.layers if layer.name in inside for h in layer.holdings}
+        role: {h for layer in program.layers if layer.name in inside for h in layer.tensors}
         for role, inside in (("conv", conv), ("fc", fc))
     }
     if held["conv"] & held["fc"]:
@@ -61,10 +61,10 @@ def price(program, cluster, fc, n_c, n_f, memory, global_batch):
         need[role] = 0.0
         for name in inside:
             cost = program.costs[name].at(batch[role])
-            compute += max(cost.forward_flops / rate, cost.forward_moved / moving)
-            compute += max(cost.backward_flops / rate, cost.backward_moved / moving)
-            need[role] += cost.kept
-        parameters = [program.holdings[h] for h in held[role]]
+            compute += max(cost.forward_flops / rate, cost.forward_bytes_accessed / moving)
+            compute += max(cost.backward_flops / rate, cost.backward_bytes_accessed / moving)
+            need[role] += cost.saved_bytes
+        parameters = [program.tensors[h] for h in held[role]]
         gradient = sum(h.nbytes for h in parameters if h.trainable)
         need[role] += sum(h.nbytes for h in parameters) + (3 if n > 1 else 2) * gradient
         sync[role] = ring(gradient, n, link)
@@ -173,7 +173,7 @@ def test_the_random_programs_meet_every_case():
         program, world, options = random_case(seed)
         best, fc = brute_force(program, world, **options)
         names = [layer.name for layer in program.layers]
-        held = [h for layer in program.layers for h in layer.holdings]
+        held = [h for layer in program.layers for h in layer.tensors]
         found += 1
         possible += best > 0
         pinned += best > 0 and bool(options["pins"])

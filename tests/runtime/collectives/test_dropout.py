@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitc.runtime.collectives.dropout import mask
-from splitc.runtime.role_comm import Seat
+from splitc.runtime.role_comm import RoleComm
 from tests.support.ranks import on_seats, plan_of
 
 SHAPE = (8, 1000)
@@ -18,7 +18,7 @@ SHAPE = (8, 1000)
 PLAN = plan_of(conv=(0, 8, 16), fc=(0, 8, 16))
 
 
-def dropped(seat: Seat, layer: str = "drop", p: float = 0.5) -> torch.Tensor:
+def dropped(seat: RoleComm, layer: str = "drop", p: float = 0.5) -> torch.Tensor:
     return seat.dropout(torch.ones(SHAPE), p, layer=layer) == 0
 
 
@@ -30,7 +30,7 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
 def drawn(index: int = 0, seed: int = 0, step: int = 0, layer: str = "drop", sizes: Any = None) -> torch.Tensor:
     """What rank `index` drops."""
 
-    def draw(seat: Seat) -> torch.Tensor:
+    def draw(seat: RoleComm) -> torch.Tensor:
         seat.rank.step_number = step
         seat.rank.begin(sizes)
         return dropped(seat, layer)
@@ -84,7 +84,7 @@ def test_one_drops_everything_and_zero_nothing() -> None:
 
 
 def test_the_gradient_passes_where_the_value_does() -> None:
-    def run(seat: Seat) -> None:
+    def run(seat: RoleComm) -> None:
         value = torch.rand(SHAPE).add(0.1).requires_grad_()
         out = seat.dropout(value, 0.5, layer="drop")
         out.sum().backward()
@@ -96,7 +96,7 @@ def test_the_gradient_passes_where_the_value_does() -> None:
 
 
 def test_outside_of_training_dropout_passes_its_input_through() -> None:
-    def run(seat: Seat) -> None:
+    def run(seat: RoleComm) -> None:
         seat.rank.training = False
         value = torch.ones(4)
         assert seat.dropout(value, 0.5, layer="drop") is value
@@ -111,7 +111,7 @@ def test_masks_leave_the_global_random_generator_alone() -> None:
 
 
 def test_the_seed_of_the_worker_reaches_the_masks() -> None:
-    def reseeded(seat: Seat) -> torch.Tensor:
+    def reseeded(seat: RoleComm) -> torch.Tensor:
         seat.rank.seed = 7
         return dropped(seat)
 

@@ -210,7 +210,7 @@ def test_a_rank_that_is_given_another_stage_sums_that_ones_gradients() -> None:
     def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
         rank = connected(plan_of(all=(0, 5, 10)), transport)
         for each in (stage_like(model), stage):
-            with rank.seat("all").all_reduce(each, BUCKETS):
+            with rank.comm("all").all_reduce(each, BUCKETS):
                 each(x).backward()
         assert rank.sent_bytes == 2 * 2 * (10 + 16) * 4 // 2  # two steps on a ring of two
         return gradients(stage)

@@ -82,8 +82,8 @@ def test_a_column_split_then_a_row_split_layer_are_one_process() -> None:
         inputs = x.detach().clone().requires_grad_()
         up = own_of(first.detach(), widths, group.index, 0).clone().requires_grad_()
         down = own_of(second.detach(), widths, group.index, 1).clone().requires_grad_()
-        hidden = F.relu(F.linear(group.enter(inputs), up))
-        ours = F.cross_entropy(group.sum_partials(F.linear(hidden, down)) + bias.detach(), target)
+        hidden = F.relu(F.linear(group.copy_to_group(inputs), up))
+        ours = F.cross_entropy(group.reduce_from_group(F.linear(hidden, down)) + bias.detach(), target)
         torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
         gotten = torch.autograd.grad(ours, [inputs, up, down])
         wholes = [expected[0], own_of(expected[1], widths, group.index, 0), own_of(expected[2], widths, group.index, 1)]
@@ -198,8 +198,8 @@ def test_the_backward_of_every_operation_is_its_adjoint(sizes: tuple[int, ...]) 
         return {
             "gather, each goes on": both(part, lambda x: group.gather_features(x, sizes, partial=True), y),
             "gather, alike": both(part, lambda x: group.gather_features(x, sizes, partial=False), alike),
-            "enter": both(alike, group.enter, y),
-            "sum": both(y, group.sum_partials, alike),
+            "enter": both(alike, group.copy_to_group, y),
+            "sum": both(y, group.reduce_from_group, alike),
             "examples": (dot(gathered, y), dot(part, group.return_examples(y, sizes, 1, partial=True))),
             "own": (dot(group.keep_own(alike, sizes, 1), part), dot(alike, spread)),
         }
@@ -221,11 +221,11 @@ def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing() -> No
     def alone(transport: Transport) -> None:
         group = Group(transport, (transport.rank,))
         x = random(1, 3, 4).requires_grad_()
-        for same in [group.enter(x), group.sum_partials(x), group.gather_features(x, [4], partial=True)]:
+        for same in [group.copy_to_group(x), group.reduce_from_group(x), group.gather_features(x, [4], partial=True)]:
             assert same is x
         for same in [
             group.gather_examples(x, [3]), group.return_examples(x, [3], partial=True), group.keep_own(x, [3]),
-            group.spread_gradients(x, [3]), group.total(x),
+            group.spread_gradients(x, [3]), group.all_reduce_scalar(x),
         ]:  # fmt: skip
             assert torch.equal(same, x)
             assert not same.requires_grad
@@ -245,7 +245,11 @@ def test_groups_of_some_ranks_leave_the_others_alone() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     def member(group: Group) -> None:
-        for operation in (group.enter, group.sum_partials, lambda x: group.gather_features(x, [2, 2], partial=True)):
+        for operation in (
+            group.copy_to_group,
+            group.reduce_from_group,
+            lambda x: group.gather_features(x, [2, 2], partial=True),
+        ):
             x = random(1, 3, 2).requires_grad_()
             (grad,) = torch.autograd.grad(operation(x).square().sum(), x, create_graph=True)
             with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -138,7 +138,7 @@ def served(
     bounds = bounds or share_out(4 * len(workers), len(workers))
 
     def place(layer: Layer) -> Placement:
-        trains = any(known.holdings[name].trainable for name in layer.holdings)
+        trains = any(known.tensors[name].trainable for name in layer.tensors)
         sync = "all_reduce" if summed(layer) else "parameter_server"
         return Placement(role_of(layer), "replicated", sync if trains else "none")
 
@@ -370,7 +370,7 @@ def test_a_step_issues_what_the_checker_has_proved_in_that_order(place: Any, ove
     def run(worker: Worker) -> tuple[list[Any], list[int]]:
         log, sent = on_the_wire(worker.rank.transport), [worker.rank.sent_bytes]
         for _ in range(2):
-            worker.step(*part_of(worker, batch, program.plan.sizes))
+            worker.step(*part_of(worker, batch, program.plan.local_batches))
             sent.append(worker.rank.sent_bytes)
         return log, [b - a for a, b in pairwise(sent)]
 
@@ -403,7 +403,7 @@ def test_every_bucket_is_spread_evenly_and_whole(name: str, servers: tuple[int, 
     program = served(MODELS[name](), (0, 1), servers).program
     for bucket in program.stage("worker").served:
         found = pieces(program, bucket, servers)
-        holdings = [program.holdings[name] for name in bucket]
+        holdings = [program.tensors[name] for name in bucket]
         assert sum(piece.nbytes for piece in found) == sum(holding.nbytes for holding in holdings)
         row = max(h.nbytes // (h.shape[0] if h.shape else 1) for h in holdings)
         for server in servers:
@@ -430,19 +430,19 @@ def test_small_rows_travel_together_and_large_ones_as_they_lie() -> None:
 def test_layers_wait_for_their_own_bucket_just_before_they_read_it() -> None:
     program = served(mlp(), (0, 1), (2,))
     worker = program.files["worker.py"]
-    waits = [line.split()[0] for line in worker.splitlines() if "rank.pull(" in line]
-    assert waits == [f"rank.pull({k})" for k in reversed(range(len(program.program.stage("worker").served)))]
+    waits = [line.split()[0] for line in worker.splitlines() if "comm.pull(" in line]
+    assert waits == [f"comm.pull({k})" for k in reversed(range(len(program.program.stage("worker").served)))]
     assert 'rank.start_pulls(stage, SERVED["worker"])' in worker
-    assert 'with rank.push(stage, SERVED["worker"]):' in worker
-    before, after = worker.index("rank.pull(0)"), worker.index('self["5"](')
+    assert 'with comm.push(stage, SERVED["worker"]):' in worker
+    before, after = worker.index("comm.pull(0)"), worker.index('self["5"](')
     assert before < after and worker.index('self["1"](') < before
 
 
 def test_in_the_plain_form_everything_is_pulled_before_and_pushed_after() -> None:
     worker = served(mlp(), (0, 1), (2,), overlap=False).files["worker.py"]
-    assert "rank.pull(" not in worker and "with rank.push(" not in worker
+    assert "comm.pull(" not in worker and "with comm.push(" not in worker
     step = worker[worker.index("def step") : worker.index("def evaluate")]
-    calls = ["pull_all", "stage(rank", "loss.backward()", "push_all"]
+    calls = ["pull_all", "stage(comm", "loss.backward()", "push_all"]
     assert [step.index(call) for call in calls] == sorted(step.index(call) for call in calls)
 
 
@@ -464,7 +464,7 @@ def test_a_dropped_pull_or_push_is_named(servers: tuple[int, ...], verb: str) ->
         assert problems and all(verb in problem and "rank 2" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("verb", ["serve", "collect"])
+@pytest.mark.parametrize("verb", ["send_parameters", "reduce_gradients"])
 def test_a_server_that_forgets_its_part_is_named(verb: str) -> None:
     program = served(ConvNet(), (0, 1), (2,)).program
     actions = [action for action in actions_of(program, SERVER) if action.verb != verb]

@@ -199,8 +199,8 @@ def exercise_group(t: Transport) -> dict[str, Any]:
     group, late, rows = Group(t, (0, 1, 2)), LateMultiply(t, (0, 1, 2)), (2, 0, 3)
     own = (torch.arange(8.0)[: rows[t.rank] * 2].reshape(-1, 2) + t.rank).double()
     examples = group.gather_examples(own, rows).requires_grad_()
-    features = group.gather_features(group.enter(examples) * (t.rank + 1), [2, 2, 2], partial=True)
-    loss = group.sum_partials((features * (t.rank + 1)).sum())
+    features = group.gather_features(group.copy_to_group(examples) * (t.rank + 1), [2, 2, 2], partial=True)
+    loss = group.reduce_from_group((features * (t.rank + 1)).sum())
     loss.backward()
     assert examples.grad is not None
     weight, bias = (torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 2), (3,)))
@@ -260,9 +260,9 @@ def assert_group_equals_dtensor(t: Transport) -> None:
         for name, dim in (("0.weight", 0), ("2.weight", 1), ("4.weight", 0))
     )
     ours = inputs.clone().requires_grad_()
-    hidden = F.relu(F.linear(group.enter(ours), up, state["0.bias"].chunk(WORLD)[t.rank]))
-    hidden = F.relu(group.sum_partials(F.linear(hidden, down)) + state["2.bias"])
-    scores = F.linear(group.enter(hidden), last, state["4.bias"].chunk(WORLD)[t.rank])
+    hidden = F.relu(F.linear(group.copy_to_group(ours), up, state["0.bias"].chunk(WORLD)[t.rank]))
+    hidden = F.relu(group.reduce_from_group(F.linear(hidden, down)) + state["2.bias"])
+    scores = F.linear(group.copy_to_group(hidden), last, state["4.bias"].chunk(WORLD)[t.rank])
     F.cross_entropy(group.gather_features(scores, [1, 1, 1], partial=False), target).backward()
 
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)

@@ -19,8 +19,8 @@ from torch import Tensor
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport import recorder as machinery
-from splitc.runtime.transport.base import Done, Transport, Work
-from splitc.runtime.transport.mailbox import Board
+from splitc.runtime.transport.base import CompletedWork, Transport, Work
+from splitc.runtime.transport.mailbox import Mailbox
 from splitc.runtime.transport.phases import (
     TRACED,
     WARM_UP,
@@ -99,7 +99,7 @@ def test_what_is_issued_between_steps_is_passed_on_and_not_recorded() -> None:
     def run(transport: Transport) -> tuple[int, int]:
         recorder = Recorder(transport)
         worker = worker_of(program, recorder)
-        part = part_of(worker, batch, program.plan.sizes)
+        part = part_of(worker, batch, program.plan.local_batches)
         with recorder.step():
             worker.step(*part)
         worker.evaluate(*part)
@@ -141,7 +141,7 @@ def test_waits_inside_of_backward_are_recorded() -> None:
         recorder = Recorder(transport)
         x = torch.ones(8, requires_grad=True)
         with recorder.step():
-            y = Group(recorder, (0, 1)).enter(x).sum()
+            y = Group(recorder, (0, 1)).copy_to_group(x).sum()
             if recorder.rank == 1:
                 time.sleep(LATE)
             y.backward()
@@ -184,7 +184,7 @@ class Slowly(Transport):
         return work
 
     def _nothing(self, *_: Any) -> Any:
-        return Done()
+        return CompletedWork()
 
     _irecv = _all_reduce = _broadcast = _all_gather = _reduce_scatter = _connect = _nothing
     broadcast_object = gather_objects = scatter_objects = barrier = close = _nothing
@@ -436,5 +436,5 @@ def test_gloo_tells_when_a_collective_is_complete_also_if_nobody_waits_yet() -> 
 
 
 def test_a_simulated_transport_tells_nothing_before_the_wait() -> None:
-    transport = SimulatedTransport(Board(1, 1.0), 0)
-    assert transport.when_complete(Done(), lambda: None) is False
+    transport = SimulatedTransport(Mailbox(1, 1.0), 0)
+    assert transport.when_complete(CompletedWork(), lambda: None) is False
