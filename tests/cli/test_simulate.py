@@ -1,7 +1,12 @@
 """`splitc simulate`: tables over worlds and bandwidths, and the timeline of one plan."""
 
+from __future__ import annotations
+
 import json
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +20,12 @@ from tests.support.every_strategy import analysed
 STRATEGIES = ("parameter_server", "data_parallel", "layer_separation")
 
 
-def cells(worlds, bandwidths, strategies=STRATEGIES, **options):
+def cells(
+    worlds: Sequence[int],
+    bandwidths: Sequence[float],
+    strategies: Sequence[str] = STRATEGIES,
+    **options: Any,
+) -> list[Cell]:
     _, program = analysed()
     return list(sweep(program, load_cluster("v100-10gbe"), worlds, bandwidths, strategies, **options))
 
@@ -27,24 +37,24 @@ def cells(worlds, bandwidths, strategies=STRATEGIES, **options):
         ("5:80:25", [5, 30, 55, 80]), ("2,4:6", [2, 4, 5, 6]),
     ],
 )  # fmt: skip
-def test_worlds_are_numbers_lists_and_ranges(text, worlds):
+def test_worlds_are_numbers_lists_and_ranges(text: str, worlds: list[int]) -> None:
     assert parse_worlds(text) == worlds
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "8:4", "5:80:0", "-3", "4,,8"])
-def test_other_worlds_are_refused(text):
+def test_other_worlds_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="--world"):
         parse_worlds(text)
 
 
-def test_bandwidths_are_bits_per_second_with_a_unit():
+def test_bandwidths_are_bits_per_second_with_a_unit() -> None:
     assert parse_bandwidths("25g,2.6G,100m, 1Gbit/s") == [25e9 / 8, 2.6e9 / 8, 100e6 / 8, 1e9 / 8]
     for text in ("25", "g", "25q", "0g", ""):
         with pytest.raises(LaunchError, match="--bandwidth"):
             parse_bandwidths(text)
 
 
-def test_there_is_a_cell_for_every_bandwidth_world_and_strategy():
+def test_there_is_a_cell_for_every_bandwidth_world_and_strategy() -> None:
     found = cells([2, 4], [1e8, 1e9])
     assert [(c.bandwidth, c.world, c.strategy) for c in found] == [
         (bandwidth, world, strategy) for bandwidth in (1e8, 1e9) for world in (2, 4) for strategy in STRATEGIES
@@ -52,14 +62,14 @@ def test_there_is_a_cell_for_every_bandwidth_world_and_strategy():
     assert all(c.samples_per_second == pytest.approx(c.global_batch / c.step_seconds) for c in found)
 
 
-def test_more_bandwidth_is_never_slower():
+def test_more_bandwidth_is_never_slower() -> None:
     found = cells([4], [1e6, 1e7, 1e8, 1e9])
     for strategy in STRATEGIES:
         rates = [c.samples_per_second for c in found if c.strategy == strategy]
         assert rates == sorted(rates)
 
 
-def test_a_world_without_room_for_a_strategy_says_why_in_its_cell():
+def test_a_world_without_room_for_a_strategy_says_why_in_its_cell() -> None:
     found = cells([1], [1e9], ["layer_separation", "data_parallel"])
     assert found[0].samples_per_second == 0.0
     assert "layer_separation" in found[0].why
@@ -68,7 +78,7 @@ def test_a_world_without_room_for_a_strategy_says_why_in_its_cell():
     assert "no layer_separation at 1: " in text
 
 
-def test_the_gain_is_over_the_strategy_that_is_named():
+def test_the_gain_is_over_the_strategy_that_is_named() -> None:
     made = [Cell("a", 4, 1e9, 1.0, 100.0), Cell("b", 4, 1e9, 0.4, 250.0, roles="3 + 1")]
     text = tables(made, ["a", "b"], "a")
     assert "2.50" in text
@@ -76,14 +86,14 @@ def test_the_gain_is_over_the_strategy_that_is_named():
     assert "8.00 Gbit/s" in text
 
 
-def test_a_thousand_ranks_take_seconds():
+def test_a_thousand_ranks_take_seconds() -> None:
     begin = time.process_time()
     (cell,) = cells([1024], [1e9], ["layer_separation(n_c=960, n_f=64)"])
     assert cell.roles == "960 + 64"
     assert time.process_time() - begin < 30
 
 
-def test_the_command_prints_tables_json_and_a_trace(capsys, tmp_path):
+def test_the_command_prints_tables_json_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = "examples/mlp.py"
     done = splitc(capsys, f"simulate {model} --world 2,4 --bandwidth 1g,10g --against parameter_server")
     assert done.code == 0, done.err
@@ -110,7 +120,9 @@ def test_the_command_prints_tables_json_and_a_trace(capsys, tmp_path):
         ("--world 4 --trace x.json", "the timeline of one plan"),
     ],
 )
-def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(capsys, arguments, said):
+def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
     done = splitc(capsys, f"simulate examples/none.py {arguments}")
     assert done.code == 2
     assert said in done.err

@@ -1,5 +1,8 @@
 """What ranks compute on and talk over: unequal ones, hosts, and what they share."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,7 +29,7 @@ def odd(*ranks: int, device: Device = FAST, link: Link = NET) -> Unlike:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_op_class_reaches_its_own_part_else_forwards_else_that_of_products():
+def test_an_op_class_reaches_its_own_part_else_forwards_else_that_of_products() -> None:
     device = replace(FAST, efficiency={"matmul": 0.5, "memory": 0.8, "conv": 0.4, "matmul_backward": 0.3})
     assert device.reached("matmul") == 0.5
     assert device.reached("matmul", backward=True) == 0.3
@@ -36,17 +39,17 @@ def test_an_op_class_reaches_its_own_part_else_forwards_else_that_of_products():
     assert device.reached("memory", backward=True) == 0.8
 
 
-def test_a_rank_has_the_device_that_is_given_for_it():
+def test_a_rank_has_the_device_that_is_given_for_it() -> None:
     cluster = replace(small_cluster(), unlike=(odd(1, device=FAST), odd(3, 4, device=SLOW)))
     assert [cluster.device_of(rank).name for rank in range(6)] == ["toy", "fast", "toy", "slow", "slow", "toy"]
 
 
-def test_ranks_with_devices_of_their_own_have_all_of_them():
+def test_ranks_with_devices_of_their_own_have_all_of_them() -> None:
     assert Cluster("alone", FAST, NET).device_for(4) is FAST
     assert hosts().device_of(3, computing=100) is FAST
 
 
-def test_ranks_that_share_a_device_get_equal_parts_of_it():
+def test_ranks_that_share_a_device_get_equal_parts_of_it() -> None:
     cluster = small_cluster(ranks_share_device=True)
     part = cluster.device_for(4)
     assert part.flop_rate == {"float32": 0.25e6}
@@ -55,7 +58,7 @@ def test_ranks_that_share_a_device_get_equal_parts_of_it():
     assert cluster.device_for(1) == cluster.device
 
 
-def test_ranks_that_share_cores_have_one_each_while_there_are_enough():
+def test_ranks_that_share_cores_have_one_each_while_there_are_enough() -> None:
     cluster = Cluster("cpu", replace(FAST, launch=1e-6), NET, ranks_share_device=True, cores=4)
     for ranks in (2, 4):
         part = cluster.device_for(ranks)
@@ -66,14 +69,14 @@ def test_ranks_that_share_cores_have_one_each_while_there_are_enough():
     assert part.launch == 2e-6
 
 
-def test_only_ranks_of_one_host_share_its_cores():
+def test_only_ranks_of_one_host_share_its_cores() -> None:
     cluster = replace(hosts(), ranks_share_device=True, cores=2)
     assert cluster.device_for(4) == cluster.device_for(16) == cluster.device_of(15, 16)
     assert cluster.device_for(4).flop_rate["float32"] == FAST.flop_rate["float32"] / 2
     assert cluster.device_for(4).memory == FAST.memory / 4
 
 
-def test_the_slowest_of_the_first_ranks_is_priced():
+def test_the_slowest_of_the_first_ranks_is_priced() -> None:
     cluster = Cluster("mixed", FAST, NET, unlike=(odd(2, 3, device=SLOW),))
     assert cluster.device_for(2) is FAST
     slowest = cluster.device_for(3)
@@ -84,7 +87,7 @@ def test_the_slowest_of_the_first_ranks_is_priced():
     assert replace(cluster, unlike=(odd(0, 1, 2, device=SLOW),)).device_for(2) is SLOW
 
 
-def test_a_device_that_reaches_less_of_a_higher_peak_is_not_priced_below_what_it_does():
+def test_a_device_that_reaches_less_of_a_higher_peak_is_not_priced_below_what_it_does() -> None:
     idle = replace(FAST, name="idle", flop_rate={"float32": 1e14}, efficiency={"matmul": 0.01, "memory": 0.5})
     slowest = Cluster("mixed", SLOW, NET, unlike=(odd(1, device=idle),)).device_for(2)
     assert slowest.flop_rate["float32"] * slowest.reached("matmul") == pytest.approx(0.25 * 2e12)
@@ -93,7 +96,7 @@ def test_a_device_that_reaches_less_of_a_higher_peak_is_not_priced_below_what_it
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed):
+def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed: int) -> None:
     cluster = random_cluster(seed)
     for ranks in (1, 3, 16):
         priced = cluster.device_for(ranks)
@@ -113,14 +116,14 @@ def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed):
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link():
+def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link() -> None:
     cluster = small_cluster()
     assert cluster.link_of(3) is cluster.link_between(0, 5) is cluster.link_for(7) is cluster.link
     assert cluster.link_over((0, 2), (1, 3)) is cluster.link_across((0, 1), (2,)) is cluster.link
     assert cluster.host_of(5) == 5
 
 
-def test_ranks_of_a_host_have_its_own_link_and_others_that_between_hosts():
+def test_ranks_of_a_host_have_its_own_link_and_others_that_between_hosts() -> None:
     cluster = hosts()
     assert [cluster.host_of(rank) for rank in (0, 3, 4, 8)] == [0, 0, 1, 2]
     assert cluster.link_between(0, 3) is cluster.link_for(4) is cluster.link_across((4, 5), (6,)) is INSIDE
@@ -128,7 +131,7 @@ def test_ranks_of_a_host_have_its_own_link_and_others_that_between_hosts():
     assert cluster.link_of(1) is NET
 
 
-def test_a_path_is_as_slow_as_its_slower_end_in_everything():
+def test_a_path_is_as_slow_as_its_slower_end_in_everything() -> None:
     slow = Link(1e8, 1e-3, duplex=False, processor=1e-9)
     cluster = Cluster("mixed", FAST, NET, unlike=(odd(2, link=slow), odd(3, link=Link(1e7, 1e-5))))
     assert cluster.link_between(0, 1) is NET
@@ -138,14 +141,14 @@ def test_a_path_is_as_slow_as_its_slower_end_in_everything():
     assert cluster.link_over((0, 1, 3)) == cluster.link_over((0, 1), (0, 3)) == Link(1e7, 1e-4)
 
 
-def test_what_a_collective_was_measured_at_counts_where_it_was_on_all_links():
+def test_what_a_collective_was_measured_at_counts_where_it_was_on_all_links() -> None:
     one, two = (replace(NET, collectives={"all_reduce": Rate(b, s)}) for b, s in ((5e8, 1e-3), (9e8, 2e-3)))
     cluster = Cluster("mixed", FAST, one, unlike=(odd(2, link=two), odd(3)))
     assert cluster.link_for(3).collectives == {"all_reduce": Rate(5e8, 2e-3)}
     assert cluster.link_for(4).collectives == {}
 
 
-def test_a_ring_over_hosts_takes_the_links_of_all_their_ranks_together():
+def test_a_ring_over_hosts_takes_the_links_of_all_their_ranks_together() -> None:
     assert hosts().link_for(8) == replace(NET, bandwidth=4e9)
     assert hosts().link_for(9) == NET  # one rank alone on the last host
     assert hosts().link_over((0, 4)) == NET
@@ -154,11 +157,11 @@ def test_a_ring_over_hosts_takes_the_links_of_all_their_ranks_together():
     assert near.link_for(8).bandwidth == INSIDE.bandwidth  # the way out is wider than the way inside
 
 
-def test_a_ring_over_hosts_has_the_link_that_their_ranks_share_for_itself():
+def test_a_ring_over_hosts_has_the_link_that_their_ranks_share_for_itself() -> None:
     assert hosts(SHARED).link_for(8) == hosts(SHARED).link_over((0, 4)) == SHARED
 
 
-def test_rings_at_once_divide_a_shared_link():
+def test_rings_at_once_divide_a_shared_link() -> None:
     strided = [range(k, 8, 4) for k in range(4)]
     assert hosts(SHARED).link_over(*strided) == SHARED.divided(4)
     assert hosts().link_over(*strided) == NET
@@ -166,13 +169,13 @@ def test_rings_at_once_divide_a_shared_link():
     assert hosts(SHARED).link_over(range(2), range(2, 6), range(6, 8)) == SHARED  # only the second leaves its host
 
 
-def test_messages_of_every_rank_divide_a_shared_link():
+def test_messages_of_every_rank_divide_a_shared_link() -> None:
     assert hosts(SHARED).link_over(range(8), rings=False) == SHARED.divided(4)
     assert hosts().link_over(range(8), rings=False) == NET
     assert hosts(SHARED).link_over(range(4), rings=False) is INSIDE
 
 
-def test_a_measured_collective_is_divided_with_its_link_and_not_multiplied_by_ranks():
+def test_a_measured_collective_is_divided_with_its_link_and_not_multiplied_by_ranks() -> None:
     rate = Rate(5e8, 1e-3)
     own = replace(NET, collectives={"all_reduce": rate})
     assert hosts(own).link_for(8).collectives == {"all_reduce": rate}
@@ -181,7 +184,7 @@ def test_a_measured_collective_is_divided_with_its_link_and_not_multiplied_by_ra
     assert divided.collectives == {"all_reduce": Rate(1.25e8, 1e-3)}
 
 
-def test_the_slowest_host_bounds_a_ring():
+def test_the_slowest_host_bounds_a_ring() -> None:
     slow = odd(*range(4, 8), link=replace(NET, bandwidth=1e7))
     assert hosts(unlike=(slow,)).link_for(8).bandwidth == 4e7
     assert hosts(unlike=(slow,)).link_for(4) is INSIDE
@@ -200,12 +203,14 @@ def test_the_slowest_host_bounds_a_ring():
         (range(8), range(8), 4),  # servers beside workers
     ],
 )
-def test_messages_between_roles_divide_the_links_that_ranks_share(here, there, users):
+def test_messages_between_roles_divide_the_links_that_ranks_share(
+    here: Sequence[int], there: Sequence[int], users: int
+) -> None:
     assert hosts(SHARED).link_across(here, there) == SHARED.divided(users)
     assert hosts().link_across(here, there) == NET
 
 
-def test_more_bandwidth_between_hosts_leaves_the_one_inside():
+def test_more_bandwidth_between_hosts_leaves_the_one_inside() -> None:
     rate = Rate(5e8, 1e-3)
     link = replace(NET, collectives={"all_reduce": rate})
     cluster = hosts(link, unlike=(odd(1, link=replace(link, bandwidth=2e9)),)).with_bandwidth(4e9)
@@ -216,7 +221,7 @@ def test_more_bandwidth_between_hosts_leaves_the_one_inside():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_links_do_not_depend_on_the_order_of_ranks_and_a_group_is_no_faster_beside_others(seed):
+def test_links_do_not_depend_on_the_order_of_ranks_and_a_group_is_no_faster_beside_others(seed: int) -> None:
     cluster = random_cluster(seed)
     for a, b in combinations(range(16), 2):
         assert cluster.link_between(a, b) == cluster.link_between(b, a)

@@ -1,7 +1,10 @@
 """Cluster files: what they must say, and what is said when they do not."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -33,24 +36,24 @@ def refused(text: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_cluster_written_as_toml_reads_back_equal(seed):
+def test_any_cluster_written_as_toml_reads_back_equal(seed: int) -> None:
     cluster = random_cluster(seed)
     assert parse_cluster(to_toml(cluster), "text") == cluster
     assert load_cluster(cluster) == cluster
 
 
-def test_signs_of_all_kinds_in_a_name_survive_the_file():
+def test_signs_of_all_kinds_in_a_name_survive_the_file() -> None:
     cluster = replace(small_cluster(), name='a "quoted" \\ ü\x7f\nname', world=3)
     assert parse_cluster(to_toml(cluster), "text") == cluster
 
 
-def test_a_path_is_read_as_a_file(tmp_path):
+def test_a_path_is_read_as_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     assert load_cluster(path) == load_cluster(str(path)) == small_cluster()
 
 
-def test_every_key_of_the_device_is_read():
+def test_every_key_of_the_device_is_read() -> None:
     rates = "\n".join(f"flop_rate.{dtype} = {k}e9" for k, dtype in enumerate(DTYPES, start=1))
     parts = "\n".join(f"efficiency.{name} = 0.{k:02}" for k, name in enumerate(EFFICIENCIES, start=1))
     text = re.sub(r"^flop_rate.*$", rates, GOOD, flags=re.MULTILINE)
@@ -60,7 +63,7 @@ def test_every_key_of_the_device_is_read():
     assert device.efficiency == {name: k / 100 for k, name in enumerate(EFFICIENCIES, start=1)}
 
 
-def test_every_key_of_a_link_is_read():
+def test_every_key_of_a_link_is_read() -> None:
     keys = "bandwidth = 2e9\nlatency = 3e-6\nduplex = false\nshared = true\nprocessor = 1e-10\n"
     keys += "\n".join(f"{name}.bandwidth = {k}e9\n{name}.latency = {k}e-6" for k, name in enumerate(COLLECTIVES, 1))
     link = parse_cluster(GOOD.partition("[link]")[0] + f"[link]\n{keys}", "mine.toml").link
@@ -68,12 +71,12 @@ def test_every_key_of_a_link_is_read():
     assert link == Link(2e9, 3e-6, duplex=False, shared=True, processor=1e-10, collectives=rates)
 
 
-def test_what_a_link_leaves_out_is_the_usual():
+def test_what_a_link_leaves_out_is_the_usual() -> None:
     text = GOOD.partition("[link]")[0] + "[link]\nbandwidth = 1e9\nlatency = 0"
     assert parse_cluster(text, "mine.toml").link == Link(1e9, 0.0, duplex=True, shared=False, processor=0.0)
 
 
-def test_hosts_and_cores_are_read():
+def test_hosts_and_cores_are_read() -> None:
     cluster = parse_cluster(HOSTS.replace("ranks_share_device = false", "ranks_share_device = true\ncores = 4"), "mine")
     assert (cluster.ranks_per_host, cluster.local_link) == (8, Link(1e9, 0.0))
     assert (cluster.ranks_share_device, cluster.cores) == (True, 4)
@@ -82,7 +85,7 @@ def test_hosts_and_cores_are_read():
 # -- ranks that differ -------------------------------------------------------------------------------------------------
 
 
-def test_unlike_ranks_have_what_is_given_and_the_rest_of_the_others():
+def test_unlike_ranks_have_what_is_given_and_the_rest_of_the_others() -> None:
     text = GOOD + "\n[[unlike]]\nranks = [5, 2]\ndevice.memory = 3e9\n\n[[unlike]]\nranks = [1]\nlink.latency = 0.5\n"
     usual = small_cluster()
     assert parse_cluster(text, "mine").unlike == (
@@ -91,7 +94,7 @@ def test_unlike_ranks_have_what_is_given_and_the_rest_of_the_others():
     )
 
 
-def test_a_table_of_unlike_ranks_stands_in_place_of_the_whole_other_one():
+def test_a_table_of_unlike_ranks_stands_in_place_of_the_whole_other_one() -> None:
     """A device without bfloat16 does not get it from the device of the other ranks."""
     text = GOOD.replace("flop_rate.float32", "flop_rate.bfloat16 = 9e9\nflop_rate.float32")
     (unlike,) = parse_cluster(text + "\n[[unlike]]\nranks = [1]\ndevice.flop_rate.float32 = 1e5\n", "mine").unlike
@@ -100,7 +103,7 @@ def test_a_table_of_unlike_ranks_stands_in_place_of_the_whole_other_one():
     assert set(unlike.device.flop_rate) == {"float32", "bfloat16"}
 
 
-def test_what_collectives_reach_is_not_taken_over_to_a_link_of_another_speed():
+def test_what_collectives_reach_is_not_taken_over_to_a_link_of_another_speed() -> None:
     text = GOOD + "all_reduce.bandwidth = 1e5\nall_reduce.latency = 0\n\n[[unlike]]\nranks = [1]\n"
     for own, measured in (("bandwidth = 1e3", False), ("latency = 1", False), ("processor = 1e-9", True)):
         (unlike,) = parse_cluster(f"{text}link.{own}\n", "mine").unlike
@@ -110,7 +113,7 @@ def test_what_collectives_reach_is_not_taken_over_to_a_link_of_another_speed():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_made_by_hand_is_checked_like_a_file():
+def test_a_cluster_made_by_hand_is_checked_like_a_file() -> None:
     assert load_cluster(small_cluster()) == small_cluster()
     with pytest.raises(CostError, match=r"link\.bandwidth is -1\.0"):
         load_cluster(small_cluster(bandwidth=-1.0))
@@ -123,7 +126,7 @@ def test_a_cluster_made_by_hand_is_checked_like_a_file():
         load_cluster(replace(usual, link=replace(usual.link, collectives={"broadcast": Rate(1.0, 1.0)})))
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(CostError, match=r"cannot read the cluster file nowhere\.toml"):
         load_cluster("nowhere.toml")
 
@@ -136,20 +139,20 @@ def test_a_file_that_is_not_there_is_named():
         *(("link", key) for key in ("bandwidth", "latency")),
     ],
 )
-def test_a_missing_number_names_file_key_and_what_to_do(section, key):
+def test_a_missing_number_names_file_key_and_what_to_do(section: str, key: str) -> None:
     prefix = "efficiency." if section == "device.efficiency" else ""
     message = refused(edited(f"^{prefix}{key} = .*$", ""))
     assert message.startswith("mine.toml does not describe a cluster")
     assert f"{section}.{key} is missing; measure it with `splitc calibrate`" in message
 
 
-def test_a_collective_that_is_half_measured_is_told():
+def test_a_collective_that_is_half_measured_is_told() -> None:
     assert "link.all_reduce.latency is missing; measure it with `splitc calibrate`" in refused(
         GOOD + "all_reduce.bandwidth = 1e9\n"
     )
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_told_at_once() -> None:
     text = edited("^bandwidth.*$", "bandwith = 1e9") + "\n[extra]\n"
     message = refused(text.replace("launch = 0.0", "launch = -1"))
     assert "link.bandwidth is missing" in message
@@ -186,7 +189,7 @@ def test_all_problems_are_told_at_once():
         (r"^\[link\]$", "[[link]]", "it must be a table of numbers"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused(pattern, new, problem):
+def test_a_value_that_makes_no_sense_is_refused(pattern: str, new: str, problem: str) -> None:
     assert problem in refused(edited(pattern, new))
 
 
@@ -200,7 +203,7 @@ def test_a_value_that_makes_no_sense_is_refused(pattern, new, problem):
         (HOSTS.replace("ranks_per_host = 8", "ranks_per_host = 0"), "ranks_per_host is 0; it must be a whole number"),
     ],
 )
-def test_hosts_need_a_link_and_a_number_of_ranks(text, problem):
+def test_hosts_need_a_link_and_a_number_of_ranks(text: str, problem: str) -> None:
     assert problem in refused(text)
 
 
@@ -224,16 +227,16 @@ def test_hosts_need_a_link_and_a_number_of_ranks(text, problem):
         ("[[unlike]]\nrank = [2]", "unlike[0].rank is an unknown key; did you mean ranks?"),
     ],
 )
-def test_unlike_ranks_that_make_no_sense_are_refused(tables, problem):
+def test_unlike_ranks_that_make_no_sense_are_refused(tables: str, problem: str) -> None:
     text = edited("^ranks_share.*$", "world = 4")
     assert problem in refused(f"{text}\n{tables}\n")
 
 
-def test_what_is_wrong_for_all_ranks_is_told_once():
+def test_what_is_wrong_for_all_ranks_is_told_once() -> None:
     message = refused(edited("^bandwidth.*$", "") + "\n[[unlike]]\nranks = [1]\ndevice.memory = 1e9\n")
     assert message.count("bandwidth is missing") == 1
 
 
-def test_a_text_that_is_no_toml_is_refused_with_its_line():
+def test_a_text_that_is_no_toml_is_refused_with_its_line() -> None:
     with pytest.raises(CostError, match=r"mine\.toml is no TOML file.*line 1"):
         parse_cluster("no equals sign", "mine.toml")

@@ -1,17 +1,19 @@
 """Plans: what they cost, what they hold, and what they say of themselves."""
 
+from __future__ import annotations
+
 import time
 
 import pytest
 
 from splitc.errors import PlacementError
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice, Strategy
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
 
 @pytest.mark.parametrize("strategy", [DataParallel(), LayerSeparation(), Auto()])
 @pytest.mark.parametrize("seed", range(5))
-def test_no_plan_gets_slower_when_the_link_gets_faster(strategy, seed):
+def test_no_plan_gets_slower_when_the_link_gets_faster(strategy: Strategy, seed: int) -> None:
     program = separable(batch=seed + 1)
     rates = [
         place(program, 5, strategy, small_cluster(bandwidth)).samples_per_second
@@ -20,7 +22,7 @@ def test_no_plan_gets_slower_when_the_link_gets_faster(strategy, seed):
     assert rates == sorted(rates)
 
 
-def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not():
+def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not() -> None:
     slow = place(separable(), 4, Auto(), small_cluster(1e5))
     assert slow.strategy == "hybrid_single"
     assert slow.roles == {"conv": (0, 1, 2, 3), "fc": (0,)}
@@ -29,7 +31,7 @@ def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not():
     assert fast.strategy == "data_parallel"
 
 
-def test_the_price_of_a_separation_is_the_sum_of_its_parts():
+def test_the_price_of_a_separation_is_the_sum_of_its_parts() -> None:
     plan = place(separable(), 3, LayerSeparation(n_c=2, n_f=1), small_cluster(1e6, 0.01))
     assert fc_layers(plan) == {"fc1", "fc2", "loss"}
     compute = 4 * 8e5 / 1e6 + 8 * 3e4 / 1e6
@@ -38,7 +40,7 @@ def test_the_price_of_a_separation_is_the_sum_of_its_parts():
     assert plan.step_seconds == pytest.approx(compute + 2 * cut + labels + all_reduce)
 
 
-def test_the_price_of_data_parallelism_is_compute_and_one_all_reduce():
+def test_the_price_of_data_parallelism_is_compute_and_one_all_reduce() -> None:
     plan = place(separable(), 2, DataParallel(), small_cluster(1e6, 0.01))
     gradient = (100 + 200 + 50_000 + 10_000) * 4
     assert plan.step_seconds == pytest.approx(4 * 8.3e5 / 1e6 + gradient / 1e6 + 2 * 0.01)
@@ -46,7 +48,7 @@ def test_the_price_of_data_parallelism_is_compute_and_one_all_reduce():
     assert plan.placements["loss"].sync == "none"
 
 
-def test_a_layer_of_one_rank_or_without_trainable_parameters_is_not_summed():
+def test_a_layer_of_one_rank_or_without_trainable_parameters_is_not_summed() -> None:
     rows = [
         Row("frozen", ("images",), parameters=10, width=4, flops=1e5, trains=False),
         Row("conv", ("frozen",), parameters=10, width=4, flops=1e5),
@@ -58,8 +60,8 @@ def test_a_layer_of_one_rank_or_without_trainable_parameters_is_not_summed():
     assert sync == {"frozen": "none", "conv": "all_reduce", "fc": "none", "loss": "none"}
 
 
-def test_no_gradient_comes_back_where_nothing_trains_below_the_cut():
-    def seconds(trains):
+def test_no_gradient_comes_back_where_nothing_trains_below_the_cut() -> None:
+    def seconds(trains: bool) -> float:
         rows = [
             Row("conv", ("images",), parameters=10, width=1000, flops=1e6, trains=trains),
             Row("fc", ("conv", "labels"), parameters=9999, flops=1e2),
@@ -70,14 +72,14 @@ def test_no_gradient_comes_back_where_nothing_trains_below_the_cut():
     assert seconds(True) - seconds(False) == pytest.approx(4 * 1000 * 4 / 1e6)
 
 
-def test_more_readers_make_a_larger_batch_and_a_fixed_one_is_shared_out():
+def test_more_readers_make_a_larger_batch_and_a_fixed_one_is_shared_out() -> None:
     grown = place(separable(batch=4), 5, LayerSeparation(n_c=3))
     assert (grown.global_batch, grown.local_batches) == (12, (4, 4, 4))
     fixed = place(separable(batch=4), 5, LayerSeparation(n_c=3), global_batch=10)
     assert fixed.batch_offsets == {"conv": (0, 4, 7, 10), "fc": (0, 7, 10)}
 
 
-def test_the_largest_share_sets_the_pace():
+def test_the_largest_share_sets_the_pace() -> None:
     cluster = small_cluster(1e12, 0.0)
     uneven = place(separable(), 3, DataParallel(), cluster, global_batch=7)
     even = place(separable(), 3, DataParallel(), cluster, global_batch=9)
@@ -85,7 +87,7 @@ def test_the_largest_share_sets_the_pace():
     assert uneven.step_seconds == pytest.approx(even.step_seconds)
 
 
-def test_single_device_uses_rank_0_only_and_keeps_the_world():
+def test_single_device_uses_rank_0_only_and_keeps_the_world() -> None:
     plan = place(separable(), 4, SingleDevice())
     assert plan.world == 4
     assert plan.roles == {"all": (0,)}
@@ -93,14 +95,14 @@ def test_single_device_uses_rank_0_only_and_keeps_the_world():
     assert plan.step_seconds == pytest.approx(4 * 8.3e5 / 1e6)
 
 
-def test_a_world_of_one_runs_on_one_device():
+def test_a_world_of_one_runs_on_one_device() -> None:
     plan = place(separable(), 1, Auto())
     assert plan.strategy == "single_device"
     assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
     assert not candidate(plan, "layer_separation").feasible
 
 
-def test_the_plan_shows_the_best_of_every_family():
+def test_the_plan_shows_the_best_of_every_family() -> None:
     plan = place(separable(), 4, DataParallel())
     assert [c.strategy for c in plan.candidates] == [
         "single_device",
@@ -119,7 +121,7 @@ def test_the_plan_shows_the_best_of_every_family():
     assert candidate(plan, "layer_separation").roles.keys() == {"conv", "fc"}
 
 
-def test_what_does_not_fit_is_priced_and_says_what_is_short():
+def test_what_does_not_fit_is_priced_and_says_what_is_short() -> None:
     plan = place(separable(), 4, Auto(), memory=800_000)
     failed = candidate(plan, "data_parallel")
     assert not failed.feasible
@@ -128,7 +130,7 @@ def test_what_does_not_fit_is_priced_and_says_what_is_short():
     assert "needs 968 kB of memory and has 800 kB" in failed.why
 
 
-def test_when_nothing_fits_role_need_and_have_are_told():
+def test_when_nothing_fits_role_need_and_have_are_told() -> None:
     with pytest.raises(PlacementError) as error:
         place(separable(), 4, LayerSeparation(n_f=1), memory=300_000)
     message = str(error.value)
@@ -136,7 +138,7 @@ def test_when_nothing_fits_role_need_and_have_are_told():
     assert "its largest layer, fc1, needs 603 kB" in message
 
 
-def test_when_no_strategy_fits_each_says_why():
+def test_when_no_strategy_fits_each_says_why() -> None:
     with pytest.raises(PlacementError) as error:
         place(separable(), 4, Auto(), memory=1000)
     message = str(error.value)
@@ -144,26 +146,26 @@ def test_when_no_strategy_fits_each_says_why():
     assert message.count("has 1.00 kB") >= 3
 
 
-def test_more_copies_in_the_optimizer_need_more_memory():
+def test_more_copies_in_the_optimizer_need_more_memory() -> None:
     program, memory = separable(), 241_200 * 3 + 10_000
     assert place(program, 1, SingleDevice(), memory=memory, optimizer_copies=1)
     with pytest.raises(PlacementError, match="needs"):
         place(program, 1, SingleDevice(), memory=memory, optimizer_copies=2)
 
 
-def test_ranks_that_share_a_device_compute_and_hold_a_part_of_it():
+def test_ranks_that_share_a_device_compute_and_hold_a_part_of_it() -> None:
     shared = small_cluster(1e12, 0.0, ranks_share_device=True)
     alone = place(separable(), 1, SingleDevice(), shared)
     four = place(separable(), 4, DataParallel(), shared)
     assert four.step_seconds == pytest.approx(4 * alone.step_seconds, rel=1e-3)
 
 
-def test_a_cluster_with_fewer_devices_than_ranks_is_refused():
+def test_a_cluster_with_fewer_devices_than_ranks_is_refused() -> None:
     with pytest.raises(PlacementError, match="8 ranks were asked for, but cluster toy has 2"):
         place(separable(), 8, Auto(), small_cluster(world=2))
 
 
-def test_every_layer_has_a_reason_with_numbers():
+def test_every_layer_has_a_reason_with_numbers() -> None:
     plan = place(separable(), 4, cluster=small_cluster(1.25e6))
     assert plan.reasons.keys() == plan.placements.keys()
     assert plan.reasons["fc1"].startswith("holds 50.0 k parameters and is 2.4 % of the computing")
@@ -174,7 +176,7 @@ def test_every_layer_has_a_reason_with_numbers():
     assert "nothing is sent" in place(separable(), 4, SingleDevice()).reasons["fc1"]
 
 
-def test_twenty_layers_on_eighty_ranks_take_a_few_seconds():
+def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
     rows = [Row("layer0", ("images",), parameters=100, width=500, flops=1e5)]
     for i in range(1, 20):
         rows.append(
@@ -193,7 +195,7 @@ def test_twenty_layers_on_eighty_ranks_take_a_few_seconds():
     assert plan.proof == "optimal"
 
 
-def test_the_same_request_makes_the_same_plan():
+def test_the_same_request_makes_the_same_plan() -> None:
     first, second = (place(separable(), 6, Auto()) for _ in range(2))
     assert first == second
     assert first.to_json() == second.to_json()

@@ -1,11 +1,15 @@
 """What bounds a plan: the world, pins, ties, and values that cannot cross."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from splitc.errors import PlacementError
 from splitc.ir.plan import Placement
 from splitc.ir.program import SizeSpec
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, Strategy
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
 
@@ -18,25 +22,25 @@ from tests.support.small_programs import Row, candidate, fc_layers, place, separ
         (4, LayerSeparation(n_f=9), "n_f = 9 leaves no rank of 4"),
     ],
 )
-def test_a_separation_that_does_not_fit_the_world_is_refused(world, strategy, words):
+def test_a_separation_that_does_not_fit_the_world_is_refused(world: int, strategy: Strategy, words: str) -> None:
     with pytest.raises(PlacementError, match=words):
         place(separable(), world, strategy)
 
 
-def test_a_model_of_one_layer_cannot_be_separated():
+def test_a_model_of_one_layer_cannot_be_separated() -> None:
     program = small_program([Row("fc", ("images", "labels"), parameters=10, flops=1e3)])
     with pytest.raises(PlacementError, match="only one layer, fc, has parameters"):
         place(program, 2)
 
 
-def test_a_model_without_parameters_cannot_be_separated():
+def test_a_model_without_parameters_cannot_be_separated() -> None:
     program = small_program([Row("loss", ("images", "labels"), flops=1e3)])
     with pytest.raises(PlacementError, match="the model has no parameters"):
         place(program, 2)
     assert place(program, 2, DataParallel()).step_seconds == pytest.approx(4e3 / 1e6)
 
 
-def test_fewer_examples_than_ranks_that_read_are_refused():
+def test_fewer_examples_than_ranks_that_read_are_refused() -> None:
     with pytest.raises(PlacementError, match="3 examples cannot be shared out to 4 ranks"):
         place(separable(), 4, DataParallel(), global_batch=3)
     with pytest.raises(PlacementError, match="1 examples leave some of 3 ranks without any"):
@@ -52,31 +56,31 @@ def test_fewer_examples_than_ranks_that_read_are_refused():
         ({"world": 0}, "world is 0"),
     ],
 )
-def test_senseless_requests_are_refused(options, words):
+def test_senseless_requests_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlacementError, match=words):
         place(separable(), **options)
 
 
-def test_a_pinned_layer_runs_where_it_was_pinned_and_says_so():
+def test_a_pinned_layer_runs_where_it_was_pinned_and_says_so() -> None:
     plan = place(separable(), 4, pins={"conv2": "fc"})
     assert fc_layers(plan) == {"conv2", "fc1", "fc2", "loss"}
     assert plan.reasons["conv2"].startswith("pinned by 'conv2'; ")
 
 
-def test_later_pins_win_part_by_part():
+def test_later_pins_win_part_by_part() -> None:
     pins = {"fc*": Placement(role="conv", holding="replicated"), "fc2": "fc"}
     plan = place(separable(), 4, pins=pins)
     assert fc_layers(plan) == {"fc2", "loss"}
 
 
-def test_a_pin_of_sync_none_keeps_the_layer_on_a_role_of_one_rank():
+def test_a_pin_of_sync_none_keeps_the_layer_on_a_role_of_one_rank() -> None:
     plan = place(separable(), 6, pins={"fc*": Placement(role="fc", sync="none")})
     assert len(plan.roles["fc"]) == 1
     with pytest.raises(PlacementError, match="sync 'none' of fc1, whose gradient must be summed"):
         place(separable(), 4, DataParallel(), pins={"fc1": Placement(sync="none")})
 
 
-def test_pins_that_cannot_be_followed_are_told_all_at_once():
+def test_pins_that_cannot_be_followed_are_told_all_at_once() -> None:
     pins = {"fc3": "fc", "conv1": "cnov", "fc1": Placement(sync="sometimes")}
     with pytest.raises(PlacementError) as error:
         place(separable(), 4, pins=pins)
@@ -96,23 +100,23 @@ def test_pins_that_cannot_be_followed_are_told_all_at_once():
         (LayerSeparation(), Placement(group=2), "group 2 of fc1"),
     ],
 )
-def test_pins_that_contradict_the_strategy_are_refused(strategy, pin, words):
+def test_pins_that_contradict_the_strategy_are_refused(strategy: Strategy, pin: str | Placement, words: str) -> None:
     with pytest.raises(PlacementError, match=words):
         place(separable(), 4, strategy, pins={"fc1": pin})
 
 
-def test_auto_follows_the_pins_and_says_which_families_cannot():
+def test_auto_follows_the_pins_and_says_which_families_cannot() -> None:
     plan = place(separable(), 4, Auto(), small_cluster(1e9, 1e-6), pins={"fc1": "fc"})
     assert plan.strategy == "hybrid_single"
     assert "data_parallel has only all" in candidate(plan, "data_parallel").why
 
 
-def test_pins_against_the_way_of_the_data_are_refused():
+def test_pins_against_the_way_of_the_data_are_refused() -> None:
     with pytest.raises(PlacementError, match=r"no cut .* conv1 is pinned by 'conv1'"):
         place(separable(), 4, pins={"conv1": "fc", "fc2": "conv"})
 
 
-def test_layers_that_share_a_parameter_have_one_role():
+def test_layers_that_share_a_parameter_have_one_role() -> None:
     rows = [
         Row("conv", ("images",), parameters=10, width=8, flops=1e6),
         Row("embed", ("conv",), parameters=50_000, width=8, flops=1e2),
@@ -125,7 +129,7 @@ def test_layers_that_share_a_parameter_have_one_role():
         place(small_program(rows), 4, pins={"embed": "conv", "head": "fc"})
 
 
-def test_only_tensors_with_examples_cross():
+def test_only_tensors_with_examples_cross() -> None:
     rows = [
         Row("mask", ("images",), parameters=10, width=8, flops=1e6, batched=False),
         Row("fc", ("mask",), parameters=50_000, width=8, flops=1e2),
@@ -136,7 +140,7 @@ def test_only_tensors_with_examples_cross():
         place(small_program(rows), 4)
 
 
-def test_sizes_are_made_again_where_they_are_read():
+def test_sizes_are_made_again_where_they_are_read() -> None:
     program = separable()
     nodes = {node.name: node for node in program.graph.nodes}
     free = place(program, 4)

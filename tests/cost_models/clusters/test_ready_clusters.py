@@ -1,5 +1,7 @@
 """The clusters that come with splitc: their numbers, and where each is from."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
@@ -27,19 +29,19 @@ def number_lines(name: str) -> list[str]:
     return [line for line in lines if re.match(r"[\w.]+ *= *[\d\[]", line)]
 
 
-def test_the_clusters_of_the_papers_and_those_of_today_ship():
+def test_the_clusters_of_the_papers_and_those_of_today_ship() -> None:
     assert set(known_clusters()) == PAPERS | TODAY | {"mixed-v100-t4"}
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_every_cluster_can_be_loaded_and_tells_its_source(name):
+def test_every_cluster_can_be_loaded_and_tells_its_source(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
     assert "assumption" in cluster.source
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_every_number_says_where_it_is_from(name):
+def test_every_number_says_where_it_is_from(name: str) -> None:
     lines = number_lines(name)
     assert len(lines) >= 8
     for line in lines:
@@ -47,19 +49,19 @@ def test_every_number_says_where_it_is_from(name):
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_an_assumption_says_what_it_rests_on(name):
+def test_an_assumption_says_what_it_rests_on(name: str) -> None:
     for line in (FOLDER / f"{name}.toml").read_text().splitlines():
         assert not re.search(r"# assumption\W*$", line), f"{name}: {line}"
 
 
 @pytest.mark.parametrize("name", known_clusters())
-def test_a_host_of_several_ranks_says_whether_they_share_its_link(name):
+def test_a_host_of_several_ranks_says_whether_they_share_its_link(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     assert (load_cluster(name).local_link is None) or re.search(r"^shared = (true|false) +# .", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(set(known_clusters()) - {"k80-2.6gbe"}))
-def test_the_network_of_a_name_is_that_of_its_file(name):
+def test_the_network_of_a_name_is_that_of_its_file(name: str) -> None:
     """As bits a second; what InfiniBand's codes leave of it."""
     link = load_cluster(name).link
     match = re.search(r"-([\d.]+)(gbe|ib)$", name)
@@ -69,20 +71,20 @@ def test_the_network_of_a_name_is_that_of_its_file(name):
 
 
 @pytest.mark.parametrize("gbit", [10, 25, 40, 100])
-def test_the_v100_clusters_differ_in_their_link_only(gbit):
+def test_the_v100_clusters_differ_in_their_link_only(gbit: int) -> None:
     cluster = load_cluster(f"v100-{gbit}gbe")
     assert cluster.link.bandwidth == gbit * 1e9 / 8
     assert cluster.device == load_cluster("v100-10gbe").device
 
 
-def test_the_v100_of_stanza_has_the_numbers_of_its_data_sheet():
+def test_the_v100_of_stanza_has_the_numbers_of_its_data_sheet() -> None:
     cluster = load_cluster("v100-10gbe")
     assert cluster.device.flop_rate["float32"] == 15.7e12
     assert cluster.device.memory_bandwidth == 900e9
     assert cluster.link.bandwidth == 10e9 / 8
 
 
-def test_one_gpu_is_the_same_in_all_files():
+def test_one_gpu_is_the_same_in_all_files() -> None:
     """But for the names that a file may give it, the numbers of a board do not depend on the network."""
     for names in (
         ("k40-10gbe", "k40-56ib"),
@@ -100,14 +102,14 @@ def test_one_gpu_is_the_same_in_all_files():
     assert load_cluster("mixed-v100-t4").unlike[0].device == load_cluster("t4-pcie-50gbe").device
 
 
-def test_an_unknown_name_is_answered_with_a_near_one_and_all_others():
+def test_an_unknown_name_is_answered_with_a_near_one_and_all_others() -> None:
     with pytest.raises(CostError, match="did you mean v100-10gbe") as error:
         load_cluster("v100-10gb")
     assert "h100-400gbe" in str(error.value)
     assert "splitc calibrate" in str(error.value)
 
 
-def test_unequal_ranks_are_priced_by_the_slowest_of_them():
+def test_unequal_ranks_are_priced_by_the_slowest_of_them() -> None:
     """Four V100 and four T4: a plan of the first four knows nothing of the others."""
     mixed, fast = load_cluster("mixed-v100-t4"), load_cluster("v100-10gbe")
     assert mixed.device_for(4) is mixed.device
@@ -124,7 +126,7 @@ def test_unequal_ranks_are_priced_by_the_slowest_of_them():
     assert candidate(slow, "parameter_server").step_seconds > candidate(usual, "parameter_server").step_seconds
 
 
-def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts():
+def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
     listed = {}
     for names, _, ranks in re.findall(r"^\| (`.*`) \| (.*) \| (\d+).* \|$", page, re.MULTILINE):
@@ -133,7 +135,7 @@ def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts():
 
 
 @pytest.mark.parametrize("page", ["clusters.md", "commands.md"])
-def test_the_cluster_files_in_the_docs_are_read(page):
+def test_the_cluster_files_in_the_docs_are_read(page: str) -> None:
     texts = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
     (cluster,) = (parse_cluster(text, page) for text in texts)
     if page == "clusters.md":

@@ -1,7 +1,10 @@
 """This machine, measured."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,18 +13,21 @@ from splitc.cost_models.calibration.calibrate import cores
 from splitc.cost_models.clusters import this_machine as local
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import measure_this_machine
-from splitc.ir.cluster import Link
+from splitc.ir.cluster import Cluster, Link
 from splitc.ir.strategies import DataParallel, SingleDevice
 from tests.support.small_programs import place, separable, small_cluster
 
 SHORT = 0.05
 """Seconds to measure for: enough to get numbers, not to trust them."""
 
+Measured = tuple[Cluster, float, tuple[int, int]]
+"""A cluster, the seconds that measuring it took, and the threads of torch before and after."""
+
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on GPUs have one each")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
+def here(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """This machine, really measured; how long it took, and with how many threads before and after."""
     threads, begin = torch.get_num_threads(), time.perf_counter()
     cluster = measure_this_machine(SHORT, tmp_path_factory.mktemp("cache"))
@@ -29,11 +35,11 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture
-def measurements(monkeypatch):
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows with every measurement, each of which is another small cluster."""
-    counted = []
+    counted: list[str] = []
 
-    def measure(budget, key):
+    def measure(budget: float, key: str) -> Cluster:
         counted.append(key)
         return small_cluster(float(len(counted)), source=key)
 
@@ -41,7 +47,7 @@ def measurements(monkeypatch):
     return counted
 
 
-def test_this_machine_has_numbers_of_the_right_order(here):
+def test_this_machine_has_numbers_of_the_right_order(here: Measured) -> None:
     cluster = here[0]
     assert cluster.name == "this-machine"
     assert {"float32", "float64", "bfloat16"} <= set(cluster.device.flop_rate)
@@ -55,7 +61,7 @@ def test_this_machine_has_numbers_of_the_right_order(here):
 
 
 @on_cpu
-def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(here):
+def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(here: Measured) -> None:
     assert here[0].ranks_share_device and here[0].cores == cores()
     assert here[0].world is None
     cluster = replace(here[0], cores=2)
@@ -66,7 +72,7 @@ def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(
 
 
 @on_cpu
-def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here):
+def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here: Measured) -> None:
     cluster = replace(here[0], cores=2, device=replace(here[0].device, launch=0.0), link=Link(1e15, 0.0))
     one = place(separable(), 1, SingleDevice(), cluster, global_batch=32)
     two = place(separable(), 2, DataParallel(), cluster, global_batch=32)
@@ -75,20 +81,22 @@ def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here):
     assert four.step_seconds == pytest.approx(two.step_seconds, rel=1e-3)
 
 
-def test_measuring_takes_seconds_and_keeps_the_number_of_threads(here):
+def test_measuring_takes_seconds_and_keeps_the_number_of_threads(here: Measured) -> None:
     _, seconds, (before, after) = here
     assert seconds < 60  # about two, on a machine that does nothing else
     assert after == before
 
 
-def test_a_second_call_reads_the_cache(tmp_path, measurements):
+def test_a_second_call_reads_the_cache(tmp_path: Path, measurements: list[str]) -> None:
     first = measure_this_machine(SHORT, tmp_path)
     assert measure_this_machine(SHORT, tmp_path) == first
     assert len(measurements) == 1
 
 
 @pytest.mark.parametrize("name", ["_FORMAT", "torch.__version__"])
-def test_another_format_or_version_of_torch_measures_again(tmp_path, measurements, monkeypatch, name):
+def test_another_format_or_version_of_torch_measures_again(
+    tmp_path: Path, measurements: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     measure_this_machine(SHORT, tmp_path)
     monkeypatch.setattr(f"splitc.cost_models.clusters.this_machine.{name}", "99")
     measure_this_machine(SHORT, tmp_path)
@@ -96,7 +104,7 @@ def test_another_format_or_version_of_torch_measures_again(tmp_path, measurement
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"name = ", b"\xff\xfe", b'name = "this-machine"'])
-def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, measurements, rubbish):
+def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path: Path, measurements: list[str], rubbish: bytes) -> None:
     measure_this_machine(SHORT, tmp_path)
     (cache,) = tmp_path.iterdir()
     cache.write_bytes(rubbish)
@@ -106,13 +114,15 @@ def test_a_cache_that_cannot_be_read_is_measured_again(tmp_path, measurements, r
     assert len(measurements) == 2
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path, measurements):
+def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path, measurements: list[str]) -> None:
     (tmp_path / "file").touch()
     assert measure_this_machine(SHORT, tmp_path / "file" / "below").name == "toy"
     assert measurements
 
 
-def test_no_cluster_means_this_machine_in_the_users_cache(tmp_path, measurements, monkeypatch):
+def test_no_cluster_means_this_machine_in_the_users_cache(
+    tmp_path: Path, measurements: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stored = measure_this_machine(SHORT)
     assert [path.parent.name for path in tmp_path.glob("*/*.toml")] == ["splitc"]

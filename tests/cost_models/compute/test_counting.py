@@ -46,7 +46,7 @@ def of(module: nn.Module, *shape: int, first: bool = False) -> dict[tuple[str, b
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_linear_layer_multiplies_once_forward_and_twice_backward():
+def test_a_linear_layer_multiplies_once_forward_and_twice_backward() -> None:
     found = of(nn.Linear(IN, OUT), N, IN)
     forward, backward = found["addmm", False], found["mm", True]
     assert (forward.op_class, forward.flops, forward.kernel_launches) == ("matmul", 2 * N * IN * OUT, 1)
@@ -57,12 +57,12 @@ def test_a_linear_layer_multiplies_once_forward_and_twice_backward():
     )  # both read the gradient and one of x, W; both write one
 
 
-def test_a_first_linear_layer_has_one_product_backward():
+def test_a_first_linear_layer_has_one_product_backward() -> None:
     assert of(nn.Linear(IN, OUT), N, IN, first=True)["mm", True].flops == 2 * N * IN * OUT
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_convolution_divides_its_work_by_its_groups(groups: int):
+def test_a_convolution_divides_its_work_by_its_groups(groups: int) -> None:
     found = of(nn.Conv2d(4, 8, 3, padding=1, groups=groups), N, 4, 6, 6)
     forward = 2 * N * 6 * 6 * 8 * 9 * 4 / groups
     assert found["convolution", False].flops == forward
@@ -70,13 +70,13 @@ def test_a_convolution_divides_its_work_by_its_groups(groups: int):
     assert {op.op_class for op in found.values()} == {"conv"}
 
 
-def test_a_transposed_convolution_multiplies_every_input_by_the_kernel():
+def test_a_transposed_convolution_multiplies_every_input_by_the_kernel() -> None:
     found = of(nn.ConvTranspose2d(4, 8, 3, stride=2), N, 4, 6, 6)
     assert found["convolution", False].flops == 2 * N * 4 * 6 * 6 * 8 * 9
     assert found["convolution_backward", True].flops == 2 * found["convolution", False].flops
 
 
-def test_a_convolution_moves_images_and_weights_and_nothing_else():
+def test_a_convolution_moves_images_and_weights_and_nothing_else() -> None:
     found = of(nn.Conv2d(3, 8, 3, padding=1, bias=False), N, 3, 6, 6, first=True)
     x, w, y = FLOAT * N * 3 * 36, FLOAT * 8 * 27, FLOAT * N * 8 * 36
     assert found["convolution", False].bytes_accessed == x + w + y
@@ -93,14 +93,14 @@ def test_a_convolution_moves_images_and_weights_and_nothing_else():
         (nn.Conv2d(8, 8, 3, groups=8), 1.0, 1.0),  # depthwise
     ],
 )
-def test_channels_are_computed_in_blocks_of_sixteen(conv: nn.Module, forward: float, backward: float):
+def test_channels_are_computed_in_blocks_of_sixteen(conv: nn.Module, forward: float, backward: float) -> None:
     x = torch.randn(2, conv.in_channels, 6, 6, requires_grad=True)
     found = {each.cost.name: each.cost for each in counted(lambda: conv(x))}
     for name, times in (("convolution", forward), ("convolution_backward", backward)):
         assert found[name].padding_flops == pytest.approx((times - 1) * found[name].flops)
 
 
-def test_an_lstm_meets_the_matrices_of_its_gates_in_every_step():
+def test_an_lstm_meets_the_matrices_of_its_gates_in_every_step() -> None:
     time, hidden = 6, 8
     layer, x = nn.LSTM(IN, hidden), torch.randn(time, N, IN)
     found = ops(lambda: layer(x)[0])
@@ -110,14 +110,14 @@ def test_an_lstm_meets_the_matrices_of_its_gates_in_every_step():
     assert all(op.op_class == "matmul" for op in found.values() if op.flops)
 
 
-def test_an_lstm_on_fake_tensors_computes_as_much():
+def test_an_lstm_on_fake_tensors_computes_as_much() -> None:
     with FakeTensorMode():
         layer, x = nn.LSTM(IN, 8), torch.randn(6, N, IN)
         found = ops(lambda: layer(x)[0])
     assert sum(op.flops for op in found.values()) == 3 * 2 * 6 * N * 4 * 8 * (IN + 8)
 
 
-def test_a_gru_is_counted_step_by_step():
+def test_a_gru_is_counted_step_by_step() -> None:
     time, hidden = 4, 8
     layer, x = nn.GRU(IN, hidden), torch.randn(time, N, IN)
     found = ops(lambda: layer(x)[0], backward=False)
@@ -125,7 +125,7 @@ def test_a_gru_is_counted_step_by_step():
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_multihead_attention_counts_its_projections_and_its_inner_products(weights: bool):
+def test_multihead_attention_counts_its_projections_and_its_inner_products(weights: bool) -> None:
     time, width, heads = 6, 8, 2
     layer = nn.MultiheadAttention(width, heads, batch_first=True)
     x = torch.randn(N, time, width, requires_grad=True)
@@ -136,7 +136,7 @@ def test_multihead_attention_counts_its_projections_and_its_inner_products(weigh
     assert sum(op.flops for (_, back), op in found.items() if back) == 2 * (projections + inner) + recomputed
 
 
-def test_fused_attention_has_a_class_of_its_own():
+def test_fused_attention_has_a_class_of_its_own() -> None:
     q = torch.randn(N, 2, 6, 4, requires_grad=True)
     found = ops(lambda: F.scaled_dot_product_attention(q, q, q))
     computing = [op for op in found.values() if op.flops]
@@ -154,7 +154,7 @@ def test_fused_attention_has_a_class_of_its_own():
         (lambda a, b, c: torch.einsum("bij,bjk->bik", a, b), 2 * 2 * 3 * 4 * 5),
     ],
 )
-def test_other_products_are_counted_too(run: Callable[..., Tensor], flops: int):
+def test_other_products_are_counted_too(run: Callable[..., Tensor], flops: int) -> None:
     a, b, c = torch.randn(2, 3, 4), torch.randn(2, 4, 5), torch.randn(2, 3, 5)
     assert sum(op.flops for op in ops(lambda: run(a, b, c), backward=False).values()) == flops
 
@@ -166,32 +166,32 @@ def moved(run: Callable[[], Any]) -> float:
     return sum(op.bytes_accessed for op in ops(run, backward=False).values())
 
 
-def test_views_and_empty_memory_are_free():
+def test_views_and_empty_memory_are_free() -> None:
     x = torch.randn(4, 6)
     views = counted(lambda: x.t()[1:].reshape(5, 2, 2).unsqueeze(0).expand(3, 5, 2, 2).detach().flatten()[:2].view(2))
     assert [each.cost.name for each in views] == ["clone"]  # a flattened expansion is no view
     assert counted(lambda: (torch.empty(9), torch.empty_like(x), x.new_empty(3), x.squeeze_())) == []
 
 
-def test_a_tensor_counts_once_however_often_it_is_read():
+def test_a_tensor_counts_once_however_often_it_is_read() -> None:
     x = torch.randn(4, 6)
     assert moved(lambda: x * x) == 2 * x.nbytes
     assert moved(lambda: x[:2] + x[2:]) == 1.5 * x.nbytes
     assert moved(lambda: x + x[:1].expand(4, 6)) == 2 * x.nbytes
 
 
-def test_an_expanded_tensor_is_as_small_as_what_it_repeats():
+def test_an_expanded_tensor_is_as_small_as_what_it_repeats() -> None:
     x, row = torch.randn(4, 6), torch.randn(6)
     assert moved(lambda: x + row.expand(4, 6)) == 2 * x.nbytes + row.nbytes
 
 
-def test_what_works_in_place_reads_and_writes():
+def test_what_works_in_place_reads_and_writes() -> None:
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     assert moved(lambda: x.add_(y)) == 3 * x.nbytes
     assert moved(lambda: x.mul_(2.0)) == 2 * x.nbytes
 
 
-def test_what_only_writes_reads_nothing():
+def test_what_only_writes_reads_nothing() -> None:
     x = torch.randn(4, 6)
     for run in (x.zero_, lambda: x.fill_(1.0), x.bernoulli_, lambda: torch.zeros_like(x), lambda: x.new_ones(4, 6)):
         assert moved(run) == x.nbytes
@@ -199,7 +199,7 @@ def test_what_only_writes_reads_nothing():
     assert moved(lambda: x.copy_(y)) == 2 * x.nbytes
 
 
-def test_an_embedding_reads_the_rows_it_looks_up_and_its_gradient_is_the_whole_table():
+def test_an_embedding_reads_the_rows_it_looks_up_and_its_gradient_is_the_whole_table() -> None:
     table, rows = nn.Embedding(1000, 16), torch.tensor([1, 2, 3])
     found = ops(lambda: table(rows))
     looked_up = FLOAT * 3 * 16
@@ -207,12 +207,12 @@ def test_an_embedding_reads_the_rows_it_looks_up_and_its_gradient_is_the_whole_t
     assert found["embedding_dense_backward", True].bytes_accessed == 3 * looked_up + LONG * 3 + table.weight.nbytes
 
 
-def test_a_lookup_of_more_rows_than_there_are_reads_no_more_than_the_table():
+def test_a_lookup_of_more_rows_than_there_are_reads_no_more_than_the_table() -> None:
     table, rows = torch.randn(4, 16), torch.zeros(100, dtype=torch.long)
     assert moved(lambda: table[rows]) == table.nbytes + rows.nbytes + FLOAT * 1600
 
 
-def test_cross_entropy_reads_one_number_of_each_row_after_its_softmax():
+def test_cross_entropy_reads_one_number_of_each_row_after_its_softmax() -> None:
     logits, target = torch.randn(N, 100, requires_grad=True), torch.zeros(N, dtype=torch.long)
     found = ops(lambda: F.cross_entropy(logits, target))
     assert found["_log_softmax", False].bytes_accessed == 2 * logits.nbytes
@@ -220,7 +220,7 @@ def test_cross_entropy_reads_one_number_of_each_row_after_its_softmax():
     assert found["_log_softmax_backward_data", True].bytes_accessed == 3 * logits.nbytes
 
 
-def test_batch_norm_moves_its_images_forward_and_backward():
+def test_batch_norm_moves_its_images_forward_and_backward() -> None:
     x = torch.randn(N, 4, 6, 6)
     found = of(nn.BatchNorm2d(4), N, 4, 6, 6)
     forward, backward = found["native_batch_norm", False], found["native_batch_norm_backward", True]
@@ -230,7 +230,7 @@ def test_batch_norm_moves_its_images_forward_and_backward():
     assert found["add", False].bytes_accessed == 2 * LONG  # how many batches it has seen
 
 
-def test_a_max_pool_writes_values_and_where_they_were():
+def test_a_max_pool_writes_values_and_where_they_were() -> None:
     x, y = FLOAT * N * 4 * 36, FLOAT * N * 4 * 9
     found = of(nn.MaxPool2d(2), N, 4, 6, 6)
     assert found["max_pool2d_with_indices", False].bytes_accessed == x + y + 2 * y
@@ -252,7 +252,9 @@ def test_a_max_pool_writes_values_and_where_they_were():
         (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
     ],
 )
-def test_what_memory_alone_does_not_bound_has_a_class_of_its_own(run: Callable[[Tensor], Tensor], op_class: str):
+def test_what_memory_alone_does_not_bound_has_a_class_of_its_own(
+    run: Callable[[Tensor], Tensor], op_class: str
+) -> None:
     seen = counted(lambda: run(torch.rand(2, 4, 6, 6)))
     assert seen[-1].cost.op_class == op_class
     assert not any(each.guessed for each in seen)
@@ -276,27 +278,27 @@ def silent(x: Tensor) -> None:
     x.mul_(2)
 
 
-def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_told():
+def test_an_op_that_nobody_knows_is_priced_by_its_bytes_and_told() -> None:
     x = torch.randn(6, 4)
     (seen,) = counted(lambda: mystery(x))
     assert (seen.cost.name, seen.guessed) == ("splitc_tests::mystery", True)
     assert (seen.cost.bytes_accessed, seen.cost.flops, seen.cost.kernel_launches) == (FLOAT * (24 + 36), 0, 1)
 
 
-def test_an_op_that_only_writes_into_its_input_is_not_free():
+def test_an_op_that_only_writes_into_its_input_is_not_free() -> None:
     x = torch.randn(6, 4)
     (seen,) = counted(lambda: silent(x))
     assert seen.cost.bytes_accessed == 2 * FLOAT * 24 and seen.guessed
 
 
-def test_an_op_of_torch_that_computes_without_a_formula_is_told():
+def test_an_op_of_torch_that_computes_without_a_formula_is_told() -> None:
     assert [each.cost.name for each in counted(lambda: torch.linalg.inv(torch.eye(4))) if each.guessed]
 
 
 # -- fake tensors, sums ------------------------------------------------------------------------------------------------
 
 
-def test_fake_tensors_run_the_same_ops_as_real_ones():
+def test_fake_tensors_run_the_same_ops_as_real_ones() -> None:
     def count() -> list[OpCost]:
         layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3))
         encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -308,20 +310,20 @@ def test_fake_tensors_run_the_same_ops_as_real_ones():
     assert fake == count()
 
 
-def test_equal_ops_are_one_that_is_launched_more_often():
+def test_equal_ops_are_one_that_is_launched_more_often() -> None:
     x = torch.randn(4, 6)
     relu, add = merged(each.cost for each in counted(lambda: F.relu(F.relu(F.relu(x) + x))))
     assert (relu.name, relu.kernel_launches, relu.bytes_accessed) == ("relu", 3, 6 * x.nbytes)
     assert (add.name, add.kernel_launches) == ("add", 1)
 
 
-def test_ops_side_by_side_are_merged_only_where_they_are_equal_at_both_sizes():
+def test_ops_side_by_side_are_merged_only_where_they_are_equal_at_both_sizes() -> None:
     a, b = (OpCost("mm", "matmul", False, flops, 10.0) for flops in (100.0, 200.0))
     assert merged_pairs([a, a], [b, b]) == [(two(a), two(b))]
     assert merged_pairs([a, a], [a, b]) == [(a, a), (a, b)]
 
 
-def test_ops_that_differ_at_the_two_sizes_are_taken_by_name():
+def test_ops_that_differ_at_the_two_sizes_are_taken_by_name() -> None:
     a, b = OpCost("mm", "matmul", False, 100.0, 10.0), OpCost("bmm", "matmul", False, 50.0, 5.0)
     none = OpCost("bmm", "matmul", False, 0.0, 0.0, 0.0)
     assert merged_pairs([a, a], [a, b]) == [(two(a), a), (none, b)]

@@ -1,5 +1,7 @@
 """Compute or memory, whichever takes longer."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
@@ -20,35 +22,35 @@ DEVICE = Device("toy", {"float32": 100.0, "float16": 400.0}, 10.0, 1e9, {"matmul
 COST = LayerCost(1, 100.0, 200.0, 8.0, 16.0, 0.0, kernel_launches=3)
 
 
-def test_a_layer_that_computes_much_is_bound_by_its_flops():
+def test_a_layer_that_computes_much_is_bound_by_its_flops() -> None:
     assert layer_seconds(COST, DEVICE, "float32") == pytest.approx(2 + 4 + 0.03)
 
 
-def test_a_layer_that_moves_much_is_bound_by_its_memory():
+def test_a_layer_that_moves_much_is_bound_by_its_memory() -> None:
     cost = replace(COST, forward_bytes_accessed=80.0, backward_bytes_accessed=160.0)
     assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 20 + 0.03)
 
 
-def test_forward_and_backward_are_bound_each_by_its_own():
+def test_forward_and_backward_are_bound_each_by_its_own() -> None:
     cost = replace(COST, forward_bytes_accessed=80.0)
     assert layer_seconds(cost, DEVICE, "float32") == pytest.approx(10 + 4 + 0.03)
 
 
-def test_a_smaller_dtype_computes_at_its_own_rate():
+def test_a_smaller_dtype_computes_at_its_own_rate() -> None:
     assert achieved_flop_rate(DEVICE, "float16") == 200.0
     assert layer_seconds(COST, DEVICE, "float16") == pytest.approx(1 + 2 + 0.03)
 
 
-def test_priced_fills_in_the_seconds_and_nothing_else():
+def test_priced_fills_in_the_seconds_and_nothing_else() -> None:
     assert priced(COST, DEVICE, "float32") == replace(COST, seconds=pytest.approx(6.03))
 
 
-def test_a_dtype_without_a_rate_is_an_error_and_never_another_dtypes_rate():
+def test_a_dtype_without_a_rate_is_an_error_and_never_another_dtypes_rate() -> None:
     with pytest.raises(CostError, match=r"toy has no FLOP rate for bfloat16.*splitc calibrate"):
         layer_seconds(COST, DEVICE, "bfloat16")
 
 
-def test_a_layer_that_computes_nothing_needs_no_flop_rate():
+def test_a_layer_that_computes_nothing_needs_no_flop_rate() -> None:
     lookup = replace(COST, forward_flops=0.0, backward_flops=0.0)
     assert layer_seconds(lookup, DEVICE, "bfloat16") == pytest.approx(1 + 2 + 0.03)
 
@@ -72,30 +74,30 @@ def seconds(*ops: OpCost, device: Device = CPU) -> float:
     return ops_seconds(ops, device, "float32")
 
 
-def test_a_device_that_hides_nothing_takes_the_sum_and_one_that_hides_all_the_longer():
+def test_a_device_that_hides_nothing_takes_the_sum_and_one_that_hides_all_the_longer() -> None:
     assert seconds(PRODUCT) == pytest.approx(2 + 1 + 0.01)
     assert seconds(PRODUCT, device=replace(CPU, overlap=1.0)) == pytest.approx(2 + 0.01)
     assert seconds(PRODUCT, device=replace(CPU, overlap=0.5)) == pytest.approx(2.5 + 0.01)
 
 
-def test_what_a_product_moves_has_an_efficiency_of_its_own():
+def test_what_a_product_moves_has_an_efficiency_of_its_own() -> None:
     assert seconds(OpCost("convolution", "conv", False, 100.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
     assert seconds(OpCost("convolution_backward", "conv", True, 80.0, 8.0)) == pytest.approx(1 + 4 + 0.01 + 0.03)
 
 
-def test_channels_that_are_not_there_take_time_and_are_no_flops():
+def test_channels_that_are_not_there_take_time_and_are_no_flops() -> None:
     op = OpCost("convolution", "conv", False, 100.0, 0.0, padding_flops=100.0)
     assert seconds(op) == pytest.approx(2 + 0.01 + 0.03)
     assert LayerCost.of_ops(1, (op,), 0.0).flops == 100.0
 
 
-def test_an_op_of_memory_moves_at_the_rate_of_its_class():
+def test_an_op_of_memory_moves_at_the_rate_of_its_class() -> None:
     assert seconds(OpCost("relu", "memory", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
     assert seconds(OpCost("gelu", "math", True, 0.0, 8.0)) == pytest.approx(2 + 0.01)
     assert seconds(OpCost("max_pool2d", "max_pool", False, 0.0, 8.0)) == pytest.approx(1 + 0.01)
 
 
-def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own():
+def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own() -> None:
     moving = OpCost("relu", "memory", False, 0.0, 80.0)
     backward = OpCost("mm", "matmul", True, 200.0, 16.0, 2)
     cost = LayerCost.of_ops(1, (PRODUCT, moving, backward), 0.0)
@@ -105,7 +107,7 @@ def test_a_layer_is_the_sum_of_its_ops_each_bound_by_its_own():
     assert layer_seconds(cost, device, "float32") == pytest.approx(16.04)
 
 
-def test_equal_ops_cost_as_much_together_as_one_by_one():
+def test_equal_ops_cost_as_much_together_as_one_by_one() -> None:
     both = OpCost("mm", "matmul", False, 200.0, 16.0, 2)
     for overlap in (0.0, 0.3, 1.0):
         device = replace(CPU, overlap=overlap)
@@ -113,7 +115,7 @@ def test_equal_ops_cost_as_much_together_as_one_by_one():
 
 
 @pytest.mark.parametrize("key", ["flops", "bytes_accessed", "kernel_launches", "padding_flops"])
-def test_more_work_never_takes_less_time(key: str):
+def test_more_work_never_takes_less_time(key: str) -> None:
     for op in (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0)):
         for overlap in (0.0, 0.5, 1.0):
             device = replace(CPU, overlap=overlap)
@@ -124,7 +126,7 @@ def test_more_work_never_takes_less_time(key: str):
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_a_faster_device_never_takes_longer(overlap: float):
+def test_a_faster_device_never_takes_longer(overlap: float) -> None:
     device = replace(CPU, overlap=overlap)
     ops = (PRODUCT, OpCost("convolution", "conv", True, 10.0, 500.0), OpCost("relu", "memory", False, 0.0, 80.0))
     before = seconds(*ops, device=device)

@@ -1,6 +1,9 @@
 """Latency plus bytes over bandwidth."""
 
+from __future__ import annotations
+
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -25,56 +28,63 @@ from tests.support.random_clusters import random_cluster
 
 LINK = Link(bandwidth=1e9, latency=1e-3)
 HALF_DUPLEX = Link(bandwidth=1e9, latency=1e-3, duplex=False)
-COLLECTIVES = (ring_all_reduce, reduce_scatter, all_gather, recursive_doubling, halving_doubling)
+Collective = Callable[[float, int, Link], float]
+COLLECTIVES: tuple[Collective, ...] = (
+    ring_all_reduce,
+    reduce_scatter,
+    all_gather,
+    recursive_doubling,
+    halving_doubling,
+)
 CLUSTERS = [load_cluster(name) for name in known_clusters()] + [random_cluster(seed) for seed in range(20)]
 
 
-def test_one_message_takes_its_latency_and_its_bytes():
+def test_one_message_takes_its_latency_and_its_bytes() -> None:
     assert point_to_point(1e9, LINK) == pytest.approx(1.001)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_collective_of_one_rank_costs_nothing(collective):
+def test_a_collective_of_one_rank_costs_nothing(collective: Collective) -> None:
     assert collective(1e9, 1, LINK) == 0.0
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("n", range(2, 20))
-def test_a_collective_grows_with_its_bytes(collective, n):
+def test_a_collective_grows_with_its_bytes(collective: Collective, n: int) -> None:
     costs = [collective(nbytes, n, LINK) for nbytes in (0, 1, 1e3, 1e6, 1e9)]
     assert costs == sorted(costs)
     assert costs[0] > 0
 
 
-def test_a_ring_all_reduce_sends_its_bytes_almost_twice():
+def test_a_ring_all_reduce_sends_its_bytes_almost_twice() -> None:
     assert ring_all_reduce(1e9, 4, LINK) == pytest.approx(2 * 3 / 4 + 6 * 1e-3)
 
 
 @pytest.mark.parametrize("n", range(1, 20))
-def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(n):
+def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(n: int) -> None:
     parts = reduce_scatter(1e6, n, LINK) + all_gather(1e6, n, LINK)
     assert ring_all_reduce(1e6, n, LINK) == pytest.approx(parts)
 
 
-def test_many_to_one_is_bound_by_the_link_that_all_messages_share():
+def test_many_to_one_is_bound_by_the_link_that_all_messages_share() -> None:
     assert many_to_one(1e9, 5, LINK) == pytest.approx(5 + 5e-3)
     assert one_to_many(1e9, 5, LINK) == many_to_one(1e9, 5, LINK)
 
 
 @pytest.mark.parametrize(("n", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (5, 4), (7, 4), (8, 3), (10, 5), (80, 8)])
-def test_recursive_doubling_takes_floor_log2_rounds_and_two_for_surplus_ranks(n, rounds):
+def test_recursive_doubling_takes_floor_log2_rounds_and_two_for_surplus_ranks(n: int, rounds: int) -> None:
     assert recursive_doubling_rounds(n) == rounds
     assert recursive_doubling(1e9, n, LINK) == pytest.approx(rounds * 1.001)
 
 
-def test_a_link_that_is_not_duplex_takes_twice_as_long_where_both_directions_are_used():
+def test_a_link_that_is_not_duplex_takes_twice_as_long_where_both_directions_are_used() -> None:
     assert ring_all_reduce(1e9, 2, HALF_DUPLEX) == pytest.approx(2 * 1.001)
     assert ring_all_reduce(1e9, 2, LINK) == pytest.approx(1.002)
     assert point_to_point(1e9, HALF_DUPLEX) == point_to_point(1e9, LINK)
 
 
 @pytest.mark.parametrize("n", range(1, 20))
-def test_halving_and_doubling_is_a_reduce_scatter_and_an_all_gather_in_fewer_rounds(n):
+def test_halving_and_doubling_is_a_reduce_scatter_and_an_all_gather_in_fewer_rounds(n: int) -> None:
     """By hand: in round k halves of halves are exchanged; ranks beyond a power of two give theirs away before."""
     power = 1
     seconds = 0.0
@@ -87,14 +97,14 @@ def test_halving_and_doubling_is_a_reduce_scatter_and_an_all_gather_in_fewer_rou
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_halving_and_doubling_sends_as_many_bytes_as_a_ring(n):
+def test_halving_and_doubling_sends_as_many_bytes_as_a_ring(n: int) -> None:
     at_once = replace(LINK, latency=0.0)
     assert halving_doubling(1e6, n, at_once) == pytest.approx(ring_all_reduce(1e6, n, at_once))
     assert halving_doubling(0.0, n, LINK) <= ring_all_reduce(0.0, n, LINK)
     assert halving_doubling(1e6, n, HALF_DUPLEX) > halving_doubling(1e6, n, LINK)
 
 
-def test_what_a_backend_was_measured_at_is_what_its_rounds_take():
+def test_what_a_backend_was_measured_at_is_what_its_rounds_take() -> None:
     rates = {"all_reduce": Rate(5e8, 2e-3), "all_gather": Rate(4e8, 3e-3), "reduce_scatter": Rate(2e8, 4e-3)}
     measured = replace(HALF_DUPLEX, collectives=rates)
     assert ring_all_reduce(1e9, 4, measured) == pytest.approx(6 * (2e-3 + 0.25e9 / 5e8))
@@ -108,7 +118,7 @@ def test_what_a_backend_was_measured_at_is_what_its_rounds_take():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_that_share_a_link_end_together_when_it_is_shared_fairly(seed):
+def test_messages_that_share_a_link_end_together_when_it_is_shared_fairly(seed: int) -> None:
     """Brute force: of what is under way each gets an equal part, until the smallest has arrived."""
     drawn = random.Random(seed)
     sizes = [Fraction(drawn.randint(1, 1000)) for _ in range(drawn.randint(1, 8))]
@@ -123,12 +133,12 @@ def test_messages_that_share_a_link_end_together_when_it_is_shared_fairly(seed):
     assert concurrent([float(sizes[0])], link) == point_to_point(float(sizes[0]), link)
 
 
-def test_no_messages_take_no_time():
+def test_no_messages_take_no_time() -> None:
     assert concurrent([], LINK) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_exposed_is_what_a_clock_sees_after_the_computing(seed):
+def test_what_is_exposed_is_what_a_clock_sees_after_the_computing(seed: int) -> None:
     """Brute force, tick by tick: the link works on the first transfer that is not done, once it is ready."""
     drawn = random.Random(seed)
     transfers = [(drawn.randint(0, 20), drawn.randint(0, 9)) for _ in range(drawn.randint(0, 6))]
@@ -145,7 +155,7 @@ def test_what_is_exposed_is_what_a_clock_sees_after_the_computing(seed):
     assert exposed(transfers, computing) == max(0, tick - computing)
 
 
-def test_the_last_bucket_cannot_hide_and_all_others_may():
+def test_the_last_bucket_cannot_hide_and_all_others_may() -> None:
     assert exposed([(1.0, 2.0), (6.0, 3.0), (10.0, 0.5)], computing=10.0) == 0.5
     assert exposed([(10.0, 3.0)], computing=10.0) == 3.0
     assert exposed([(0.0, 3.0), (1.0, 3.0)], computing=4.0) == 2.0
@@ -172,7 +182,7 @@ def prices(cluster: Cluster, nbytes: float) -> list[float]:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
-def test_every_price_rises_with_bytes(cluster):
+def test_every_price_rises_with_bytes(cluster: Cluster) -> None:
     by_size = [prices(cluster, nbytes) for nbytes in (0, 1, 1e3, 1e6, 1e9, 1e12)]
     for each in zip(*by_size, strict=True):
         assert list(each) == sorted(each)
@@ -180,7 +190,7 @@ def test_every_price_rises_with_bytes(cluster):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
-def test_every_price_falls_with_the_bandwidth_between_hosts(cluster):
+def test_every_price_falls_with_the_bandwidth_between_hosts(cluster: Cluster) -> None:
     by_bandwidth = [prices(cluster.with_bandwidth(b), 1e6) for b in (1e6, 1e7, 1e9, 1e12)]
     for each in zip(*by_bandwidth, strict=True):
         assert list(each) == pytest.approx(sorted(each, reverse=True))

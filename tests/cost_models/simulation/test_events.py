@@ -1,5 +1,7 @@
 """The event simulation: where the closed forms are exact it gives what they give, and elsewhere what overlap leaves."""
 
+from __future__ import annotations
+
 import random
 
 import pytest
@@ -25,7 +27,7 @@ def end(*programs: list[Operation]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chain_of_ranks_takes_the_sum_of_what_they_compute_and_send(seed):
+def test_a_chain_of_ranks_takes_the_sum_of_what_they_compute_and_send(seed: int) -> None:
     """Each rank computes, and sends to the next one: nothing overlaps, so the formula is a sum."""
     drawn = random.Random(seed)
     world = drawn.randint(2, 7)
@@ -44,20 +46,20 @@ def test_a_chain_of_ranks_takes_the_sum_of_what_they_compute_and_send(seed):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 63])
-def test_many_to_one_takes_as_long_as_the_closed_form(n):
+def test_many_to_one_takes_as_long_as_the_closed_form(n: int) -> None:
     arriving = [message(k, n, point_to_point(1e4, LINK)) for k in range(n)]
     senders: list[list[Operation]] = [[Begin(each)] for each in arriving]
-    receiver = [*map(Begin, arriving), Wait(tuple(arriving))]
+    receiver: list[Operation] = [*map(Begin, arriving), Wait(tuple(arriving))]
     assert end(*senders, receiver) == pytest.approx(many_to_one(1e4, n, LINK))
 
 
-def test_pairs_of_their_own_do_not_meet():
+def test_pairs_of_their_own_do_not_meet() -> None:
     pairs = [message(0, 1, 2.0), message(2, 3, 2.0)]
     programs: list[list[Operation]] = [[Begin(pairs[k // 2]), Wait((pairs[k // 2],))] for k in range(4)]
     assert end(*programs) == 2.0
 
 
-def test_a_line_that_waits_does_not_hold_up_transfers_on_free_lines():
+def test_a_line_that_waits_does_not_hold_up_transfers_on_free_lines() -> None:
     """Rank 1 wants to send to 2, which is taken, and to 3, which is not."""
     first, second, third = message(0, 2, 5.0), message(1, 2, 5.0), message(1, 3, 5.0)
     programs: list[list[Operation]] = [
@@ -71,13 +73,13 @@ def test_a_line_that_waits_does_not_hold_up_transfers_on_free_lines():
     assert simulation.ends() == [11.0]  # 1 goes on to 2 when its line out is free again
 
 
-def test_a_collective_begins_with_its_last_member_and_holds_all():
+def test_a_collective_begins_with_its_last_member_and_holds_all() -> None:
     total = collective(range(3), ring_all_reduce(3e5, 3, LINK))
     programs: list[list[Operation]] = [[Compute("layer", float(k)), Begin(total), Wait((total,))] for k in range(3)]
     assert end(*programs) == pytest.approx(2.0 + ring_all_reduce(3e5, 3, LINK))
 
 
-def test_what_is_computed_meanwhile_hides_a_transfer():
+def test_what_is_computed_meanwhile_hides_a_transfer() -> None:
     total = collective(range(2), 3.0)
     program: list[Operation] = [Begin(total), Compute("backward", 2.0), Wait((total,))]
     simulation = Simulation([[*program, Mark()], [*program, Mark()]])
@@ -86,19 +88,19 @@ def test_what_is_computed_meanwhile_hides_a_transfer():
 
 
 @pytest.mark.parametrize(("compute", "whole"), [(20.0, 30.0), (5.0, 15.0)])
-def test_a_transfer_that_takes_all_of_the_processor_hides_behind_nothing(compute, whole):
+def test_a_transfer_that_takes_all_of_the_processor_hides_behind_nothing(compute: float, whole: float) -> None:
     busy = message(0, 1, 10.0, processor=10.0)
     assert end([Begin(busy), Compute("layer", compute), Wait((busy,))], [Begin(busy), Wait((busy,))]) == whole
 
 
-def test_ranks_that_wait_for_what_never_comes_are_an_error():
+def test_ranks_that_wait_for_what_never_comes_are_an_error() -> None:
     lost = message(0, 1, 1.0)
     with pytest.raises(ValueError, match=r"ranks \[1\] wait"):
         Simulation([[Mark()], [Begin(lost), Wait((lost,)), Mark()]])
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_rank_computes_or_waits_and_nothing_else(seed):
+def test_a_rank_computes_or_waits_and_nothing_else(seed: int) -> None:
     drawn = random.Random(seed)
     world, programs = 4, [list[Operation]() for _ in range(4)]
     for _ in range(8):
@@ -115,7 +117,7 @@ def test_a_rank_computes_or_waits_and_nothing_else(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_slower_transfers_never_make_a_chain_of_sums_faster(seed):
+def test_slower_transfers_never_make_a_chain_of_sums_faster(seed: int) -> None:
     drawn = random.Random(seed)
     layers = [(drawn.uniform(0, 1), drawn.uniform(0, 1)) for _ in range(6)]
 
@@ -132,7 +134,7 @@ def test_slower_transfers_never_make_a_chain_of_sums_faster(seed):
     assert times[0] == pytest.approx(sum(compute for compute, _ in layers))
 
 
-def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute():
+def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute() -> None:
     """Three ranks on two cores: 2/3 of a core each, until the shortest is done, then a core each."""
     programs: list[list[Operation]] = [[Compute("layer", seconds), Mark()] for seconds in (2.0, 4.0, 4.0)]
     simulation = Simulation(programs, cores=2)
@@ -141,7 +143,7 @@ def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shared_cores_do_as_much_work_as_they_can_and_no_more(seed):
+def test_shared_cores_do_as_much_work_as_they_can_and_no_more(seed: int) -> None:
     drawn = random.Random(seed)
     cores, work = drawn.choice([1, 2, 3.5]), [drawn.uniform(0.1, 3.0) for _ in range(6)]
     programs = [[Compute("layer", seconds / 3)] * 3 + [Mark()] for seconds in work]
@@ -150,7 +152,7 @@ def test_shared_cores_do_as_much_work_as_they_can_and_no_more(seed):
     assert whole <= sum(work) / cores + max(work)
 
 
-def test_a_rank_that_computes_while_others_wait_has_a_core_to_itself():
+def test_a_rank_that_computes_while_others_wait_has_a_core_to_itself() -> None:
     """Two ranks that take turns lose nothing on one core."""
     there, back = message(0, 1, 0.5), message(1, 0, 0.5)
     first: list[Operation] = [Compute("conv", 1.0), Begin(there), Begin(back), Wait((back,)), Mark()]

@@ -1,5 +1,7 @@
 """The simulation of whole programs: what it must agree with, whatever the strategy."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from splitc.cost_models.simulation.events import Compute
 from splitc.cost_models.simulation.timeline import rank_operations, simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.wire import wire
-from tests.support.every_strategy import everywhere, planned
+from tests.support.every_strategy import Asked, everywhere, planned
 
 DEVICE = Device("toy", {"float32": 1e9}, 1e9, 1e12, {"matmul": 0.5, "memory": 0.5}, 1e-6)
 
@@ -26,7 +28,7 @@ def computing(program: Any, rank: int, *names: str) -> float:
 
 
 @pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4)))
-def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world, asked):
+def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world: int, asked: Asked) -> None:
     program = planned(world, asked).program
     timeline = simulate(program, toy())
     for rank, phases in enumerate(timeline.phases):
@@ -37,20 +39,20 @@ def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world, asked)
 
 
 @pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(4,)))
-def test_a_step_is_faster_the_more_bandwidth_there_is(world, asked):
+def test_a_step_is_faster_the_more_bandwidth_there_is(world: int, asked: Asked) -> None:
     program = planned(world, asked).program
     times = [simulate(program, toy(bandwidth)).step_seconds for bandwidth in (1e5, 1e6, 1e7, 1e9, 1e12)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
 
 
-def test_one_rank_computes_its_layers_and_updates_its_parameters():
+def test_one_rank_computes_its_layers_and_updates_its_parameters() -> None:
     program = planned(2, "single_device").program
     at_once = toy(1e15, latency=0.0)  # the other rank learns the loss
     assert simulate(program, at_once, steps=1).step_seconds == pytest.approx(computing(program, 0), rel=1e-9)
 
 
-def test_a_separation_of_one_rank_each_is_a_chain_and_takes_the_sum_of_all():
+def test_a_separation_of_one_rank_each_is_a_chain_and_takes_the_sum_of_all() -> None:
     """Stanza's equation (3): compute of both, and the cut there and back; the fc rank updates while conv goes back."""
     program = planned(2, "layer_separation(n_c=1, n_f=1)").program
     cut = next(op for op in wire(program, 1) if op.kind == "recv" and op.label.startswith("cut"))
@@ -60,7 +62,7 @@ def test_a_separation_of_one_rank_each_is_a_chain_and_takes_the_sum_of_all():
     assert simulate(program, toy(latency=0.0), steps=1).step_seconds == pytest.approx(formula, rel=1e-9)
 
 
-def test_an_all_reduce_hides_behind_the_backward_of_layers_below():
+def test_an_all_reduce_hides_behind_the_backward_of_layers_below() -> None:
     """At a bandwidth where sums take as long as computing, a step takes less than both one after the other."""
     program = planned(4, "data_parallel").program
     link = toy(1e6).link
@@ -68,7 +70,7 @@ def test_an_all_reduce_hides_behind_the_backward_of_layers_below():
     assert simulate(program, toy(1e6)).step_seconds <= apart * (1 + 1e-9)
 
 
-def test_a_servers_link_carries_all_workers():
+def test_a_servers_link_carries_all_workers() -> None:
     """At a low bandwidth a step is Stanza's equation (6): 2 n_w P / B."""
     program = planned(4, "parameter_server(overlap=False)").program
     (served,) = (stage.served for stage in program.stages)
@@ -79,7 +81,7 @@ def test_a_servers_link_carries_all_workers():
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "late_multiply", "modulo_shard"])
-def test_one_slow_device_and_one_slow_link_make_every_step_slower(strategy):
+def test_one_slow_device_and_one_slow_link_make_every_step_slower(strategy: str) -> None:
     program = planned(4, strategy).program
     usual = simulate(program, toy()).step_seconds
     slow_device = Unlike((1,), DEVICE.scaled(0.1), toy().link)
@@ -88,7 +90,7 @@ def test_one_slow_device_and_one_slow_link_make_every_step_slower(strategy):
     assert simulate(program, toy(unlike=(slow_link,))).step_seconds > 2 * usual
 
 
-def test_ranks_of_one_host_talk_over_its_own_link():
+def test_ranks_of_one_host_talk_over_its_own_link() -> None:
     program = planned(4, "data_parallel").program
     inside = Link(1e9, 1e-6)
     one_host = toy(local_link=inside, ranks_per_host=4)
@@ -97,7 +99,7 @@ def test_ranks_of_one_host_talk_over_its_own_link():
     )
 
 
-def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_share():
+def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_share() -> None:
     program = planned(4, "data_parallel").program
     hosts = toy(local_link=Link(1e9, 1e-6), ranks_per_host=2)
     shared = simulate(program, replace(hosts, link=replace(hosts.link, shared=True))).step_seconds
@@ -106,7 +108,7 @@ def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_sha
     assert own == pytest.approx(simulate(program, toy(2 * hosts.link.bandwidth)).step_seconds, rel=1e-9)
 
 
-def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other():
+def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other() -> None:
     """Two conv ranks of one host send their cut to the fc rank of another: over one link, or over two."""
     program = planned(4, "layer_separation(n_c=2, n_f=2)").program
     inside = Link(1e12, 0.0)
@@ -118,7 +120,7 @@ def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other():
     assert seconds(shared=True) > 1.8 * seconds(shared=False)
 
 
-def test_spans_are_kept_when_asked_for():
+def test_spans_are_kept_when_asked_for() -> None:
     program = planned(2, "data_parallel").program
     assert simulate(program, toy()).spans == ()
     spans = simulate(program, toy(), steps=1, record=True).spans

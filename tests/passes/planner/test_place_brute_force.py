@@ -1,23 +1,30 @@
 """The integer program finds what trying every assignment finds, and never claims more."""
 
+from __future__ import annotations
+
 import itertools
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from splitc.errors import PlacementError
+from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import serve, share_out
+from splitc.ir.program import Program, TensorSpec
 from tests.support.small_programs import Row, place, small_cluster, small_program
 
 
-def ring(nbytes, n, link):
+def ring(nbytes: float, n: int, link: Link) -> float:
     return 2 * (n - 1) * (link.latency + nbytes / n / link.bandwidth) if nbytes else 0.0
 
 
-def crossing(program, fc):
+def crossing(program: Program, fc: set[str]) -> list[tuple[TensorSpec, bool]] | None:
     """(spec, whether a gradient comes back) of every value that crosses; None where one must not."""
-    layer_of, values = program.layer_of, []
+    layer_of = program.layer_of
+    values: list[tuple[TensorSpec, bool]] = []
     for node in program.graph.nodes:
         readers = [layer_of[user.name] for user in node.users if user.op != "output"]
         if layer_of.get(node.name) in fc or not any(reader in fc for reader in readers):
@@ -29,13 +36,15 @@ def crossing(program, fc):
     return values
 
 
-def falls_back(program, fc):
+def falls_back(program: Program, fc: set[str]) -> bool:
     layer_of = program.layer_of
     edges = [(layer_of.get(a.name), layer_of.get(b.name)) for a, b in program.edges()]
     return any(a in fc and b is not None and b not in fc for a, b in edges)
 
 
-def price(program, cluster, fc, n_c, n_f, memory, global_batch):
+def price(
+    program: Program, cluster: Cluster, fc: set[str], n_c: int, n_f: int, memory: float, global_batch: int
+) -> float | None:
     """Seconds of a step, None when the assignment is not allowed."""
     values = crossing(program, fc)
     owners = {layer.name for layer in program.layers if layer.tensors}
@@ -56,7 +65,9 @@ def price(program, cluster, fc, n_c, n_f, memory, global_batch):
     batch = {role: max(each) for role, each in shares.items()}
     device, link = cluster.device_for(n_c + n_f), cluster.link
     rate, moving = device.flop_rate["float32"], device.memory_bandwidth
-    compute, need, sync = 0.0, {}, {}
+    compute = 0.0
+    need: dict[str, float] = {}
+    sync: dict[str, float] = {}
     for role, inside, n in (("conv", conv, n_c), ("fc", fc, n_f)):
         need[role] = 0.0
         for name in inside:
@@ -85,7 +96,7 @@ def price(program, cluster, fc, n_c, n_f, memory, global_batch):
     return compute + exchange + max(sync.values())
 
 
-def assignments(program, pins):
+def assignments(program: Program, pins: Mapping[str, str]) -> Iterator[set[str]]:
     """Every set of fc layers that keeps to the pins."""
     names = [layer.name for layer in program.layers]
     for size in range(1, len(names)):
@@ -94,9 +105,11 @@ def assignments(program, pins):
                 yield fc
 
 
-def brute_force(program, world, cluster, memory, global_batch, pins):
+def brute_force(
+    program: Program, world: int, cluster: Cluster, memory: float, global_batch: int | None, pins: Mapping[str, str]
+) -> tuple[float, set[str]]:
     """Samples per second and fc layers of the best separation; (0, none) when there is none."""
-    best = 0.0, set()
+    best: tuple[float, set[str]] = (0.0, set())
     for n_f in range(1, world):
         batch = global_batch or program.batch * (world - n_f)
         for fc in assignments(program, pins):
@@ -106,9 +119,10 @@ def brute_force(program, world, cluster, memory, global_batch, pins):
     return best
 
 
-def random_program(rng):
+def random_program(rng: random.Random) -> Program:
     """Two to six layers in any shape that a graph can have, on wires of any speed."""
-    rows, count = [], rng.randint(2, 6)
+    rows: list[Row] = []
+    count = rng.randint(2, 6)
     for i in range(count):
         earlier = [row.name for row in rows] + ["images"]
         reads = set(rng.sample(earlier, min(len(earlier), rng.randint(1, 3))))
@@ -133,7 +147,7 @@ def random_program(rng):
     return small_program(rows, batch=rng.randint(1, 6))
 
 
-def random_case(seed):
+def random_case(seed: int) -> tuple[Program, int, dict[str, Any]]:
     """A program, its world, and the options of its placement."""
     rng = random.Random(seed)
     program = random_program(rng)
@@ -154,7 +168,7 @@ SEEDS = range(80)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_plan_is_as_fast_as_the_best_of_all_assignments(seed):
+def test_the_plan_is_as_fast_as_the_best_of_all_assignments(seed: int) -> None:
     program, world, options = random_case(seed)
     best, _ = brute_force(program, world, **options)
     if best == 0.0:
@@ -166,7 +180,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_assignments(seed):
     assert (plan.proof, plan.gap) == ("optimal", 0.0)
 
 
-def test_the_random_programs_meet_every_case():
+def test_the_random_programs_meet_every_case() -> None:
     """Else the test above proves less than it says."""
     found = possible = tied = pinned = beyond_a_chain = 0
     for seed in SEEDS:
@@ -184,7 +198,7 @@ def test_the_random_programs_meet_every_case():
 
 
 @pytest.mark.parametrize("seed", range(0, 80, 4))
-def test_a_search_without_time_never_claims_more_than_it_knows(seed):
+def test_a_search_without_time_never_claims_more_than_it_knows(seed: int) -> None:
     program, world, options = random_case(seed)
     best, _ = brute_force(program, world, **options)
     try:

@@ -65,7 +65,7 @@ def wired(strategy: str, cluster: Cluster) -> float:
 
 
 @pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_ranks_that_all_fit_one_host_are_priced_on_its_own_link(strategy):
+def test_ranks_that_all_fit_one_host_are_priced_on_its_own_link(strategy: Strategy) -> None:
     inside = Link(3e5, 2e-4)
     alone = replace(small_cluster(), link=inside)
     assert seconds(hosts(1.0, 4, inside), strategy) == seconds(hosts(1.0, 8, inside), strategy)
@@ -73,14 +73,14 @@ def test_ranks_that_all_fit_one_host_are_priced_on_its_own_link(strategy):
 
 
 @pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_ranks_of_several_hosts_are_slower_the_slower_the_link_between_them(strategy):
+def test_ranks_of_several_hosts_are_slower_the_slower_the_link_between_them(strategy: Strategy) -> None:
     times = [seconds(hosts(bandwidth), strategy) for bandwidth in (1e12, 1e7, 1e6, 1e5, 1e4)]
     assert times == sorted(times)
     assert times[0] < times[-1]
 
 
 @pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_one_slow_link_slows_every_step_that_it_is_in(strategy):
+def test_one_slow_link_slows_every_step_that_it_is_in(strategy: Strategy) -> None:
     usual = small_cluster()
     slow = replace(usual, unlike=(Unlike((3,), usual.device, Link(1e4, 1e-4)),))
     assert seconds(slow, strategy) > seconds(usual, strategy)
@@ -88,14 +88,14 @@ def test_one_slow_link_slows_every_step_that_it_is_in(strategy):
     assert seconds(outside, strategy) == seconds(usual, strategy)
 
 
-def test_an_all_reduce_over_hosts_has_their_adapters_together_or_the_one_they_share():
+def test_an_all_reduce_over_hosts_has_their_adapters_together_or_the_one_they_share() -> None:
     none = seconds(hosts(1e18), DataParallel())
     exchange = seconds(replace(small_cluster(), link=Link(1e5, 0.0)), DataParallel()) - none
     assert seconds(hosts(1e5), DataParallel()) - none == pytest.approx(exchange / 2)
     assert seconds(hosts(1e5, shared=True), DataParallel()) - none == pytest.approx(exchange)
 
 
-def test_a_separation_of_hosts_sums_inside_them_and_exchanges_between_them():
+def test_a_separation_of_hosts_sums_inside_them_and_exchanges_between_them() -> None:
     """Two conv ranks on one host, two fc ranks on the other: a link that the ranks share carries both cuts."""
     none, own, shared = seconds(hosts(1e18)), seconds(hosts(1e5)), seconds(hosts(1e5, shared=True))
     cut = 2 * (32 * 4 * 4) / 1e5  # there and back: 32 numbers of 4 bytes for the 4 examples of a rank
@@ -107,7 +107,7 @@ def test_a_separation_of_hosts_sums_inside_them_and_exchanges_between_them():
     assert seconds(inside) - none == pytest.approx(fc / 1e5)  # a ring of two: all of it once
 
 
-def test_servers_of_a_host_share_its_link():
+def test_servers_of_a_host_share_its_link() -> None:
     """Equation (6): 2 n_w P / (n_s B), with half of B for each of two servers."""
     strategy = ParameterServer(servers=2)
     none = seconds(hosts(1e18), strategy)
@@ -116,14 +116,14 @@ def test_servers_of_a_host_share_its_link():
     assert seconds(hosts(1e5, shared=True), strategy) - none == pytest.approx(2 * served)
 
 
-def test_more_servers_than_workers_do_not_make_a_workers_link_faster():
+def test_more_servers_than_workers_do_not_make_a_workers_link_faster() -> None:
     """All parameters come and all gradients go over it, however many servers there are."""
     plain = replace(small_cluster(), link=Link(1e5, 0.0))
     none = seconds(replace(plain, link=ENDLESS), ParameterServer(servers=3))
     assert seconds(plain, ParameterServer(servers=3)) - none == pytest.approx(2 * 60_300 * 4 / 1e5)
 
 
-def test_recursive_doubling_sends_from_every_rank_at_once():
+def test_recursive_doubling_sends_from_every_rank_at_once() -> None:
     """Rings leave a host once; the ranks that double each send all bytes to another host."""
     program = separable()
     nbytes = 1e6
@@ -134,7 +134,7 @@ def test_recursive_doubling_sends_from_every_rank_at_once():
     assert doubling.all_reduce_seconds(nbytes, range(2)) == recursive_doubling(nbytes, 2, ENDLESS)
 
 
-def test_groups_and_replicas_are_priced_where_they_run():
+def test_groups_and_replicas_are_priced_where_they_run() -> None:
     request = Request(separable(), hosts(1e5, 4, Link(1e7, 0.0), shared=True), 8)
     assert request.groups(4) == (range(4), range(4, 8))
     assert request.replicas(4) == (range(0, 8, 4), range(1, 8, 4), range(2, 8, 4), range(3, 8, 4))
@@ -143,7 +143,7 @@ def test_groups_and_replicas_are_priced_where_they_run():
     assert request.all_gather_seconds(1e6, *request.groups(8)) == pytest.approx(7 / 8 * 1e6 / 1e5)
 
 
-def test_reasons_name_the_link_that_sums_a_gradient():
+def test_reasons_name_the_link_that_sums_a_gradient() -> None:
     def why(cluster: Cluster) -> str:
         program = separable()
         request = Request(program, cluster, 4)
@@ -158,7 +158,7 @@ def test_reasons_name_the_link_that_sums_a_gradient():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_program_sends_on_one_host_is_priced_on_its_link(strategy):
+def test_what_a_program_sends_on_one_host_is_priced_on_its_link(strategy: str) -> None:
     """All ranks of a host are looked at, but only the first and the last of those that are hosts of their own."""
     inside = Link(3e5, 2e-4)
     alone = wired(strategy, replace(small_cluster(), link=inside))
@@ -166,7 +166,7 @@ def test_what_a_program_sends_on_one_host_is_priced_on_its_link(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_program_sends_costs_more_on_slower_links_and_on_those_that_ranks_share(strategy):
+def test_what_a_program_sends_costs_more_on_slower_links_and_on_those_that_ranks_share(strategy: str) -> None:
     times = [wired(strategy, hosts(bandwidth)) for bandwidth in (1e12, 1e6, 1e5, 1e4)]
     assert times == sorted(times)
     shared = wired(strategy, hosts(1e4, shared=True))
@@ -175,13 +175,13 @@ def test_what_a_program_sends_costs_more_on_slower_links_and_on_those_that_ranks
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_slow_link_makes_what_a_program_sends_slower(strategy):
+def test_one_slow_link_makes_what_a_program_sends_slower(strategy: str) -> None:
     usual = small_cluster(bandwidth=1e5)
     slow = replace(usual, unlike=(Unlike((1,), usual.device, Link(1e3, 1e-4)),))
     assert wired(strategy, slow) > wired(strategy, usual)
 
 
-def test_replicas_of_groups_divide_the_link_that_they_share():
+def test_replicas_of_groups_divide_the_link_that_they_share() -> None:
     """Groups of two, each on a host: both parts of a gradient are summed between the hosts at once."""
     none, own, shared = (
         wired("modulo_shard(mp=2)", hosts(bandwidth, shared=shared))
@@ -190,7 +190,7 @@ def test_replicas_of_groups_divide_the_link_that_they_share():
     assert shared - none == pytest.approx(2 * (own - none), rel=0.05)
 
 
-def test_messages_of_all_ranks_of_a_host_pass_its_link_one_after_the_other():
+def test_messages_of_all_ranks_of_a_host_pass_its_link_one_after_the_other() -> None:
     none, own, shared = (
         wired("layer_separation(n_c=2, n_f=2)", hosts(bandwidth, shared=shared))
         for bandwidth, shared in ((1e18, False), (1e3, False), (1e3, True))
@@ -198,7 +198,7 @@ def test_messages_of_all_ranks_of_a_host_pass_its_link_one_after_the_other():
     assert shared - none == pytest.approx(2 * (own - none), rel=0.05)
 
 
-def test_a_measured_collective_is_priced_as_measured():
+def test_a_measured_collective_is_priced_as_measured() -> None:
     plain = small_cluster(1e4, 0.0)
     half = {name: Rate(0.5e4, 0.0) for name in ("all_reduce", "all_gather", "reduce_scatter")}
     measured = replace(plain, link=replace(plain.link, collectives=half))
@@ -209,7 +209,9 @@ def test_a_measured_collective_is_priced_as_measured():
 
 
 @pytest.mark.parametrize("strategy", [ModuloShard(mp=2), LateMultiply()], ids=str)
-def test_plans_for_linear_layers_cost_less_with_a_fast_link_inside_hosts_and_more_than_on_that_alone(strategy):
+def test_plans_for_linear_layers_cost_less_with_a_fast_link_inside_hosts_and_more_than_on_that_alone(
+    strategy: Strategy,
+) -> None:
     known = analysed()[1]
     near = place(known, 4, strategy, hosts(1e4, 2, Link(1e7, 1e-6)))
     assert near.step_seconds < place(known, 4, strategy, small_cluster(1e4)).step_seconds

@@ -1,5 +1,7 @@
 """What the solver says, and that it says no more than is true."""
 
+from __future__ import annotations
+
 import random
 
 import pytest
@@ -8,7 +10,7 @@ from splitc.passes.planner import solver
 from splitc.passes.planner.solver import Model, total
 
 
-def knapsack(weights, limit):
+def knapsack(weights: list[int], limit: int) -> Model:
     """The cheapest way to fill a knapsack to at least `limit`."""
     model = Model("knapsack")
     taken = [model.binary(f"take[{i}]") for i in range(len(weights))]
@@ -17,7 +19,7 @@ def knapsack(weights, limit):
     return model
 
 
-def market_split(size=40, rows=5):
+def market_split(size: int = 40, rows: int = 5) -> Model:
     """A small problem that takes branch and bound very long."""
     rng = random.Random(0)
     model = Model("market_split")
@@ -33,18 +35,18 @@ def market_split(size=40, rows=5):
     return model
 
 
-def test_a_solved_problem_is_optimal_and_its_bound_is_its_value():
+def test_a_solved_problem_is_optimal_and_its_bound_is_its_value() -> None:
     solution = knapsack([5, 6, 7], 11).solve(10)
     assert solution.status == "optimal"
     assert solution.objective == solution.bound == 11
     assert solution.values == {"take[0]": 1, "take[1]": 1, "take[2]": 0}
 
 
-def test_a_problem_without_solution_is_infeasible_and_not_a_matter_of_time():
+def test_a_problem_without_solution_is_infeasible_and_not_a_matter_of_time() -> None:
     assert knapsack([5, 6, 7], 19).solve(10).status == "infeasible"
 
 
-def test_integer_infeasible_is_infeasible_too():
+def test_integer_infeasible_is_infeasible_too() -> None:
     model = Model("half")
     x = model.binary("x")
     model.require(2 * x == 1, "eq1")
@@ -52,20 +54,20 @@ def test_integer_infeasible_is_infeasible_too():
     assert model.solve(10).status == "infeasible"
 
 
-def test_a_problem_that_the_time_limit_stopped_is_never_called_optimal():
+def test_a_problem_that_the_time_limit_stopped_is_never_called_optimal() -> None:
     solution = market_split().solve(0.2)
     assert solution.status in ("feasible", "unknown")
     assert solution.bound < solution.objective
 
 
-def test_a_point_that_breaks_a_constraint_is_not_a_solution(monkeypatch):
+def test_a_point_that_breaks_a_constraint_is_not_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "_holds", lambda constraint: False)
     solution = knapsack([5, 6, 7], 11).solve(10)
     assert solution.status == "unknown"
     assert not solution.values
 
 
-def test_broken_constraints_are_named():
+def test_broken_constraints_are_named() -> None:
     model = Model("named")
     x, y = model.binary("x"), model.real("y")
     model.require(x + y <= 1, "eq1")
@@ -75,7 +77,7 @@ def test_broken_constraints_are_named():
 
 
 @pytest.mark.parametrize("names", [("a-b", "a_b"), ("a b", "a+b"), ("x.1", "x/1")])
-def test_names_that_look_alike_to_the_solver_stay_two_variables(names):
+def test_names_that_look_alike_to_the_solver_stay_two_variables(names: tuple[str, str]) -> None:
     model = Model("alike")
     first, second = (model.binary(name) for name in names)
     model.require(first >= 1, "eq1")
@@ -84,7 +86,7 @@ def test_names_that_look_alike_to_the_solver_stay_two_variables(names):
     assert model.solve(10).values == {names[0]: 1, names[1]: 0}
 
 
-def test_an_objective_that_would_spoil_the_bound_is_refused():
+def test_an_objective_that_would_spoil_the_bound_is_refused() -> None:
     model = Model("constant")
     with pytest.raises(AssertionError):
         model.minimise(7 + model.binary("x"))
