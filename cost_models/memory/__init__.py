@@ -1,1 +1,1 @@
-"""Count what a rank needs in memory."""
+"""Predict the memory that a rank needs."""

@@ -1,8 +1,8 @@
-"""Count the bytes of tensors that are alive at once, real ones or fake, while something runs.
+"""Track the live bytes of tensors, real or fake, while code runs.
 
-Every operation's results are seen (a TorchDispatchMode); each storage counts once, whatever views there are of it,
-until nothing refers to it.  What autograd saves for backward is known by its hooks, in the thread that watches.  What a
-kernel takes for itself and gives back is not seen.
+A TorchDispatchMode sees the results of every operation.  Each storage counts once, however many views it has, until it
+is freed.  Saved-tensor hooks tell what autograd keeps for backward, in the thread that entered the mode.  Temporary
+workspace inside a kernel is not seen.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 HELD, SAVED, TRAVELS, WORKING = "held", "saved", "travels", "working"
-"""What a storage counts as, the first that holds: held all the time; saved by autograd at the moment; given to or taken
-from other ranks, and never saved; anything else."""
+"""The kind of a storage, the first that applies: held for the whole step; saved by autograd at present; a buffer of a
+message or collective that autograd never saved; anything else."""
 
 
 @dataclass
 class _Storage:
-    """A storage that is alive: how often autograd has saved it, and what else is known of it."""
+    """A live storage: how often autograd saves it at present, and its marks."""
 
     nbytes: int
     alive: Any
@@ -42,16 +42,15 @@ class _Storage:
         return TRAVELS if TRAVELS in self.marks and not self.was_saved else WORKING
 
     def save(self, times: int) -> None:
-        """Autograd has saved it once more, or once less."""
+        """Count `times` further saves by autograd; -1 for a release."""
         self.saved += times
         self.was_saved = True
 
 
-class Alive(TorchDispatchMode):
-    """Watches while it is entered.
+class LiveStorage(TorchDispatchMode):
+    """Track live storages while this mode is entered.
 
-    now: bytes of each kind at this moment.  most: the most there were of each kind, at any one time.
-    peak: the most of all kinds together.
+    now: present bytes of each kind.  most: peak bytes of each kind.  peak: peak bytes of all kinds together.
     """
 
     def __init__(self) -> None:
@@ -64,16 +63,16 @@ class Alive(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds at this moment."""
+        """Present bytes of all kinds."""
         return sum(self.now.values())
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count these as held, or as travelling, until they are gone."""
+        """Count `tensors` as HELD or TRAVELS until they are freed."""
         for tensor in tensors:
             storage = self._seen(tensor)
             self._change(storage, partial(storage.marks.add, kind))
 
-    def __enter__(self) -> Alive:
+    def __enter__(self) -> LiveStorage:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor)
         self._hooks.__enter__()
@@ -122,7 +121,7 @@ class Alive(TorchDispatchMode):
 
 
 class _Saved:
-    """A tensor that autograd keeps; `release` is called when it does no longer."""
+    """A tensor saved by autograd; calls `release` when autograd drops it."""
 
     def __init__(self, tensor: Tensor, release: Callable[[], None]) -> None:
         self.tensor, self._release = tensor, release

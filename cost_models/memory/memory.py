@@ -1,12 +1,12 @@
-"""Bytes that one rank needs for a step of training.
+"""Sum the bytes that one rank needs for a training step.
 
     parameters and buffers   all that the rank holds
     gradients                as large as its trainable parameters
     optimizer state          `optimizer_copies` times those: 0 for SGD, 1 with momentum, 2 for Adam
-    activations              what backward needs of the rank's examples
-    communication            received cuts, gradients of cuts, flat copies of summed gradients
+    activations              saved for backward, of the rank's examples
+    communication            received cuts, gradients of cuts, flat copies of all-reduced gradients
 
-What a framework keeps besides (its context, its allocator's slack, a library's workspace) is not in it.
+Framework overhead (CUDA context, allocator fragmentation, library workspaces) is not included.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from splitc.ir.wire import wire
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The parts of a rank's memory, in bytes; each is the most that there is of it at any one time.
+    """A rank's memory by kind, in bytes; each kind at its own peak.
 
-    activations: what autograd has saved.  communication: what travels and is not among them.
-    most: what is alive at once, where the step itself was followed; None where only its parts are known.
+    activations: saved by autograd.  communication: message buffers that autograd does not save.
+    most: the peak of all kinds together, where a step was run on fake tensors; None where it was not.
     """
 
     parameters: float
@@ -37,65 +37,64 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All parts, as if there were the most of each at the same time."""
+        """Sum of all kinds, as if they peaked at the same time."""
         held = self.parameters + self.buffers + self.gradients + self.optimizer_state
         return held + self.activations + self.communication
 
     @property
     def peak(self) -> float:
-        """The most that is alive at once.
+        """Peak of live bytes: measured by running a step on fake tensors, else taken to be `total`.
 
-        Parts take turns.  When forward ends, all activations are there and no gradient yet, unless earlier batches are
-        accumulated; as backward goes on, it frees the activations of a layer and makes its gradient, and the copy of it
-        that travels; when it ends, only gradients are left.  Where the large parameters are in the last layers, as in
-        AlexNet, all meet.  On the other hand values that no part counts live for a moment: results that are on their
-        way to the next operation, gradients of activations, and all that a forward's variables hold until it returns.
-        So the peak is found by following a step; without one it is taken to be the total.
+        The kinds peak at different times.  At the end of forward all activations are live and no gradients, unless
+        earlier batches are accumulated; backward frees a layer's activations and allocates its gradient, and the copy
+        that is communicated; at its end only gradients are left.  Where the last layers hold most parameters, as in
+        AlexNet, the peaks coincide.  On the other hand no kind counts temporaries: results on their way to the next
+        operation, gradients of activations, and local variables of a forward until it returns.
         """
         return self.total if self.most is None else self.most
 
 
-def gradient_nbytes(holdings: Iterable[StateTensor]) -> int:
-    """Bytes of the gradients of the trainable ones."""
-    return sum(holding.nbytes for holding in holdings if holding.trainable)
+def gradient_nbytes(tensors: Iterable[StateTensor]) -> int:
+    """Bytes of the gradients of the trainable tensors."""
+    return sum(tensor.nbytes for tensor in tensors if tensor.trainable)
 
 
 def rank_memory(
-    holdings: Iterable[StateTensor],
-    kept: float,
+    tensors: Iterable[StateTensor],
+    saved: float,
     communication: float = 0.0,
     optimizer_copies: int = 1,
 ) -> RankMemory:
-    """Memory of a rank with `holdings` that keeps `kept` bytes of activations.
+    """Return the memory of a rank that holds `tensors`, each tied tensor once.
 
-    A tied holding is given once.  `communication` is in bytes.
+    saved, communication: bytes of activations saved for backward, and of message buffers.
     """
-    held = tuple(holdings)
+    held = tuple(tensors)
     gradients = gradient_nbytes(held)
     return RankMemory(
-        parameters=sum(holding.nbytes for holding in held if holding.parameter),
+        parameters=sum(tensor.nbytes for tensor in held if tensor.parameter),
         gradients=gradients,
         optimizer_state=optimizer_copies * gradients,
-        activations=kept,
+        activations=saved,
         communication=communication,
-        buffers=sum(holding.nbytes for holding in held if not holding.parameter),
+        buffers=sum(tensor.nbytes for tensor in held if not tensor.parameter),
     )
 
 
 def cut_nbytes(spec: TensorSpec, batch: int) -> int:
-    """What either side keeps of a cut: the value until the step ends, and its gradient when one goes back."""
+    """Bytes that either side of a cut keeps: the value until the end of the step, and its gradient if there is one."""
     return spec.nbytes(batch) * (2 if spec.requires_grad else 1)
 
 
 def exchanged_nbytes(program: Program, rank: int) -> float:
-    """What a rank of a rewritten program keeps of all that it sends, receives and gathers, but buckets of gradients.
+    """Bytes that a rank of a lowered program buffers for messages and gathers, gradient buckets excluded.
 
-    Of a value that is gathered in turns, one turn's; both a value and its gradient count.
+    A value and its gradient both count; of a value gathered by microbatches, its largest microbatch.
     """
     largest: dict[str, float] = {}
     for op in wire(program, rank):
         if ".bucket" in op.label:
             continue
-        name = op.label.partition("[")[0] if op.kind == "collective" else op.label  # without its turn
+        name = op.label.partition("[")[0] if op.kind == "collective" else op.label  # without its microbatch
         largest[name] = max(largest.get(name, 0.0), math.prod(op.shape) * op.dtype.itemsize)
     return sum(largest.values())

@@ -1,7 +1,7 @@
-"""Whether every rank of a rewritten program has the memory for its steps.
+"""Check that every rank of a lowered program has enough memory for a step.
 
-The planner weighs sums, layer by layer; here what the plan came to is followed (`rank_memory`).  Ranks that differ in
-nothing that matters are followed once.
+The planner sums bytes layer by layer; this module runs each rank's step on fake tensors (`rank_memory`), once for all
+ranks with equal memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitc.ir.wire import numel_on, wire
 
 
 def memory_of_all(program: Program, optimizer_copies: int = 1) -> tuple[RankMemory, ...]:
-    """The memory of every rank."""
+    """Return the memory of every rank."""
     found: dict[object, RankMemory] = {}
     for rank, kind in enumerate(kinds := _kinds(program)):
         if kind not in found:
@@ -29,9 +29,9 @@ def memory_of_all(program: Program, optimizer_copies: int = 1) -> tuple[RankMemo
 
 
 def require_memory(program: Program, have: Callable[[int], float], optimizer_copies: int = 1) -> None:
-    """Raise PlacementError when ranks of a rewritten program need more bytes at once than `have` says of them.
+    """Raise PlacementError when the peak of a rank exceeds its memory.  have: rank -> its memory (bytes).
 
-    Ranks whose layers move too few bytes to come near that are not followed.
+    Ranks for which a cheap upper bound fits are not run.
     """
     bounds: dict[object, float] = {}
     found: dict[object, RankMemory] = {}
@@ -49,8 +49,8 @@ def require_memory(program: Program, have: Callable[[int], float], optimizer_cop
         lines = [_shortage(program, ranks, found[kind], has) for (kind, has), ranks in short.items()]
         raise PlacementError(
             bullets(
-                f"the plan {program.required_plan.strategy} does not fit into memory; give a step fewer examples "
-                f"(global_batch), take more ranks, or ask for a strategy that divides or moves what is largest:",
+                f"the plan {program.required_plan.strategy} does not fit into memory; use a smaller global_batch, more "
+                f"ranks, or a strategy that shards or moves the largest layers:",
                 lines,
             )
         )
@@ -72,34 +72,34 @@ def _shortage(program: Program, ranks: list[int], memory: RankMemory, have: floa
     verbs = ("needs", "has") if len(ranks) == 1 else ("need", "have")
     return (
         f"{ranks_text(tuple(ranks))} ({' and '.join(roles)}) {verbs[0]} {units.nbytes(memory.peak)} at the peak of a "
-        f"step and {verbs[1]} {units.nbytes(have)}; the most of each kind at any one time: {listed}"
+        f"step and {verbs[1]} {units.nbytes(have)}; peak of each kind: {listed}"
     )
 
 
-# -- ranks that are alike ----------------------------------------------------------------------------------------------
+# -- equivalent ranks --------------------------------------------------------------------------------------------------
 
 
 def _kinds(program: Program) -> list[object]:
-    """For every rank what its memory depends on: its part, and the sizes of what it holds, works on and exchanges."""
+    """Return, for every rank, all that its memory depends on: its rank program, and its sizes in each role."""
     plan = program.required_plan
-    parts = {rank: part for part in program.rank_programs for rank in part.ranks}
+    programs = {rank: each for each in program.rank_programs for rank in each.ranks}
     return [
-        (parts[rank].name, *(_rows(program, rank) if r == SERVER else _seat(plan, r, rank) for r in parts[rank].roles))
-        if rank in parts
+        (each.name, *(_rows(program, rank) if role == SERVER else _sizes(plan, role, rank) for role in each.roles))
+        if (each := programs.get(rank)) is not None
         else None
         for rank in range(plan.world)
     ]
 
 
 def _rows(program: Program, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the rows that a server holds."""
+    """Shapes of the parameter rows that a server holds."""
     buckets = [bucket for stage in program.stages for bucket in stage.served]
-    spread = [piece for bucket in buckets for piece in pieces(program, bucket, program.required_plan.servers)]
-    return tuple(piece.shape for piece in spread if piece.server == rank)
+    placed = [piece for bucket in buckets for piece in pieces(program, bucket, program.required_plan.servers)]
+    return tuple(piece.shape for piece in placed if piece.server == rank)
 
 
-def _seat(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
-    """The sizes that a rank has as one of a role."""
+def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
+    """The batch sizes, group index and message sizes of a rank in one role."""
     turns = range(plan.groups[role].turns if role in plan.groups else 1)
     return (
         plan.batch(role, rank),
@@ -110,14 +110,14 @@ def _seat(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
     )
 
 
-# -- a bound that needs no run -----------------------------------------------------------------------------------------
+# -- an upper bound that needs no run ----------------------------------------------------------------------------------
 
 
 def _bound(program: Program, rank: int, optimizer_copies: int) -> float:
-    """Bytes that a rank cannot need more of at once: of all that it holds, makes, saves and exchanges in a step.
+    """Upper bound of a rank's peak (bytes): everything that it holds, computes, saves and exchanges in a step.
 
-    Gradients count once as they are made, once as they are added up, and once as an optimizer's passing copy; what
-    travels counts with its buffer.
+    Gradients count three times: as computed, as accumulated, and as a temporary copy of the optimizer.  Communicated
+    values count with their buffers.
     """
     plan = program.required_plan
     held = moved = backward = 0.0
@@ -133,7 +133,7 @@ def _bound(program: Program, rank: int, optimizer_copies: int) -> float:
             backward = max(backward, cost.backward_bytes_accessed)
     if rank in plan.servers:
         served = [bucket for stage in program.stages for bucket in stage.served]
-        spread = [piece for bucket in served for piece in pieces(program, bucket, plan.servers)]
-        held += sum(piece.nbytes for piece in spread if piece.server == rank)
+        placed = [piece for bucket in served for piece in pieces(program, bucket, plan.servers)]
+        held += sum(piece.nbytes for piece in placed if piece.server == rank)
     exchanged = sum(math.prod(op.shape) * op.dtype.itemsize for op in wire(program, rank))
     return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged

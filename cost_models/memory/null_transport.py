@@ -1,4 +1,4 @@
-"""A transport for one rank alone, to run its step on tensors without memory."""
+"""A transport without peers, to run one rank's step on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from splitc.runtime.transport.base import Transport, Work
 
 
 class NullTransport(Transport):
-    """What is sent is gone, and what is expected has arrived.
+    """Drop what is sent, and complete every receive at once.
 
-    It takes the memory that `runtime.TorchTransport` takes on the rank's own device, and gives it back when that does.
+    Allocates the buffers that `TorchTransport` allocates on the rank's device, and frees them at the same point.
     travels: called with the tensors of each operation.
     """
 
@@ -29,7 +29,7 @@ class NullTransport(Transport):
         return value
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        """All ranks first tell their examples, which the plan knows; after that a rank hears itself only."""
+        """Return the batch bounds of all ranks, from the plan, on the first call; then this rank's value only."""
         return [self._examples.pop()] if self._examples else [value]
 
     def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
@@ -72,12 +72,12 @@ class NullTransport(Transport):
 
 
 def _buffer(tensor: Tensor) -> Tensor:
-    """What a tensor arrives in."""
+    """Return the contiguous buffer that receives `tensor`."""
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 class _Flight:
-    """An operation under way: its tensors stay until it is waited for."""
+    """An operation in flight: keeps its tensors alive until waited for."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = tensors

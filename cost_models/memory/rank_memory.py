@@ -1,12 +1,11 @@
-"""What a step of a rank needs in memory, found by running its generated program on tensors without memory.
+"""Measure the memory of a rank's step by running its generated program on fake tensors.
 
-The very code that will train runs, on one rank alone: parameters and batch are fake tensors, and a transport without
-peers takes what is sent and says that all else has arrived.  What is alive is counted storage by storage
-(`live_storage`), so all that generated code does is in it: copies of buckets, gathered turns, casts of weights,
-what the variables of a forward keep until it returns.
+The generated code itself runs, for a single rank: parameters and batch are fake tensors, and `NullTransport` completes
+every message.  `live_storage` tracks each storage, so everything that the generated code allocates is included: copies
+of buckets, gathered microbatches, casts of weights, local variables of a forward until it returns.
 
-It is what a CPU needs, and a GPU where torch saves the same there.  An LSTM is counted step by step, as torch runs it
-without oneDNN or cuDNN, whose workspaces for it cannot be seen; oneDNN's is about twice as large.
+The result holds for a CPU, and for a GPU where torch saves the same tensors.  An LSTM is counted step by step, as torch
+runs it without oneDNN or cuDNN, whose workspaces are invisible here; oneDNN's is about twice as large.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from splitc.codegen.rank_file import rank_file, served_file
 from splitc.codegen.role_file import part_file
-from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, Alive
+from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, LiveStorage
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.errors import CostError
@@ -32,27 +31,27 @@ from splitc.runtime.worker import Worker
 
 
 def memory_of(program: Program, rank: int, optimizer_copies: int = 1, accumulate: int = 1) -> RankMemory:
-    """The memory of a rank of a rewritten program; nothing for one without work.
+    """Return the memory of a rank of a lowered program; zero for a rank without work.
 
-    optimizer_copies: of the trained parameters, in the optimizer's state; from two on, as torch's optimizers of that
-    kind do, it counts the steps of each parameter besides.  accumulate: batches to an update.
-    Raises CostError when the step cannot be run so.
+    optimizer_copies: copies of the trained parameters in the optimizer state; from two on a step counter for each
+    parameter is added, as torch's Adam has.  accumulate: batches for each update.
+    Raises CostError when the step does not run on fake tensors.
     """
     if all(rank not in part.ranks for part in program.rank_programs):
         return RankMemory(0, 0, 0, 0, 0, most=0)
     try:
-        with ThreadPoolExecutor(1) as alone:  # where no autocast and no no_grad is on, as there may be here
-            return alone.submit(_followed, program, rank, optimizer_copies, accumulate).result()
+        with ThreadPoolExecutor(1) as thread:  # a new thread: the caller's may be under autocast or no_grad
+            return thread.submit(_measure, program, rank, optimizer_copies, accumulate).result()
     except (RuntimeError, NotImplementedError) as error:
         raise CostError(
-            f"the memory of rank {rank} of {program.name} is not known, since its step does not run on tensors without "
-            f"memory: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            f"the memory of rank {rank} of {program.name} is unknown, since its step does not run on fake tensors: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """On fake tensors oneDNN's recurrent layers would seem to keep nothing."""
+    """Disable oneDNN, whose recurrent layers appear to save nothing on fake tensors."""
     (before, *_) = torch.backends.mkldnn.set_flags(_enabled=False)
     try:
         yield
@@ -60,23 +59,23 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def _followed(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
-    """As many steps as make an update, on fake tensors."""
+def _measure(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
+    """Run the steps of one update on fake tensors."""
     with mode_of(program.root), quiet(), _without_onednn():
         return _steps(program, rank, optimizer_copies, accumulate)
 
 
 def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
-    alive = Alive()
-    updates = _Updates(alive, optimizer_copies)
-    transport = NullTransport(rank, program.required_plan, lambda tensors: alive.mark(tensors, TRAVELS))
+    live = LiveStorage()
+    updates = _Updates(live, optimizer_copies)
+    transport = NullTransport(rank, program.required_plan, lambda tensors: live.mark(tensors, TRAVELS))
     worker = Worker(_module(program, rank), transport, _weights(program), {}, updates.optimizer, accumulate=accumulate)
-    updates.stage = worker.stage
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
+    updates.watch(parameters)
     batch = _batch(program, rank)
-    alive.mark([*parameters, *buffers], HELD)
-    alive.mark(batch, WORKING)
-    with alive:
+    live.mark([*parameters, *buffers], HELD)
+    live.mark(batch, WORKING)
+    with live:
         for _ in range(accumulate):
             worker.step(*batch)
     updates.note_gradients()
@@ -84,15 +83,15 @@ def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) 
         parameters=_nbytes(parameters),
         gradients=updates.gradients,
         optimizer_state=updates.state,
-        activations=alive.most[SAVED],
-        communication=alive.most[TRAVELS],
+        activations=live.most[SAVED],
+        communication=live.most[TRAVELS],
         buffers=_nbytes(buffers),
-        most=updates.state + max(alive.peak, updates.most),
+        most=updates.state + max(live.peak, updates.most),
     )
 
 
 def _module(program: Program, rank: int) -> Any:
-    """The generated module of a rank."""
+    """Return the generated module of a rank."""
     part = program.rank_program(rank)
     files = {f"{part.name}.py": part_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
     if program.required_plan.servers:
@@ -101,17 +100,17 @@ def _module(program: Program, rank: int) -> Any:
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
-    """The model's fake parameters and buffers, under all their names."""
+    """Return the model's fake parameters and buffers, under all their names."""
     found = {}
-    for holding in program.tensors.values():
-        path, _, attribute = holding.name.rpartition(".")
+    for state in program.tensors.values():
+        path, _, attribute = state.name.rpartition(".")
         tensor = getattr(program.root.get_submodule(path), attribute)
-        found.update(dict.fromkeys((holding.name, *holding.names), tensor))
+        found.update(dict.fromkeys((state.name, *state.names), tensor))
     return found
 
 
 def _batch(program: Program, rank: int) -> list[Tensor]:
-    """What the rank reads for a step."""
+    """Return the rank's batch, empty for a rank that reads no data."""
     plan = program.required_plan
     if rank not in plan.roles[plan.reader]:
         return []
@@ -124,52 +123,54 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Updates:
-    """Stands in for the optimizers of a rank, and notes what there is when they step.
+    """Replace the optimizers of a rank, and record memory when they step.
 
-    gradients: the most bytes that parameters had in `.grad`.  most: alive while an optimizer steps, without its state.
+    gradients: peak bytes in `.grad`.  most: peak live bytes during an optimizer step, without the optimizer state.
     """
 
-    def __init__(self, alive: Alive, copies: int) -> None:
-        self._alive, self._copies = alive, copies
-        self.stage = nn.Module()
+    def __init__(self, live: LiveStorage, copies: int) -> None:
+        self._live, self._copies = live, copies
         self.gradients = 0
         self.most = 0
-        self._trained: set[nn.Parameter] = set()
+        self._watched: set[nn.Parameter] = set()
         self._stepped: set[nn.Parameter] = set()
 
     @property
     def state(self) -> int:
-        """Bytes of the optimizers' state: of the parameters that had a gradient."""
+        """Bytes of the optimizer state of all parameters that were updated."""
         count = torch.get_default_dtype().itemsize if self._copies > 1 else 0
         return sum(self._copies * parameter.nbytes + count for parameter in self._stepped)
 
     def optimizer(self, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
-        """An optimizer of these parameters."""
+        """Return an optimizer of these parameters."""
         parameters = [parameter for _, parameter in named]
-        self._trained.update(parameters)
+        self.watch(parameters)
         return _Optimizer(self, parameters)
 
-    def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note what an update of `parameters` finds, and what it takes for a moment.
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count the gradients of `parameters`."""
+        self._watched.update(parameters)
 
-        Adam and its like make a copy of all of them at once on a GPU, and two of one after the other on a CPU; weight
-        decay that is added to gradients, and not to parameters, would take one more.
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record the memory of an update of `parameters`, with the optimizer's temporaries.
+
+        Adam and its variants copy all parameters at once on a GPU, and make two copies of one parameter at a time on a
+        CPU; weight decay that is added to gradients, and not to parameters, would take one copy more.
         """
         self.note_gradients()
         stepping = [parameter for parameter in parameters if parameter.grad is not None]
         self._stepped.update(stepping)
         sizes = [parameter.nbytes for parameter in stepping]
-        made = max(sum(sizes), 2 * max(sizes, default=0)) if self._copies > 1 else 0
-        self.most = max(self.most, self._alive.total + made)
+        temporary = max(sum(sizes), 2 * max(sizes, default=0)) if self._copies > 1 else 0
+        self.most = max(self.most, self._live.total + temporary)
 
     def note_gradients(self) -> None:
-        """Note what parameters have in `.grad` now."""
-        parameters = {*self._trained, *self.stage.parameters()}
-        self.gradients = max(self.gradients, _nbytes(p.grad for p in parameters if p.grad is not None))
+        """Record the present bytes in `.grad`."""
+        self.gradients = max(self.gradients, _nbytes(p.grad for p in self._watched if p.grad is not None))
 
 
 class _Optimizer:
-    """One of the optimizers that are stood in for."""
+    """An optimizer that only records."""
 
     def __init__(self, updates: _Updates, parameters: Sequence[nn.Parameter]) -> None:
         self._updates, self._parameters = updates, parameters

@@ -1,7 +1,7 @@
-"""A captured model as the papers see it: convolutional layers, then fully connected ones.
+"""Describe a captured model as the papers do: convolutional layers followed by fully connected ones.
 
-Here is counted what their equations take as given: parameters, the numbers that cross from the first part to the
-second, FLOPs, kept activations, and seconds on a device.
+Counts the inputs of their equations: parameters, activations that cross from the conv to the fc layers, FLOPs, saved
+activations, and seconds on a device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from splitc.ir.program import Program, TensorSpec
 
 
 @dataclass(frozen=True)
-class TwoParts:
-    """The layers of `program`, an analysed one: `conv` and then `fc`.  See `two_parts`."""
+class ConvFcSplit:
+    """The conv and fc layers of an analysed `program`; made by `conv_fc_split`."""
 
     program: Program
     conv: tuple[str, ...]
@@ -37,7 +37,7 @@ class TwoParts:
 
     @property
     def A(self) -> int:
-        """Numbers that the conv layers hand to the fc layers for one example: those after the last pooling."""
+        """Activations that enter the fc layers for one example, counted after the last pooling."""
         layer_of = self.program.layer_of
         crossing = {
             value
@@ -48,31 +48,31 @@ class TwoParts:
         return sum(math.prod(spec.at(1)) for spec in specs if isinstance(spec, TensorSpec))
 
     def parameters(self, layers: Iterable[str]) -> int:
-        """How many numbers the trained parameters of `layers` have."""
+        """Count the trainable parameters of `layers`."""
         names = dict.fromkeys(name for layer in layers for name in self.program.layer(layer).tensors)
         return sum(self.program.tensors[name].numel for name in names if self.program.tensors[name].trainable)
 
     def forward_flops(self, layers: Iterable[str]) -> float:
-        """FLOPs of forward for one example, a multiply-add as two."""
+        """FLOPs of forward for one example; a multiply-add counts two."""
         return sum(self.program.costs[layer].at(1).forward_flops for layer in layers)
 
     def kept(self, layers: Iterable[str], batch: int) -> float:
-        """Bytes of activations that `layers` keep until backward."""
+        """Bytes of activations that `layers` save for backward."""
         return sum(self.program.costs[layer].at(batch).saved_bytes for layer in layers)
 
     def seconds(self, layers: Iterable[str], batch: int, device: Device, dtype: str = "float32") -> float:
-        """Seconds of forward and backward.  Raises CostError where the device has no rate for `dtype`."""
+        """Seconds of forward and backward.  Raises CostError if the device has no rate for `dtype`."""
         return sum(layer_seconds(self.program.costs[layer].at(batch), device, dtype) for layer in layers)
 
 
-def two_parts(program: Program, fc: Collection[str] | None = None) -> TwoParts:
-    """Part the layers of an analysed program; fc: names of the upper ones, None: all linear layers.
+def conv_fc_split(program: Program, fc: Collection[str] | None = None) -> ConvFcSplit:
+    """Split the layers of an analysed program.  fc: names of the fc layers; None: all linear layers.
 
-    Raises CostError where one of the parts is empty.
+    Raises CostError if either part is empty.
     """
     layers = [layer.name for layer in program.layers]
     upper = set(linear_layers(program) if fc is None else fc)
-    parts = TwoParts(
+    parts = ConvFcSplit(
         program,
         conv=tuple(layer for layer in layers if layer not in upper),
         fc=tuple(layer for layer in layers if layer in upper),
@@ -80,6 +80,6 @@ def two_parts(program: Program, fc: Collection[str] | None = None) -> TwoParts:
     if not parts.conv or not parts.fc:
         raise CostError(
             f"{program.name}: {len(parts.fc)} of {len(layers)} layers are fully connected, {len(parts.conv)} are not; "
-            f"the papers' models need both, so say which layers are the upper part"
+            f"the papers' models need both; name the fc layers"
         )
     return parts

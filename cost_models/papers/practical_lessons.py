@@ -1,4 +1,4 @@
-"""The complexities of Practical Lessons of Distributed Deep Learning (Yang et al.), sections 2.1 and 2.2, and table 2.
+"""Price the methods of Practical Lessons of Distributed Deep Learning (Yang et al.), sections 2.1 and 2.2, and table 2.
 
 Late-multiply (2.1).  A layer of N bottom and K top neurons trains on n workers, each with a batch of M: X is M x N, E
 M x K, W K x N.
@@ -11,7 +11,7 @@ The paper names the operations; the numbers that all workers together receive in
     algorithm 1    (n - 1) K N in Reduce, as many in Broadcast                        (1)
     algorithm 2    n (n - 1) M (N + K) in Allgather                                   (2)
 
-so late-multiply moves less where n M (N + K) < 2 K N, and each worker multiplies n - 1 times more.
+so late-multiply moves less where n M (N + K) < 2 K N; each worker multiplies n times as much.
 
 Hybrid-parallelism (2.2).  Conv layers with P_c of the P parameters on n devices, the fc layers on one.  Table 2 counts
 
@@ -19,7 +19,7 @@ Hybrid-parallelism (2.2).  Conv layers with P_c of the P parameters on n devices
     hybrid         2 n P_c + 2 b A      b: the global batch; A: activations of one    (4)
                                         example that enter the fc layers
 
-In (4) the device with the fc layers counts like the others, though its own activations stay where they are.
+(4) counts the device with the fc layers like the others, though its own activations are not sent.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def late_multiply_moves_less(layer: Layer) -> bool:
 
 
 def weight_gradient_flops(layer: Layer, late: bool = False) -> int:
-    """FLOPs of E^T X on one worker, a multiply-add as two; late: n times those."""
+    """FLOPs of E^T X on one worker, a multiply-add as two; n times as many with late-multiply."""
     return 2 * layer.M * layer.N * layer.K * (layer.n if late else 1)
 
 
 def data_parallel_nbytes(P: float, n: int, itemsize: int = 4) -> float:
-    """Bytes exchanged in a step, equation (3); nothing on one device."""
+    """Bytes exchanged in a step, equation (3); 0 on one device."""
     return 2 * n * P * itemsize if n > 1 else 0.0
 
 
 def hybrid_nbytes(P_c: float, A: float, batch: int, n: int, itemsize: int = 4) -> float:
-    """Bytes exchanged in a step, equation (4); nothing on one device.  batch: global."""
+    """Bytes exchanged in a step, equation (4); 0 on one device.  batch: global batch size."""
     return (2 * n * P_c + 2 * batch * A) * itemsize if n > 1 else 0.0

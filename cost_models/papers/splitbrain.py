@@ -1,7 +1,7 @@
-"""SplitBrain's choice of the layers to divide (Lai et al., section 3.1, listing 1), and what dividing them saves.
+"""Choose the layers to shard as SplitBrain does (Lai et al., section 3.1, listing 1), and price the memory it saves.
 
-The listing goes through a sequence of layers with `dim`, the features that a worker has of the value, and `dimF`, those
-of the whole:
+The listing walks a sequence of layers with `dim`, the number of features that a worker has of a value, and `dimF`, the
+number of all its features:
 
     linear, dim = dimF     ccr > CCR: a modulo layer, and the layer is divided by K
     linear, dim < dimF     a shard layer; ccr > CCR: the layer is divided by K
@@ -9,17 +9,17 @@ of the whole:
     elementwise            as it stands
     conv, pooling, ...     as it stands; an error where dim < dimF
 
-ccr is the ratio of a layer's computation to its communication.  The paper takes the operations of fprop and bprop, and
-gives no formula for the other one.  Here it is the numbers that cross the two sides of a divided layer: inputs, which
-must be whole, outputs, which must become so, and the gradients of both:
+ccr is a layer's ratio of computation to communication.  The paper counts the operations of fprop and bprop, and gives
+no formula for the communication.  Here it is the numbers that cross both sides of a sharded layer: its inputs and its
+outputs, which are gathered, and the gradients of both:
 
     ccr = 6 i o / (2 (i + o))          operations for each number, for i inputs and o outputs
 
-Two slips of the listing are mended: line 23 sets dimF to the layer's own outputs before line 24 compares it with the
-inputs' dim; and a modulo layer stands before the first divided layer only, as the text says, also where an undivided
-layer lies between two divided ones.
+Two slips of the listing are corrected: line 23 sets dimF to the layer's own outputs before line 24 compares it with the
+inputs' dim; and only the first sharded layer gets a modulo layer, as the text says, also where an unsharded layer lies
+between two sharded ones.
 
-Memory: the parameters W of a model, of which D are divided among groups of mp workers, take W - D + D / mp on each.
+Memory: a model with W parameters, of which D are sharded over groups of mp workers, takes W - D + D / mp on each.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from splitc.errors import CostError
 class Layer:
     """One layer of a sequence.
 
-    kind: "linear", "conv" (what cannot take a part of the features: reshaping, padding and pooling too), "elementwise"
-    (ReLU, dropout) or "log_softmax"; and, in what `partition` returns, "modulo" or "shard".
-    inputs, outputs: features of the whole; of an elementwise layer both are left out.
-    parts: among how many workers its outputs are divided.
+    kind: "linear", "conv" (any layer that needs all features: reshape, padding and pooling too), "elementwise" (ReLU,
+    dropout) or "log_softmax"; in the result of `partition` also "modulo" or "shard".
+    inputs, outputs: number of all features; 0 for an elementwise layer.
+    parts: number of workers over which its outputs are sharded.
     """
 
     name: str
@@ -57,28 +57,28 @@ class Layer:
 
 
 def ccr(layer: Layer) -> float:
-    """Operations of fprop and bprop for each number that dividing a linear layer lets cross its sides."""
+    """Operations of fprop and bprop for each number communicated when a linear layer is sharded."""
     return operations(layer) / (2 * (layer.inputs + layer.outputs))
 
 
 def operations(layer: Layer) -> int:
-    """Operations of fprop and bprop of a linear layer on one example, a multiply-add as two: three products."""
+    """Operations of a linear layer on one example: three matrix products in fprop and bprop, a multiply-add as two."""
     return 6 * layer.inputs * layer.outputs
 
 
 def partition(net: Iterable[Layer], mp: int, threshold: float) -> list[Layer]:
-    """Listing 1: the net with its modulo and shard layers, and with linear layers divided among mp workers.
+    """Insert modulo and shard layers and shard linear layers over mp workers (listing 1).
 
-    threshold: CCR().  Raises CostError where a layer that cannot would get a part of the features.
+    threshold: CCR().  Raises CostError where a layer that needs all features would get a shard.
     """
     transformed: list[Layer] = []
-    divided = entered = False  # dim < dimF; whether there is a modulo layer
+    divided = entered = False  # dim < dimF; whether the modulo layer is inserted
     features = 0  # dimF
     for layer in net:
         if layer.kind == "conv" and divided:
             raise CostError(
-                f"layer {layer.name} cannot take the part of {features} features that {mp} workers have each; "
-                f"raise the threshold, or put it before the linear layers"
+                f"layer {layer.name} needs all {features} features, which are sharded over {mp} workers; raise the "
+                f"threshold, or put it before the linear layers"
             )
         if divided and layer.kind in ("linear", "log_softmax"):
             transformed.append(Layer(f"shard {layer.name}", "shard", features, features))
@@ -95,15 +95,15 @@ def partition(net: Iterable[Layer], mp: int, threshold: float) -> list[Layer]:
 
 
 def held(W: float, D: float, mp: int) -> float:
-    """Parameters that a worker holds: W - D + D / mp."""
+    """Parameters on each worker: W - D + D / mp."""
     return W - D + D / mp
 
 
 def memory_saving(W: float, D: float, mp: int) -> float:
-    """The part of the parameters' memory that groups of mp save."""
+    """Fraction of the parameter memory that groups of mp workers save."""
     return 1 - held(W, D, mp) / W
 
 
 def divided_weights(net: Iterable[Layer]) -> int:
-    """D of a transformed net."""
+    """D: sharded weights of a transformed net."""
     return sum(layer.weights for layer in net if layer.parts > 1)

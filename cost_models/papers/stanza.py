@@ -1,6 +1,6 @@
-"""The performance model of Stanza (Wu et al. 2018), equations (2) to (7), in the paper's symbols.
+"""Price a step by the performance model of Stanza (Wu et al. 2018), equations (2) to (7), in the paper's symbols.
 
-It is kept beside splitc's own prices to reproduce the paper's numbers.  P, A and P_c count numbers
+It reproduces the paper's numbers, independently of splitc's own prices.  P, A and P_c count numbers
 of `itemsize` bytes, B is in bytes/s and times are in seconds.
 
     t_s^c = T_c + (n_c / n_f) T_f                                                  (2)
@@ -11,17 +11,17 @@ of `itemsize` bytes, B is in bytes/s and times are in seconds.
     throughput_ps(n_w, n_s) = n_w K / t_ps                                         (7)
 
 Equation (3) writes ceil(log2 n_c) + 2 rounds for an n_c that is no power of two; section 4.1.2, and
-equation (3) in an earlier version of the paper, floor(log2 n_c) + 2.  Here it is floor, which is what
-the algorithm of section 4.1.2 takes.
+equation (3) in an earlier version of the paper, floor(log2 n_c) + 2.  This module uses floor, the
+number of rounds of the algorithm of section 4.1.2.
 
 Footnotes 4 and 6 say that node assignment considers the memory of a GPU, without an equation.  Here
-a division fits where
+an assignment fits if
 
     3 P_c itemsize + conv_kept                                        <=  capacity    a CONV worker
     3 (P - P_c) itemsize + ceil(n_c / n_f) (fc_kept + 2 A K itemsize) <=  capacity    an FC worker
 
-3: parameters, gradients and the momentum of the paper's SGD; 2 A K: activations that came in and
-gradients that go back.  The fullest FC worker serves ceil(n_c / n_f) CONV workers (4.1.3).
+3: parameters, gradients and the momentum of the paper's SGD; 2 A K: received activations and their
+gradients.  The busiest FC worker serves ceil(n_c / n_f) CONV workers (4.1.3).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from splitc import units
 from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
-from splitc.cost_models.papers.conv_fc_split import TwoParts
+from splitc.cost_models.papers.conv_fc_split import ConvFcSplit
 from splitc.errors import CostError
 from splitc.ir.cluster import Device
 
@@ -42,10 +42,10 @@ _COPIES = 3
 class Symbols:
     """Table 3.
 
-    K: examples of one worker.  P: parameters of the model; P_c: of its conv layers.  A: activations
-    of the last conv layer for one example.  B: bandwidth of a node (bytes/s).  T_c, T_f: seconds
-    that one worker's conv layers, and the fc layers on one worker's activations, take in a step.
-    T_ps: seconds of a whole step on one parameter-server worker; T_c + T_f when it is left out.
+    K: batch size of a worker.  P, P_c: parameters of the model and of its conv layers.  A: activations
+    of the last conv layer for one example.  B: bandwidth of a node (bytes/s).  T_c, T_f: compute time of
+    the conv layers, and of the fc layers, for one worker's batch (s).  T_ps: compute time of a
+    parameter-server worker (s); None: T_c + T_f.
     """
 
     K: int
@@ -61,18 +61,15 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: of a node's GPU; and of activations kept until backward for the K examples of one CONV worker.
-
-    conv_kept: by the conv layers.  fc_kept: by the fc layers.
-    """
+    """Bytes.  capacity: of a GPU.  conv_kept, fc_kept: activations saved by the conv and fc layers for K examples."""
 
     capacity: float
     conv_kept: float
     fc_kept: float
 
 
-def symbols_of(parts: TwoParts, K: int, B: float, device: Device) -> Symbols:
-    """The symbols of a captured model, its times by the roofline of `device` in float32."""
+def symbols_of(parts: ConvFcSplit, K: int, B: float, device: Device) -> Symbols:
+    """Return the symbols of a captured model; times are by the roofline of `device` in float32."""
     return Symbols(
         K=K,
         P=parts.P,
@@ -84,8 +81,8 @@ def symbols_of(parts: TwoParts, K: int, B: float, device: Device) -> Symbols:
     )
 
 
-def memory_of(parts: TwoParts, K: int, device: Device) -> Memory:
-    """What limits the assignment of a captured model."""
+def memory_of(parts: ConvFcSplit, K: int, device: Device) -> Memory:
+    """Return the memory limits of a captured model."""
     return Memory(device.memory, parts.kept(parts.conv, K), parts.kept(parts.fc, K))
 
 
@@ -97,7 +94,7 @@ def compute_seconds(s: Symbols, n_c: int, n_f: int) -> float:
 def step_seconds(s: Symbols, n_c: int, n_f: int) -> float:
     """t_s = t_s^c + 2 n_c A K / (n_f B) + P_c rounds(n_c) / B   (3).
 
-    The fc ranks' own exchange overlaps the conv ranks' and is left out, as in the paper.
+    The fc ranks' gradient exchange overlaps that of the conv ranks and is left out, as in the paper.
     """
     exchange = 2 * n_c * s.A * s.K * s.itemsize / (n_f * s.B)
     conv_sync = s.P_c * s.itemsize * recursive_doubling_rounds(n_c) / s.B
@@ -115,20 +112,20 @@ def conv_nbytes(s: Symbols, memory: Memory) -> float:
 
 
 def fc_nbytes(s: Symbols, memory: Memory, n_c: int, n_f: int) -> float:
-    """Bytes that the fullest FC worker needs."""
+    """Bytes that the busiest FC worker needs."""
     served = -(-n_c // n_f)
     return _COPIES * (s.P - s.P_c) * s.itemsize + served * (memory.fc_kept + 2 * s.A * s.K * s.itemsize)
 
 
 def fits(s: Symbols, memory: Memory, n_c: int, n_f: int) -> bool:
-    """Whether every worker of a division has the memory that it needs."""
+    """Return whether every worker of the assignment has enough memory."""
     return max(conv_nbytes(s, memory), fc_nbytes(s, memory, n_c, n_f)) <= memory.capacity
 
 
 def assign_nodes(s: Symbols, nodes: int, memory: Memory | None = None) -> tuple[int, int]:
-    """The (n_c, n_f) with n_c + n_f = nodes of the largest throughput, by trying all   (5).
+    """Return the (n_c, n_f) of largest throughput with n_c + n_f = nodes, by exhaustive search   (5).
 
-    memory: leaves out divisions that do not fit.  Raises CostError for fewer than two nodes, and where none fits.
+    memory: excludes assignments that do not fit.  Raises CostError for fewer than two nodes, or if none fits.
     """
 
     def allowed(n_c: int, n_f: int) -> bool:
@@ -138,7 +135,7 @@ def assign_nodes(s: Symbols, nodes: int, memory: Memory | None = None) -> tuple[
     if best is None:
         assert memory is not None
         raise CostError(
-            f"no division of {nodes} nodes with {units.nbytes(memory.capacity)} each fits: a CONV worker needs "
+            f"no assignment of {nodes} nodes with {units.nbytes(memory.capacity)} each fits: a CONV worker needs "
             f"{units.nbytes(conv_nbytes(s, memory))}, an FC worker that serves one of them "
             f"{units.nbytes(fc_nbytes(s, memory, 1, 1))}; take a batch K smaller than {s.K}"
         )
@@ -157,9 +154,9 @@ def ps_throughput(s: Symbols, n_w: int, n_s: int) -> float:
 
 
 def assign_ps_nodes(s: Symbols, nodes: int) -> tuple[int, int]:
-    """The (n_w, n_s) with n_w + n_s = nodes of the largest throughput, by trying all (7.2).
+    """Return the (n_w, n_s) of largest throughput with n_w + n_s = nodes, by exhaustive search (7.2).
 
-    Twice the nodes have at least twice the throughput, since (6) depends on n_w / n_s only.
+    Doubling the nodes at least doubles the throughput, since (6) depends on n_w / n_s only.
     Raises CostError for fewer than two nodes.
     """
     best = _best(nodes, lambda n_w, n_s: ps_throughput(s, n_w, n_s), lambda n_w, n_s: True)
@@ -168,14 +165,14 @@ def assign_ps_nodes(s: Symbols, nodes: int) -> tuple[int, int]:
 
 
 def speedup(s: Symbols, nodes: int, memory: Memory | None = None) -> float:
-    """Throughput of Stanza over that of the parameter server, each with its best assignment: figure 8."""
+    """Throughput of Stanza relative to the parameter server, each with its best assignment (figure 8)."""
     return throughput(s, *assign_nodes(s, nodes, memory)) / ps_throughput(s, *assign_ps_nodes(s, nodes))
 
 
 def _best(
     nodes: int, value: Callable[[int, int], float], allowed: Callable[[int, int], bool]
 ) -> tuple[int, int] | None:
-    """The division of `nodes` with the largest value, among equals that of the most workers; None: none is allowed."""
+    """Return the assignment with the largest value, ties to the most workers; None if none is allowed."""
     if nodes < 2:
         raise CostError(f"{nodes} nodes cannot be divided into two roles; there must be at least 2")
     divisions = [(n, nodes - n) for n in range(nodes - 1, 0, -1) if allowed(n, nodes - n)]

@@ -1,7 +1,7 @@
-"""Cores that several ranks compute on: processor sharing, as an operating system's scheduler does it over time.
+"""Model cores shared by several ranks as processor sharing, the long-run behaviour of an OS scheduler.
 
-Of n ranks that compute, each has min(1, cores / n) of a core.  All have the same share, so one clock tells how much
-each has been given since it began: the virtual time of fair queueing (Parekh and Gallager 1993).
+Each of n computing ranks gets min(1, cores / n) of a core.  The shares are equal, so a single clock measures the
+service that every task has received: the virtual time of fair queueing (Parekh and Gallager 1993).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """Work of a rank.  until: the virtual time at which it is done.  start: when it began (s)."""
+    """Work of one rank.  until: the virtual time of its completion (s).  start: the real time of its start (s)."""
 
     until: float
     number: int
@@ -22,7 +22,7 @@ class Task:
 
 
 class Cores:
-    """`cores` of them, with tasks that come and go.  Times (s) never go back from call to call."""
+    """A set of `cores` cores and the tasks running on them.  Times (s) must not decrease from call to call."""
 
     def __init__(self, cores: float) -> None:
         self._cores = cores
@@ -31,20 +31,20 @@ class Cores:
         self._number = 0
 
     def add(self, rank: int, name: str, seconds: float, now: float) -> None:
-        """`rank` has `seconds` of a whole core to compute from `now` on."""
+        """Start a task of `rank` at `now` that takes `seconds` on a dedicated core."""
         self._advance(now)
         self._number += 1
         heapq.heappush(self._tasks, Task(self._given + seconds, self._number, rank, name, now))
 
     def next_end(self) -> float | None:
-        """When the next task will be done, if none comes before; None without tasks."""
+        """Return when the next task completes if none is added before; None without tasks."""
         return self._now + (self._tasks[0].until - self._given) / self._share if self._tasks else None
 
     def finish(self, now: float) -> list[Task]:
-        """The tasks that are done at `now`, which is `next_end`."""
+        """Remove and return the tasks that complete at `now`, the time given by `next_end`."""
         until = self._tasks[0].until
         self._advance(now)
-        self._given = until  # to the last bit
+        self._given = until  # exact: the sum above may differ by rounding
         done = []
         while self._tasks and self._tasks[0].until <= until:
             done.append(heapq.heappop(self._tasks))

@@ -1,13 +1,13 @@
-"""Event simulation of ranks that compute and communicate: what a step takes when everything that can overlap does.
+"""Simulate ranks that compute and communicate, event by event, with all overlap that their programs allow.
 
-Each rank does its operations in order: it computes, begins transfers and goes on, or waits for transfers that it began.
-A transfer is ready once all its parties have begun it, and then takes its lines (the ways in and out of ranks) for its
-whole duration: a line carries one transfer at a time, in the order in which they became ready, of those whose other
-lines are free.  n messages to one rank thus take n times as long as one, as the closed form says (Stanza 4.1.1), and
-transfers on different lines do not meet.
+Each rank executes its operations in order: it computes, begins a transfer and continues, or waits for transfers that it
+began.  A transfer is ready once all its parties have begun it, and occupies its lines (the ports into and out of ranks)
+for its whole duration.  A line carries one transfer at a time; among the ready transfers whose other lines are free,
+the first to become ready starts first.  So n messages to one rank take n times as long as one, as in the closed form
+(Stanza 4.1.1), and transfers on disjoint lines run at the same time.
 
-A transfer may take computing from its parties (`Transfer.processor`): they compute that much longer, unless they stand
-waiting meanwhile.  Ranks may share cores (`cores`).
+A transfer may cost its parties processor time (`Transfer.processor`), which prolongs their computing unless they are
+idle meanwhile.  Ranks may share cores (`cores`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from splitc.ir.phases import Phases, Span
 
 @dataclass(frozen=True)
 class Compute:
-    """The rank is busy for `seconds`."""
+    """Compute for `seconds`."""
 
     name: str
     seconds: float
@@ -31,10 +31,10 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Something that travels between ranks.
+    """A message or collective.
 
-    parties: the ranks that have to begin it.  lines: numbers of the lines that it takes.  seconds: its duration.
-    processor: seconds of computing that it takes from each party.
+    parties: ranks that must begin it.  lines: numbers of the lines that it occupies.  seconds: its duration.
+    processor: processor time that it costs each party (s).
     """
 
     name: str
@@ -46,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Begin:
-    """The rank is ready for its part in `transfer`, for which it sends `nbytes`, and goes on."""
+    """Begin `transfer`, of which this rank sends `nbytes`, without waiting for it."""
 
     transfer: Transfer
     nbytes: float = 0.0
@@ -54,7 +54,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Wait:
-    """The rank goes on when all `transfers` have ended."""
+    """Wait until all `transfers` have ended."""
 
     transfers: tuple[Transfer, ...]
 
@@ -69,34 +69,35 @@ Operation = Compute | Begin | Wait | Mark
 
 @dataclass
 class _Rank:
-    """How far a rank is, and what it has spent its time on."""
+    """Progress of one rank, and its time by phase (s)."""
 
     operations: Sequence[Operation]
     next: int = 0
-    owed: float = 0.0  # seconds of computing that transfers took and that it has not made up for yet
+    owed: float = 0.0  # processor time of transfers, to be added to the next computation
     compute: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
     sent: float = 0.0
-    under_way: float = 0.0  # until when its transfers last
-    blocked: int = 0  # transfers that it waits for and that have not ended
-    since: float = 0.0  # when it began to wait
-    marks: list[Phases] = field(default_factory=list)  # the totals at each mark; `step` is the clock
+    under_way: float = 0.0  # end of its last transfer in flight
+    blocked: int = 0  # number of unfinished transfers that it waits for
+    since: float = 0.0  # start of the current wait
+    marks: list[Phases] = field(default_factory=list)  # totals at each mark; `step` is the clock
 
 
 @dataclass(frozen=True)
 class _Tick:
-    """The next end of a rank's computing on shared cores, unless more has begun or ended since: then it is stale."""
+    """The next completion on shared cores; stale once another task has started or ended."""
 
     number: int
 
 
 class Simulation:
-    """A run of `programs`, one for each rank.
+    """A completed simulation of `programs`, one for each rank.
 
-    record: keep the spans of everything, for a trace.  cores: all ranks compute on so many; None: each on its own.
+    record: keep the span of every operation, for a trace.  cores: number of cores that all ranks share; None: one core
+    for each rank.
 
-    Raises ValueError when ranks wait for what never comes.
+    Raises ValueError when a rank waits for a transfer that never begins.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Simulation:
             raise ValueError(f"ranks {stuck[:8]} wait for transfers that others never begin")
 
     def steps(self, rank: int) -> list[Phases]:
-        """What a rank did in each step, from mark to mark."""
+        """Return the phases of `rank` in each step, from mark to mark."""
         found, before = [], Phases(rank, 0.0, 0.0, 0.0, 0.0, 0.0)
         for total in self.ranks[rank].marks:
             seconds = total.step - before.step, total.compute - before.compute, total.waiting - before.waiting
@@ -138,13 +139,13 @@ class Simulation:
         return found
 
     def ends(self) -> list[float]:
-        """When the last rank came to each mark."""
+        """Return the time at which the last rank reached each mark (s)."""
         return [max(each.step for each in marks) for marks in zip(*(r.marks for r in self.ranks), strict=True)]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _at(self, time: float, what: Transfer | int | _Tick) -> None:
-        """Go on with a rank, or end a transfer, at `time`; of what happens at once, transfers end first."""
+        """Schedule an event at `time`: resume a rank or end a transfer.  At equal times transfers end first."""
         self._number += 1
         heapq.heappush(self._events, (time, not isinstance(what, Transfer), self._number, what))
 
@@ -172,12 +173,12 @@ class Simulation:
             elif isinstance(operation, Wait):
                 if self._blocks(rank, operation, now):
                     return
-            elif state.owed:  # a step ends when everything in it is paid for
+            elif state.owed:  # the processor time of a step's transfers is part of the step
                 state.next -= 1
                 self._compute(rank, Compute("transfers", 0.0), now)
                 return
             else:
-                beyond = max(0.0, state.under_way - now)  # of transfers that go on into the next step
+                beyond = max(0.0, state.under_way - now)  # transfers that continue into the next step
                 communication = state.communication - beyond
                 state.marks.append(Phases(rank, now, state.compute, state.waiting, communication, state.sent))
 
@@ -193,7 +194,7 @@ class Simulation:
         self._at(now + seconds, rank)
 
     def _computed(self, now: float) -> None:
-        """Go on with the ranks whose computing on shared cores ends now."""
+        """Resume the ranks whose computation on shared cores ends now."""
         assert self._cores is not None
         done = self._cores.finish(now)
         for task in done:
@@ -210,7 +211,7 @@ class Simulation:
             self._at(end, _Tick(self._ticks))
 
     def _blocks(self, rank: int, operation: Wait, now: float) -> bool:
-        """Whether the rank has to wait; then it goes on when the last of the transfers has ended."""
+        """Return whether the rank must wait, and register it to resume when the last transfer ends."""
         missing = [each for each in operation.transfers if each not in self._ended]
         state = self.ranks[rank]
         state.blocked, state.since = len(missing), now
@@ -248,12 +249,12 @@ class Simulation:
         self._ended.add(transfer)
         self._busy.difference_update(transfer.lines)
         for rank in self._waiters.pop(transfer, ()):
-            self._one_less(rank, now, transfer)
+            self._unblock(rank, now, transfer)
         for line in transfer.lines:
-            self._serve(line, now)
+            self._start_next(line, now)
 
-    def _serve(self, line: int, now: float) -> None:
-        """Start the first transfer in the queue of a line that has become free and whose other lines are free too."""
+    def _start_next(self, line: int, now: float) -> None:
+        """Start the first transfer in the queue of `line` whose lines are all free."""
         queue = self._queues.get(line)
         if not queue or line in self._busy:
             return
@@ -264,7 +265,7 @@ class Simulation:
                 self._start(transfer, now)
                 return
 
-    def _one_less(self, rank: int, now: float, transfer: Transfer) -> None:
+    def _unblock(self, rank: int, now: float, transfer: Transfer) -> None:
         state = self.ranks[rank]
         state.blocked -= 1
         if state.blocked:

@@ -1,7 +1,7 @@
-"""Which lines a message or a collective takes through a cluster, and for how long.
+"""Map a message or collective to the lines it occupies in a cluster, and price it.
 
-Every rank has a line out and a line in, which are one where its link is not duplex; ranks of a host whose link is
-shared have them together.  Within a host they have others (`Cluster.local_link`).
+Every rank has an outgoing and an incoming line, or a single one where its link is half duplex; the ranks of a host with
+a shared link share its lines.  Traffic inside a host has lines of its own (`Cluster.local_link`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Paths:
         self._link_over = cache(cluster.link_over)
 
     def transfer(self, op: WireOp, ends: tuple[int, ...]) -> Transfer:
-        """An operation as a transfer; `ends`: from and to, or all members."""
+        """Return the transfer of `op`.  ends: source and destination of a message, or all ranks of a collective."""
         link = self._link_over(ends, rings=op.algorithm != "recursive_doubling")
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
@@ -47,7 +47,7 @@ class Paths:
         return Transfer(op.label, ends, tuple(sorted(lines)), seconds, 2 * link.processor * op.sent)
 
     def _line(self, rank: int, link: Link, out: bool) -> int:
-        """The number of a rank's line: out and in, of its own, its host's or inside its host."""
+        """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or inside its host."""
         local = link is self._cluster.local_link
         place = self._cluster.host_of(rank) if link.shared and not local else rank
         kind = 2 if local else 1 if link.shared else 0

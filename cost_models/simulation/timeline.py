@@ -1,6 +1,7 @@
-"""The predicted timeline of a rewritten program: its ranks' operations, simulated until they have settled.
+"""Predict the timeline of a lowered program by simulating its ranks until they reach a steady state.
 
-A rank may be ahead of others, and begins its next step meanwhile: so some steps are simulated, and the last ones count.
+A rank may start its next step before others have finished theirs, so several steps are simulated and the first is left
+out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from splitc.ir.program import Program
 
 @dataclass(frozen=True)
 class Timeline:
-    """Predicted steps.  step_seconds: of one step in the steady state.  phases: of each rank in it."""
+    """A predicted step in the steady state.  step_seconds: its duration.  phases: of each rank in the last step."""
 
     step_seconds: float
     phases: tuple[Phases, ...]
@@ -26,9 +27,9 @@ class Timeline:
 def simulate(
     program: Program, cluster: Cluster, steps: int = 3, record: bool = False, optimizer_copies: int = 1
 ) -> Timeline:
-    """Simulate `steps` steps of a rewritten program; with one step its own time counts, else that of those after it.
+    """Simulate `steps` steps of a lowered program.  `step_seconds` is the mean of all steps but the first, if any.
 
-    record: keep the spans of everything that happens.  optimizer_copies: of the parameters, in the optimizer's state.
+    record: keep the span of every operation.  optimizer_copies: copies of the parameters in the optimizer state.
     """
     prices = Prices(program, cluster, optimizer_copies)
     ranks = range(program.required_plan.world)
@@ -44,5 +45,5 @@ def simulate(
 
 
 def rank_operations(program: Program, cluster: Cluster, rank: int, optimizer_copies: int = 1) -> list[Operation]:
-    """What `rank` does in one step."""
+    """Return the operations of `rank` in one step."""
     return step_operations(Prices(program, cluster, optimizer_copies), rank)

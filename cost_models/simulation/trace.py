@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace JSON, for https://ui.perfetto.dev: a process for each rank, a row for each stream."""
+"""Write timelines as Chrome trace JSON, for https://ui.perfetto.dev: a process for each rank, a row for each stream."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _STREAMS = ("compute", "wait", "comm")
 
 
 def chrome_trace(spans: Iterable[Span], roles: Mapping[int, str] | None = None, label: str = "") -> dict[str, Any]:
-    """The spans of ranks as one trace, times from the first span on in microseconds, as the format wants them.
+    """Return the spans of all ranks as one trace; times are in microseconds from the first span, as the format needs.
 
-    roles: rank -> what it is, for its name.  label: put after the ranks' names, where two timelines are laid side by
-    side.  Transfers of a rank that overlap get rows of their own.
+    roles: rank -> the role shown in its name.  label: suffix of the ranks' names, to tell two timelines apart.
+    Overlapping transfers of a rank get separate rows.
     """
     spans = sorted(spans, key=lambda span: (span.rank, span.start, -span.end))
     origin = min((span.start for span in spans), default=0.0)
-    rows: dict[tuple[int, str], list[float]] = {}  # when each row of a stream is free again
+    rows: dict[tuple[int, str], list[float]] = {}  # (rank, stream) -> the time from which each of its rows is free
     events: list[dict[str, Any]] = []
     for rank in dict.fromkeys(span.rank for span in spans):
         role = (roles or {}).get(rank, "")
@@ -48,7 +48,7 @@ def chrome_trace(spans: Iterable[Span], roles: Mapping[int, str] | None = None, 
 
 
 def _row(stream: str, row: int) -> int:
-    """The number of a row: streams one below the other."""
+    """Return the number of a row; streams are sorted one below the other."""
     return 1000 * _STREAMS.index(stream) + row
 
 

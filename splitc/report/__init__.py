@@ -1,4 +1,4 @@
-"""The placement report: which layer runs where, why, and what every family of plans would cost."""
+"""Report a plan: the placement of every layer, the reasons, and the predicted step of every strategy."""
 
 from splitc.report.figures import as_json
 from splitc.report.text import report

@@ -1,4 +1,4 @@
-"""Sum up the rows of a block that a model repeats: `layers.1` to `layers.23` when each is as `layers.0`."""
+"""Collapse the rows of repeated blocks: hide `layers.1` to `layers.23` if their rows equal those of `layers.0`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from itertools import count
 
 Row = tuple[str, tuple[str, ...]]
-"""A layer's name, and what its row shows besides."""
+"""A layer's name and the other cells of its row."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A layer that has a row of its own; `index`: which one it is."""
+    """A row that is shown.  index: its position in the input."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Blocks that are as the one before: `prefix`.`first` to `prefix`.`last`, `rows` layers in all."""
+    """Blocks equal to the one before them: `prefix`.`first` to `prefix`.`last`, with `rows` layers in all."""
 
     prefix: str
     first: int
@@ -33,7 +33,7 @@ class Hidden:
 
 
 def sum_up(rows: Sequence[Row]) -> list[Shown | Hidden]:
-    """The rows in order, with blocks that differ from the one before in their number only in one piece."""
+    """Return the rows in order, each run of repeated blocks as one `Hidden`."""
     parts: list[Shown | Hidden] = []
     at = 0
     while at < len(rows):
@@ -47,7 +47,7 @@ def sum_up(rows: Sequence[Row]) -> list[Shown | Hidden]:
 
 
 def _repeated(rows: Sequence[Row], at: int) -> tuple[int, Hidden | None]:
-    """How many rows the block at `at` has, and the blocks after it that are alike; one row when there is no block."""
+    """Return the number of rows of the block at `at` and the repetitions that follow; (1, None) outside a block."""
     words = rows[at][0].split(".")
     for position, word in enumerate(words):
         if not word.isdigit():
@@ -70,7 +70,7 @@ def _repeated(rows: Sequence[Row], at: int) -> tuple[int, Hidden | None]:
 
 
 def _block(rows: Sequence[Row], at: int, prefix: Sequence[str], number: int) -> list[Row]:
-    """The rows from `at` on whose names begin with prefix and number, by what follows in their names."""
+    """Return the rows from `at` on whose names begin with `prefix.number`, with the rest of their names."""
     head = ".".join([*prefix, str(number)])
     found: list[Row] = []
     for name, cells in rows[at:]:

@@ -1,4 +1,7 @@
-"""The figures of the report as data: `inspect --json`, schema 1.  SI units, one step, a multiply-add is two FLOPs."""
+"""Compute the figures of the report, and write them as JSON (`inspect --json`, schema 1).
+
+All figures are for one step, in SI units; a multiply-add counts two FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from splitc.ir.wire import WireOp, wire
 
 
 def as_json(program: Program) -> dict[str, Any]:
-    """The whole report.  A layer's figures are those of its busiest rank."""
+    """Return the whole report.  A layer's figures are those of its busiest rank."""
     plan, figures = program.required_plan, Figures(program)
     return {
         "schema": 1,
@@ -39,12 +42,12 @@ def as_json(program: Program) -> dict[str, Any]:
 
 
 def by_bytes(program: Program) -> tuple[str, ...]:
-    """Ops that are priced by the bytes they move, since nothing is known of what they compute."""
+    """Return the ops that are priced by the bytes they access alone, since their FLOPs are unknown."""
     return tuple(dict.fromkeys(name for layer in program.layers for name in program.costs[layer.name].small.by_bytes))
 
 
 def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Its roles, servers included."""
+    """Return the ranks of every role, servers included."""
     return {**plan.roles, **({SERVER: plan.servers} if plan.servers else {})}
 
 
@@ -63,12 +66,12 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one program's layers and ranks hold, compute and send."""
+    """The figures of a program's layers and ranks."""
 
     program: Program
 
     def layer(self, layer: Layer) -> dict[str, Any]:
-        """The figures of a layer on its busiest rank."""
+        """Return the figures of a layer on its busiest rank."""
         program, plan = self.program, self.program.required_plan
         place = plan.placements[layer.name]
         assert place.role is not None
@@ -92,9 +95,9 @@ class Figures:
         }
 
     def rank(self, rank: int) -> dict[str, Any]:
-        """What one rank holds, needs at once, and puts on the wire in a step; zeros for one that has no work.
+        """Return the memory and traffic of one rank in a step; zeros for a rank without work.
 
-        The parts of its memory are each the most at any one time, so together they may be more than it needs.
+        Each kind of memory is at its own peak, so their sum may exceed `memory_bytes`, the peak of all.
         """
         plan, memory = self.program.required_plan, self._memory[rank]
         roles = plan.roles_of(rank)
@@ -114,7 +117,7 @@ class Figures:
 
     @cached_property
     def _memory(self) -> tuple[RankMemory, ...]:
-        """Of every rank; its optimizer keeps one copy of what it trains, as SGD with momentum does."""
+        """Memory of every rank, with one optimizer copy of its trainable parameters (SGD with momentum)."""
         return memory_of_all(self.program)
 
     @cached_property
@@ -123,7 +126,7 @@ class Figures:
 
     @cached_property
     def _received(self) -> dict[int, float]:
-        """Bytes that come to each rank; a ring brings what it takes."""
+        """Bytes that each rank receives; in a collective as many as it sends."""
         received: dict[int, float] = {}
         for rank, ops in enumerate(self._wires):
             for op in ops:
@@ -134,7 +137,7 @@ class Figures:
         return received
 
     def _sent(self, layer: Layer, gradient: int) -> float:
-        """Bytes that the layer's busiest rank sends: of its gradient, of values made in it, of what gathers them."""
+        """Bytes that the layer's busiest rank sends: its gradient, its outputs and the collectives on them."""
         plan = self.program.required_plan
         place = plan.placements[layer.name]
         assert place.role is not None
@@ -149,5 +152,5 @@ class Figures:
 
 
 def _ring(nbytes: float, ranks: int) -> float:
-    """Bytes that one rank sends for a ring all-reduce."""
+    """Bytes that one rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * nbytes

@@ -1,4 +1,4 @@
-"""The report as text of at most 80 columns, however long the names and however many the layers."""
+"""Write the report as text of at most 80 columns, for any length of names and number of layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from splitc.report.blocks import Hidden, Row, Shown, sum_up
 from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
-MANY = 24  # layers; more of them are summed up where blocks repeat
-REASONS = 16  # layers; of more of them only the heaviest are given reasons
-tables.MIN_PADDING = 0  # columns as narrow as their text
+MANY = 24  # layers; above this, repeated blocks are collapsed
+REASONS = 16  # layers; above this, reasons are given for the largest layers only
+tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
 def report(program: Program, everything: bool = False) -> str:
-    """The whole report.  everything: a row and a reason for every layer, also where many are alike."""
+    """Return the whole report.  everything: show a row and a reason for every layer, repeated blocks too."""
     figures = Figures(program)
     layers = [figures.layer(layer) for layer in program.layers]
     rows = [(layer["name"], _cells(layer)) for layer in layers]
@@ -36,11 +36,11 @@ def report(program: Program, everything: bool = False) -> str:
         _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
     ]
     if is_measured(program):
-        parts.append(_wrap("Compute times of layers were measured on this machine."))
+        parts.append(_wrap("Layer times were measured on this machine."))
     if program.frozen_layers:
-        parts.append(_wrap(f"Frozen, so without gradients: {', '.join(program.frozen_layers)}."))
+        parts.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
-        parts.append(_wrap(f"Priced by their bytes alone, since what they compute is not known: {', '.join(guessed)}."))
+        parts.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
     if (norms := _norm_groups(program)) is not None:
         parts.append(norms)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -70,7 +70,7 @@ def _headline(program: Program) -> str:
 
 
 def _simulated(plan: Plan) -> str:
-    """The other price: that of the simulation, in which transfers overlap."""
+    """Return the step time of the simulation, in which transfers overlap with computation."""
     return f"; simulated, with overlap, {units.seconds(plan.simulated_seconds)}" if plan.predicted else ""
 
 
@@ -79,7 +79,7 @@ def _number(number: int, what: str) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """`(0, 1, 2)` -> `ranks 0-2`; a list of many pieces says how many ranks it leaves out."""
+    """Format ranks as ranges, `(0, 1, 2)` -> `ranks 0-2`; at most four ranges, then the number of ranks left out."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     pieces: list[tuple[int, int]] = []
@@ -129,7 +129,7 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _held(layer: Mapping[str, Any]) -> str:
-    """How gradients meet, after how many ranks share a layer that is sharded: `all_reduce`, `1/2 all_reduce`."""
+    """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`."""
     if layer["holding"] != "sharded":
         return str(layer["sync"])
     return f"1/{layer['group']}" + ("" if layer["sync"] == "none" else f" {layer['sync']}")
@@ -187,7 +187,7 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequenc
 
 
 def _reasons(layers: Sequence[Mapping[str, Any]], number: int, everything: bool) -> str:
-    """Why the layers are where they are.  number: layers of the model, also those whose rows are hidden."""
+    """Format the reasons of the placements.  number: layers of the model, hidden ones included."""
     chosen = [layer for layer in layers if layer["why"]]
     if not everything and len(chosen) > REASONS:
         chosen = _heaviest(chosen, REASONS)
@@ -196,14 +196,12 @@ def _reasons(layers: Sequence[Mapping[str, Any]], number: int, everything: bool)
     lines = [_wrap(f"{layer['name']} {layer['why']}", "  ") for layer in chosen]
     if len(chosen) < number:
         left = number - len(chosen)
-        lines.append(
-            _wrap(f"{left} of {number} layers, that repeat or weigh least, are left out; --all shows them", "  ")
-        )
+        lines.append(_wrap(f"{left} of {number} layers, repeated or small, are left out; --all shows them", "  "))
     return "\n".join(["why", *lines])
 
 
 def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[str, Any]]:
-    """Those with the most of the model's parameters and computing, in their own order."""
+    """Return the `number` layers with the largest share of parameters and FLOPs, in model order."""
     parameters = sum(layer["parameters"] for layer in layers) or 1
     flops = sum(layer["flops"] for layer in layers) or 1
     weight = [layer["parameters"] / parameters + layer["flops"] / flops for layer in layers]
@@ -222,11 +220,11 @@ def _norm_groups(program: Program) -> str | None:
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None
     listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())
-    return _wrap(f"BatchNorm normalises over what one rank runs, as under DDP ({listed}).")
+    return _wrap(f"BatchNorm normalises over each rank's own batch, as under DDP ({listed}).")
 
 
 def _runs(sizes: Sequence[int]) -> str:
-    """`(4, 4, 3)` -> `4, 4, 3`; `100 x 128` for many that are equal."""
+    """Format batch sizes: `(4, 4, 3)` -> `4, 4, 3`; `100 x 128` for many equal ones."""
     if len(sizes) > 8 and len(set(sizes)) <= 4:
         return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
     return ", ".join(map(str, sizes))
@@ -241,5 +239,5 @@ def _short(name: str, width: int) -> str:
 
 
 def _middle(text: str) -> str:
-    """The text without its middle, where it is too long for a line."""
+    """Shorten text that is too long for a line by cutting its middle."""
     return text if len(text) <= WIDTH else f"{text[:30]}...{text[-(WIDTH - 33) :]}"

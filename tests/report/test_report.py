@@ -84,7 +84,7 @@ def test_repeated_blocks_are_summed_up_and_the_report_says_how_many_rows_it_hide
 def test_a_block_that_is_summed_up_gets_its_reasons_once() -> None:
     short, long = (report(deep().program, everything).split("\nwhy\n")[1] for everything in (False, True))
     assert short.count("parameters and is") == 7 and long.count("parameters and is") == 152
-    assert "145 of 152 layers, that repeat or weigh least, are left out; --all shows them" in short
+    assert "145 of 152 layers, repeated or small, are left out; --all shows them" in short
 
 
 def test_the_report_of_few_layers_shows_them_all() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from splitc.compiled import CompiledProgram
-from splitc.cost_models.memory.live_storage import HELD, SAVED, Alive
+from splitc.cost_models.memory.live_storage import HELD, SAVED, LiveStorage
 from splitc.runtime.launch.main import open_worker, synthetic
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.transport.simulated import run_ranks
@@ -83,7 +83,7 @@ def follow(worker: Worker, accumulate: int = 1) -> Measured:
 def _alive(worker: Worker, batch: list[Tensor], steps: int, held: list[Tensor]) -> tuple[int, int]:
     for parameter in worker.stage.parameters():
         parameter.grad = None
-    alive = Alive()
+    alive = LiveStorage()
     alive.mark(held, HELD)
     alive.mark(batch, "working")
     with alive:

@@ -15,7 +15,7 @@ from examples.vgg16 import VGG, vgg16
 from examples.vgg19 import vgg19
 from splitc.capture.capture import capture
 from splitc.compiled import analyse
-from splitc.cost_models.papers.conv_fc_split import TwoParts, two_parts
+from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.ir.pass_manager import run_passes
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import MeasureCosts
@@ -92,14 +92,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @cache
-def counted(name: str) -> TwoParts:
+def counted(name: str) -> ConvFcSplit:
     """One of MODELS for images of 224x224, captured and its costs counted; nobody fills its weights with numbers."""
     with torch.device("meta"):
         model = MODELS[name]()
     program = capture(
         model.to_empty(device="cpu"), (torch.randn(2, 3, 224, 224),), torch.randint(1000, (2,)), F.cross_entropy
     )
-    return two_parts(run_passes(program, [MeasureCosts()]))
+    return conv_fc_split(run_passes(program, [MeasureCosts()]))
 
 
 # -- models whose parameters alone are counted -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.papers import ist, practical_lessons, splitbrain
-from splitc.cost_models.papers.conv_fc_split import two_parts
+from splitc.cost_models.papers.conv_fc_split import conv_fc_split
 from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
 from splitc.cost_models.papers.stanza import (
     Memory,
@@ -207,7 +207,7 @@ def practical_lessons_2() -> Iterable[list[str]]:
 
 
 def splitbrain_1() -> Iterable[list[str]]:
-    parts = two_parts(splitbrain_vgg())
+    parts = conv_fc_split(splitbrain_vgg())
     fc = parts.P - parts.P_c
     yield ["", "paper", "counted"]
     yield ["conv parameters", "1,734,336", f"{parts.P_c:,}"]
@@ -226,13 +226,20 @@ def ist_2() -> Iterable[list[str]]:
 
 
 def schemes() -> Iterable[list[str]]:
-    yield ["scheme", "turns", "examples of a turn", "activations of a turn", "sent by all", "time at 10 Gbit/s"]
+    yield [
+        "scheme",
+        "microbatches",
+        "examples of a microbatch",
+        "activations of a microbatch",
+        "sent by all",
+        "time at 10 Gbit/s",
+    ]
     link = replace(load_cluster("v100-10gbe").link, latency=0.0)
     for scheme in SCHEMES:
         each = Exchange(scheme, 128, 8, 4 * counted("AlexNet").A)
         yield [
-            scheme, str(each.turns), str(each.examples), f"{each.held / 1e6:.1f} MB", f"{each.nbytes / 1e6:.0f} MB",
-            f"{1e3 * each.seconds(link):.1f} ms",
+            scheme, str(each.num_microbatches), str(each.examples), f"{each.held / 1e6:.1f} MB",
+            f"{each.nbytes / 1e6:.0f} MB", f"{1e3 * each.seconds(link):.1f} ms",
         ]  # fmt: skip
 
 

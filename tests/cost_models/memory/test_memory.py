@@ -106,14 +106,14 @@ def assert_as_measured(
 
 
 def test_a_trainable_parameter_counts_with_its_gradient_and_optimizer_state() -> None:
-    memory = rank_memory([WEIGHT], kept=1000, communication=30)
+    memory = rank_memory([WEIGHT], saved=1000, communication=30)
     assert (memory.parameters, memory.gradients, memory.optimizer_state) == (200, 200, 200)
     assert memory.total == memory.peak == 600 + 1000 + 30
 
 
 def test_frozen_parameters_and_buffers_are_only_held() -> None:
     assert gradient_nbytes([FROZEN, BUFFER]) == 0
-    memory = rank_memory([FROZEN, BUFFER], kept=0)
+    memory = rank_memory([FROZEN, BUFFER], saved=0)
     assert (memory.parameters, memory.buffers, memory.total) == (400, 40, 440)
 
 

@@ -77,7 +77,7 @@ def test_ranks_that_need_more_than_they_have_are_named_with_the_parts_of_their_n
     with pytest.raises(PlacementError) as error:
         require_memory(done, lambda rank: peaks[rank] - 1 if rank < 2 else peaks[rank])
     title, *lines = str(error.value).splitlines()
-    assert "the plan layer_separation does not fit into memory; give a step fewer examples (global_batch)" in title
+    assert "the plan layer_separation does not fit into memory; use a smaller global_batch" in title
     (line,) = lines
     assert line.startswith("  - ranks 0 1 (conv) need ") and "at the peak of a step and have" in line
     assert all(part in line for part in ("parameters ", "gradients ", "optimizer state ", "activations "))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.papers.conv_fc_split import two_parts
+from splitc.cost_models.papers.conv_fc_split import conv_fc_split
 from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
 from splitc.errors import CostError
 from splitc.ir.plan import Placement
@@ -43,7 +43,7 @@ def activations(scheme: str, K: int, kind: str) -> list[list[WireOp]]:
 
 
 def exchange(scheme: str, K: int) -> Exchange:
-    return Exchange(scheme, EACH, K, 4 * two_parts(splitbrain_vgg()).A)
+    return Exchange(scheme, EACH, K, 4 * conv_fc_split(splitbrain_vgg()).A)
 
 
 @pytest.mark.parametrize("K", [2, 4])
@@ -52,19 +52,19 @@ def test_compiled_programs_send_the_bytes_of_a_scheme_in_its_turns(scheme: str, 
     expected = exchange(scheme, K)
     for kind in ("modulo", "modulo_grad"):
         by_rank = activations(scheme, K, kind)
-        assert {len(ops) for ops in by_rank} == {expected.turns}
+        assert {len(ops) for ops in by_rank} == {expected.num_microbatches}
         assert sum(op.sent for ops in by_rank for op in ops) == expected.nbytes
-    for turn in range(expected.turns):
+    for turn in range(expected.num_microbatches):
         sent = [ops[turn].sent for ops in activations(scheme, K, "modulo")]
         assert sum(s > 0 for s in sent) == expected.senders
-        assert max(sent) == expected.sent_in_turn
+        assert max(sent) == expected.sent_in_microbatch
         assert {op.shape[0] for op in (ops[turn] for ops in activations(scheme, K, "modulo"))} == {expected.examples}
 
 
 def test_all_schemes_move_the_same_bytes_and_work_on_all_examples() -> None:
     schemes = [Exchange(scheme, 128, 8, 9216 * 4) for scheme in SCHEMES]
     assert len({each.nbytes for each in schemes}) == 1
-    assert {each.turns * each.examples for each in schemes} == {128 * 8}
+    assert {each.num_microbatches * each.examples for each in schemes} == {128 * 8}
 
 
 def test_only_scheme_bk_needs_memory_that_grows_with_the_workers() -> None:
@@ -84,7 +84,7 @@ def test_turns_cost_latency_and_half_duplex_links_time_where_workers_send_at_onc
     slow, half = replace(LINK, latency=1e-3), replace(LINK, duplex=False)
     for scheme in SCHEMES:
         each = Exchange(scheme, 64, 4, 1000.0)
-        assert each.seconds(slow) - each.seconds(LINK) == pytest.approx(each.turns * 3 * 1e-3)
+        assert each.seconds(slow) - each.seconds(LINK) == pytest.approx(each.num_microbatches * 3 * 1e-3)
         assert each.seconds(half) == pytest.approx(each.seconds(LINK) * (1 if scheme == "B" else 2))
 
 
@@ -99,7 +99,7 @@ def test_time_falls_with_bandwidth_and_rises_with_bytes(scheme: str) -> None:
 def test_one_worker_exchanges_nothing() -> None:
     for scheme in SCHEMES:
         alone = Exchange(scheme, 64, 1, 1000.0)
-        assert alone.nbytes == alone.seconds(LINK) == 0 and alone.turns == 1
+        assert alone.nbytes == alone.seconds(LINK) == 0 and alone.num_microbatches == 1
 
 
 def test_what_is_no_scheme_and_parts_that_do_not_come_out_even_are_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from splitc.cost_models.papers.conv_fc_split import TwoParts, two_parts
+from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.cost_models.papers.splitbrain import Layer, ccr, divided_weights, held, memory_saving, operations, partition
 from splitc.errors import CostError
 from splitc.ir.linears import linear_layers
@@ -18,8 +18,8 @@ from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
 TABLE_1 = [1728, 36864, 73728, 147456, 294912, 589824, 589824, 4194304, 1048576, 10240]
 
 
-def variant() -> TwoParts:
-    return two_parts(splitbrain_vgg())
+def variant() -> ConvFcSplit:
+    return conv_fc_split(splitbrain_vgg())
 
 
 def net() -> list[Layer]:
@@ -144,7 +144,7 @@ def test_a_shard_layer_gathers_the_features_of_the_layer_below() -> None:
 
 
 def test_a_convolution_above_a_divided_layer_is_refused() -> None:
-    with pytest.raises(CostError, match="layer up cannot take the part of 64 features that 4 workers have"):
+    with pytest.raises(CostError, match="layer up needs all 64 features, which are sharded over 4 workers"):
         partition([Layer("fc", "linear", 64, 64), Layer("up", "conv")], 4, threshold=1)
     above = [Layer("fc", "linear", 64, 64), Layer("last", "linear", 64, 1), Layer("up", "conv")]
     assert shape(partition(above, 4, threshold=10)) == ["modulo fc", "fc / 4", "shard last", "last"]

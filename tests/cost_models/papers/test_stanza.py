@@ -10,7 +10,7 @@ import pytest
 
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
-from splitc.cost_models.papers.conv_fc_split import two_parts
+from splitc.cost_models.papers.conv_fc_split import conv_fc_split
 from splitc.cost_models.papers.stanza import (
     Memory,
     Symbols,
@@ -216,7 +216,7 @@ def test_with_a_memory_limit_it_is_the_fastest_of_those_that_fit(seed: int) -> N
     memory = replace(kept, capacity=max(draw.uniform(0.9 * least, most), draw.choice([0, 1.1]) * conv_nbytes(s, kept)))
     best = brute_force(s, nodes, memory)
     if best == 0.0:
-        with pytest.raises(CostError, match="no division of"):
+        with pytest.raises(CostError, match="no assignment of"):
             assign_nodes(s, nodes, memory)
     else:
         chosen = assign_nodes(s, nodes, memory)
@@ -298,15 +298,15 @@ def test_layer_separation_beats_the_parameter_server_in_large_clusters(model: st
 
 
 def test_the_symbols_of_a_model_are_its_counts_and_its_seconds() -> None:
-    parts = two_parts(splitbrain_vgg())
+    parts = conv_fc_split(splitbrain_vgg())
     s = symbols_of(parts, 4, 1e9, V100)
     assert (s.P, s.P_c, s.A, s.K, s.B) == (6_987_456, 1_734_336, 4096, 4, 1e9)
     assert s.T_c == pytest.approx(parts.seconds(parts.conv, 4, V100)) and 0 < s.T_f < s.T_c
 
 
-def test_a_model_of_linear_layers_alone_has_two_parts_where_the_user_says_so() -> None:
+def test_a_model_of_linear_layers_alone_has_conv_fc_split_where_the_user_says_so() -> None:
     program = splitbrain_vgg()
-    upper = two_parts(program, fc=["fc1", "fc2"])
+    upper = conv_fc_split(program, fc=["fc1", "fc2"])
     assert upper.A == 1024 and upper.fc == ("fc1", "fc2") and "fc0" in upper.conv
     with pytest.raises(CostError, match="0 of 10 layers are fully connected, 10 are not"):
-        two_parts(program, fc=[])
+        conv_fc_split(program, fc=[])

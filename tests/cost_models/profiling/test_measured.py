@@ -217,7 +217,7 @@ def test_a_compiled_program_is_priced_by_what_was_measured_and_says_so(monkeypat
     program = program_of(here(), costs="measured", strategy="data_parallel").program
     assert bench.runs == [2, 4, 8, 16]
     assert program.required_plan.seconds == pytest.approx({"0": 4e-3 * 3 * 2 * 2, "2": 4e-3 * 3 * 2 * 2, "4": 0.048})
-    assert "\n\nCompute times of layers were measured on this machine.\n" in report(program)
+    assert "\n\nLayer times were measured on this machine.\n" in report(program)
     assert as_json(program)["costs"] == "measured"
     counted = program_of(here(), strategy="data_parallel").program
     assert "were measured" not in report(counted)
