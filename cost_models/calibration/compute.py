@@ -106,7 +106,7 @@ def _run(exercise: Exercise, watch: Callable[[bool], AbstractContextManager[obje
 def _counted(exercise: Exercise) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
     """The ops of an exercise's forward and of its backward; the run warms up too."""
     ops: list[OpCost] = []
-    _run(exercise, lambda backward: OpCounter(lambda each: ops.append(each.cost), backward))
+    _run(exercise, lambda backward: OpCounter(ops.append, backward))
     forward, backward = ([op for op in ops if op.backward == back] for back in (False, True))
     return merged(forward), merged(backward)
 

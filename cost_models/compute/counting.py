@@ -8,30 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitc.cost_models.compute.op_bytes import moved, name_of
+from splitc.cost_models.compute.op_bytes import bytes_accessed, name_of
 from splitc.cost_models.compute.op_classes import known, op_class
-from splitc.cost_models.compute.op_flops import filling, formula_of
+from splitc.cost_models.compute.op_flops import formula_of, padding_flops
 from splitc.ir.costs import OpCost
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One op as it ran.  guessed: it has no FLOP formula, and is not known to be bound by memory."""
-
-    cost: OpCost
-    guessed: bool = False
-
-
 class OpCounter(TorchDispatchMode):
-    """Hands every op that is not free to `record`; `backward` is what the ops are marked with."""
+    """Calls `record` with every op that is not free; `backward` is the direction that ops are marked with."""
 
-    def __init__(self, record: Callable[[Recorded], None], backward: bool = False) -> None:
+    def __init__(self, record: Callable[[OpCost], None], backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.backward = backward
         self._record = record
@@ -39,7 +30,7 @@ class OpCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and func.namespace not in ("prim", "prims"):
-            nbytes = moved(func, args, kwargs or {}, out)
+            nbytes = bytes_accessed(func, args, kwargs or {}, out)
             if nbytes is not None:
                 formula = formula_of(func)
                 flops = formula(args, kwargs or {}, out) if formula else 0.0
@@ -49,9 +40,10 @@ class OpCounter(TorchDispatchMode):
                     self.backward,
                     flops,
                     nbytes,
-                    padding_flops=filling(func, args, flops),
+                    padding_flops=padding_flops(func, args, flops),
+                    unknown=formula is None and not known(func),
                 )
-                self._record(Recorded(cost, formula is None and not known(func)))
+                self._record(cost)
         return out
 
 
@@ -69,21 +61,15 @@ def merged_pairs(small: Sequence[OpCost], large: Sequence[OpCost]) -> list[tuple
         pairs = Counter(zip(small, large, strict=True))
         return [(sum_of([a] * n), sum_of([b] * n)) for (a, b), n in pairs.items()]
     kinds = dict.fromkeys(map(_kind, (*small, *large)))
-    nothing = {kind: OpCost(*kind, 0.0, 0.0, 0.0) for kind in kinds}
-    return [
-        (
-            sum_of([none, *(op for op in small if _kind(op) == kind)]),
-            sum_of([none, *(op for op in large if _kind(op) == kind)]),
-        )
-        for kind, none in nothing.items()
-    ]
+    of_kind = [[[kind, *(op for op in ops if _kind(op) == kind)] for ops in (small, large)] for kind in kinds]
+    return [(sum_of(a), sum_of(b)) for a, b in of_kind]
 
 
 def sum_of(ops: Sequence[OpCost]) -> OpCost:
     """Ops of one kind as one."""
-    flops, moved, launches, filling = map(sum, zip(*(op.numbers for op in ops), strict=True))
-    return replace(ops[0], flops=flops, bytes_accessed=moved, kernel_launches=launches, padding_flops=filling)
+    return ops[0].with_numbers(map(sum, zip(*(op.numbers for op in ops), strict=True)))
 
 
-def _kind(op: OpCost) -> tuple[str, str, bool]:
-    return op.name, op.op_class, op.backward
+def _kind(op: OpCost) -> OpCost:
+    """The op without its numbers."""
+    return op.with_numbers((0.0, 0.0, 0.0, 0.0))

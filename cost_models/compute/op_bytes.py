@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any, out: Any) -> float | None:
-    """Bytes that `func` moves to make `out` of its arguments; None where it makes nothing but a view."""
+def bytes_accessed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any, out: Any) -> float | None:
+    """Bytes that `func` reads and writes to compute `out`; None where `out` is only a view."""
     name = name_of(func)
     given, made = _tensors((args, kwargs)), _tensors(out)
     storages = {_storage(each) for each in given}

@@ -4,8 +4,8 @@ torch knows the formulas of most (`torch.utils.flop_counter`).  Here are those t
 convolution's backward with groups, the attention of CPUs, recurrent layers as one kernel, products with a vector.
 Attention counts all pairs of positions, also where a causal mask hides half of them.
 
-Vector units and tensor cores make the channels of a convolution in blocks: `filling` is what they compute besides, of
-channels that are not there.
+Vector units and tensor cores compute the channels of a convolution in blocks of 16: `padding_flops` counts the FLOPs
+that they spend on the padded channels of the last block.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     return None
 
 
-def filling(func: torch._ops.OpOverload, args: Sequence[Any], flops: float) -> float:
-    """FLOPs that fill up the last block of the channels that a convolution makes."""
+def padding_flops(func: torch._ops.OpOverload, args: Sequence[Any], flops: float) -> float:
+    """FLOPs that a convolution spends on padding its channels to whole blocks."""
     name = str(func._schema.name)
     if name == "aten::convolution":
         weight, transposed, groups = args[1], args[6], args[8]

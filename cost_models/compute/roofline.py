@@ -1,23 +1,23 @@
 """Seconds of a layer on a device: the roofline, op by op.
 
-    arithmetic = (flops + filling) / (flop_rate * e[class])
-    memory     = moved / (memory_bandwidth * e[class])
-    seconds    = max(arithmetic, memory) + (1 - overlap) min(arithmetic, memory) + launches * launch
+    arithmetic = (flops + padding_flops) / (flop_rate * e[class])
+    memory     = bytes_accessed / (memory_bandwidth * e[class])
+    seconds    = max(arithmetic, memory) + (1 - overlap) min(arithmetic, memory) + kernel_launches * launch
 
-summed over the ops; e is the efficiency of the op's class, forward or backward, and of what products move that of
-"<class>_moved".  Convolutions launch in launch + conv_launch.  An op is bound by its arithmetic or by its memory,
-whichever takes longer (Williams, Waterman and Patterson 2009), where overlap = 1; a processor that waits for its memory
-before it computes takes the sum of both.
+summed over the ops.  e[class] is the efficiency of the op's class, forward or backward; for the memory traffic of
+products it is that of "<class>_moved".  A convolution takes launch + conv_launch to start.  With overlap = 1 an op is
+bound by its arithmetic or its memory traffic, whichever takes longer (Williams, Waterman and Patterson 2009); a
+processor that waits for its memory before it computes takes the sum of both, overlap = 0.
 
-A layer that was measured (`splitc.cost_models.profiling.measured`) takes what it took, at the device's speed:
+The price of a measured layer (`splitc.cost_models.profiling.measured`) is its measured time, scaled by the speed of
+the device, where both rates are those of float32 matrix products:
 
-    seconds = measured seconds * flop rate there and then / (flop_rate * e_matmul)       both of float32
+    seconds = measured seconds * measured flop_rate / (flop_rate * e_matmul)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from splitc.errors import CostError
 from splitc.ir.cluster import Device
@@ -36,19 +36,19 @@ def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's forward; raises as `layer_seconds`."""
     if cost.measured is not None:
         return cost.measured.forward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
-    return ops_seconds((op for op in _ops(cost) if not op.backward), device, dtype)
+    return ops_seconds(cost.forward_ops, device, dtype)
 
 
 def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's backward; raises as `layer_seconds`."""
     if cost.measured is not None:
         return cost.measured.backward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
-    return ops_seconds((op for op in _ops(cost) if op.backward), device, dtype)
+    return ops_seconds(cost.backward_ops, device, dtype)
 
 
 def ops_seconds(ops: Iterable[OpCost], device: Device, dtype: str) -> float:
     """Seconds of ops one after the other; raises as `layer_seconds`."""
-    return sum(_op_seconds(op, device, dtype) for op in ops)
+    return sum((_op_seconds(op, device, dtype) for op in ops), 0.0)
 
 
 def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
@@ -60,23 +60,6 @@ def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
     longer, shorter = max(arithmetic, memory), min(arithmetic, memory)
     launch = device.launch + (device.conv_launch if op.op_class == "conv" else 0.0)
     return longer + (1 - device.overlap) * shorter + op.kernel_launches * launch
-
-
-def _ops(cost: LayerCost) -> tuple[OpCost, ...]:
-    """The ops of a layer; of one whose ops are not known a product forward, and one backward."""
-    if cost.ops:
-        return cost.ops
-    forward = cost.forward_flops, cost.forward_bytes_accessed, cost.kernel_launches / 3
-    backward = cost.backward_flops, cost.backward_bytes_accessed, cost.kernel_launches * 2 / 3
-    return tuple(
-        OpCost("layer", "matmul" if numbers[0] else "memory", back, *numbers)
-        for back, numbers in ((False, forward), (True, backward))
-    )
-
-
-def priced(cost: LayerCost, device: Device, dtype: str) -> LayerCost:
-    """`cost` with its seconds on `device` filled in."""
-    return replace(cost, seconds=layer_seconds(cost, device, dtype))
 
 
 def achieved_flop_rate(device: Device, dtype: str) -> float:

@@ -1,17 +1,20 @@
-"""What a layer costs: FLOPs, bytes and seconds of its ops at any batch size."""
+"""What a layer costs: the FLOPs, bytes and kernel launches of its ops at any batch size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """One kind of op of a layer, as torch runs it in a step; `launches` equal ones together.
+    """One kind of op of a layer, as torch runs it in a step; `kernel_launches` equal ones together.
 
-    op_class: at what rate a device computes or moves it, as of `Device.reached`.  flops: a multiply-add is two.
-    bytes_accessed: bytes read and written in memory.  padding_flops: extra FLOPs spent on padded
-    channels.
+    op_class: selects the rate at which a device runs it, see `Device.reached`.
+    flops: a multiply-add counts as two.  padding_flops: extra FLOPs spent on padded channels.
+    bytes_accessed: bytes read and written in memory.
+    unknown: it has no FLOP formula and is not known to be memory-bound, so it is priced by its bytes alone.
     """
 
     name: str
@@ -21,17 +24,22 @@ class OpCost:
     bytes_accessed: float
     kernel_launches: float = 1.0
     padding_flops: float = 0.0
-
-    def along(self, other: OpCost, t: float) -> OpCost:
-        """What lies at part `t` of the way from this op to `other`, or beyond; never less than nothing."""
-        flops, moved, launches, filling = (
-            max((1 - t) * a + t * b, 0.0) for a, b in zip(self.numbers, other.numbers, strict=True)
-        )
-        return replace(self, flops=flops, bytes_accessed=moved, kernel_launches=launches, padding_flops=filling)
+    unknown: bool = False
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
         return self.flops, self.bytes_accessed, self.kernel_launches, self.padding_flops
+
+    def with_numbers(self, numbers: Iterable[float]) -> OpCost:
+        """The same kind of op with other `numbers`."""
+        flops, nbytes, launches, padding = numbers
+        return replace(self, flops=flops, bytes_accessed=nbytes, kernel_launches=launches, padding_flops=padding)
+
+    def along(self, other: OpCost, t: float) -> OpCost:
+        """Interpolate from this op (t = 0) to `other` (t = 1), or extrapolate; no number falls below 0."""
+        return self.with_numbers(
+            max((1 - t) * a + t * b, 0.0) for a, b in zip(self.numbers, other.numbers, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -47,73 +55,66 @@ class Measured:
 class LayerCost:
     """What one layer does in one step of `batch` examples on one rank, forward and backward.
 
-    seconds: compute time (s).  flops: a multiply-add is two.  moved: bytes read and written in memory.
-    saved_bytes: bytes of activations that stay until backward.
-    measured: what it took where its layers were measured; it then counts instead of flops and moved.
-    ops: the same op by op; a cost without them is priced as one matrix product forward and one backward.
-    by_bytes: ops among them that may compute more than their bytes tell: nothing is known of them.
+    saved_bytes: bytes of activations that autograd keeps until backward.
+    measured: seconds measured on this machine; if given, they are the price instead of the ops.
     """
 
     batch: int
-    forward_flops: float
-    backward_flops: float
-    forward_bytes_accessed: float
-    backward_bytes_accessed: float
+    ops: tuple[OpCost, ...]
     saved_bytes: float
-    kernel_launches: float
-    seconds: float = 0.0
     measured: Measured | None = None
-    ops: tuple[OpCost, ...] = ()
-    by_bytes: tuple[str, ...] = ()
 
-    @classmethod
-    def of_ops(cls, batch: int, ops: tuple[OpCost, ...], kept: float, by_bytes: tuple[str, ...] = ()) -> LayerCost:
-        """The cost that is the sum of `ops`."""
-        forward, backward = ([op for op in ops if op.backward == back] for back in (False, True))
-        return cls(
-            batch,
-            sum(op.flops for op in forward),
-            sum(op.flops for op in backward),
-            sum(op.bytes_accessed for op in forward),
-            sum(op.bytes_accessed for op in backward),
-            kept,
-            sum(op.kernel_launches for op in ops),
-            ops=ops,
-            by_bytes=by_bytes,
-        )
+    @cached_property
+    def forward_ops(self) -> tuple[OpCost, ...]:
+        return tuple(op for op in self.ops if not op.backward)
+
+    @cached_property
+    def backward_ops(self) -> tuple[OpCost, ...]:
+        return tuple(op for op in self.ops if op.backward)
+
+    @cached_property
+    def forward_flops(self) -> float:
+        return sum(op.flops for op in self.forward_ops)
+
+    @cached_property
+    def backward_flops(self) -> float:
+        return sum(op.flops for op in self.backward_ops)
 
     @property
     def flops(self) -> float:
         return self.forward_flops + self.backward_flops
 
+    @cached_property
+    def forward_bytes_accessed(self) -> float:
+        return sum(op.bytes_accessed for op in self.forward_ops)
+
+    @cached_property
+    def backward_bytes_accessed(self) -> float:
+        return sum(op.bytes_accessed for op in self.backward_ops)
+
+    @cached_property
+    def kernel_launches(self) -> float:
+        return sum(op.kernel_launches for op in self.ops)
+
+    @property
+    def unknown_ops(self) -> tuple[str, ...]:
+        """Names of the ops that are priced by their bytes alone."""
+        return tuple(dict.fromkeys(op.name for op in self.ops if op.unknown))
+
 
 @dataclass(frozen=True)
 class CostLine:
-    """A layer's cost at any batch: FLOPs, bytes and kept activations are a constant plus a slope per example.
+    """A layer's cost at any batch: the line, op by op, through the costs counted at two batch sizes.
 
-    Measured at two batch sizes, op for op; `at` draws the lines through them (exact for work linear in the batch).
+    It is exact for work that is linear in the batch.
     """
 
     small: LayerCost
     large: LayerCost
 
     def at(self, batch: int) -> LayerCost:
-        """The cost of `batch` examples, without seconds: they depend on a device."""
-        t = (batch - self.small.batch) / (self.large.batch - self.small.batch)
-
-        def line(a: float, b: float) -> float:
-            return max(a + t * (b - a), 0.0)
-
+        """The cost of `batch` examples."""
         small, large = self.small, self.large
-        if small.ops:
-            ops = tuple(a.along(b, t) for a, b in zip(small.ops, large.ops, strict=True))
-            return LayerCost.of_ops(batch, ops, line(small.saved_bytes, large.saved_bytes), small.by_bytes)
-        return LayerCost(
-            batch,
-            line(small.forward_flops, large.forward_flops),
-            line(small.backward_flops, large.backward_flops),
-            line(small.forward_bytes_accessed, large.forward_bytes_accessed),
-            line(small.backward_bytes_accessed, large.backward_bytes_accessed),
-            line(small.saved_bytes, large.saved_bytes),
-            small.kernel_launches,
-        )
+        t = (batch - small.batch) / (large.batch - small.batch)
+        ops = tuple(a.along(b, t) for a, b in zip(small.ops, large.ops, strict=True))
+        return LayerCost(batch, ops, max(small.saved_bytes + t * (large.saved_bytes - small.saved_bytes), 0.0))

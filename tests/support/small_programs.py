@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from splitc.ir.cluster import Cluster, Device, Link
-from splitc.ir.costs import CostLine, LayerCost
+from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.pass_manager import run_passes
 from splitc.ir.plan import Candidate, Plan
 from splitc.ir.program import Input, Layer, Program, StateTensor, TensorSpec
@@ -81,16 +81,13 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
 
 
 def _cost(row: Row, batch: int) -> LayerCost:
-    """A third forward, two thirds backward; three launches."""
-    return LayerCost(
-        batch,
-        forward_flops=batch * row.flops / 3,
-        backward_flops=batch * row.flops * 2 / 3,
-        forward_bytes_accessed=batch * row.moved / 3,
-        backward_bytes_accessed=batch * row.moved * 2 / 3,
-        saved_bytes=batch * row.kept,
-        kernel_launches=3,
+    """One op forward and one backward, of a third and of two thirds of the work; three launches."""
+    op_class = "matmul" if row.flops else "memory"
+    ops = tuple(
+        OpCost("layer", op_class, part == 2, batch * row.flops * part / 3, batch * row.moved * part / 3, part)
+        for part in (1, 2)
     )
+    return LayerCost(batch, ops, batch * row.kept)
 
 
 def small_cluster(bandwidth: float = 1e6, latency: float = 1e-4, memory: float = 1e9, **others: Any) -> Cluster:

@@ -28,7 +28,7 @@ from splitc.cost_models.profiling.node_cache import node_keys
 from splitc.cost_models.profiling.random_run import random_inputs, real_root
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster, Device, Unlike
-from splitc.ir.costs import CostLine, LayerCost
+from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.report import as_json, report
 from tests.support.command import NET
 from tests.support.command import splitc as command
@@ -43,8 +43,13 @@ CPU = torch.device("cpu")
 
 
 def line(forward: tuple[float, ...], batches: tuple[int, ...], flop_rate: float = 1e9) -> MeasuredLine:
-    counted = CostLine(LayerCost(2, 10.0, 20.0, 4.0, 8.0, 2.0, 3), LayerCost(4, 20.0, 40.0, 8.0, 16.0, 4.0, 3))
-    return MeasuredLine(counted.small, counted.large, batches, forward, forward, flop_rate, "here")
+    small, large = (
+        LayerCost(
+            n, (OpCost("mm", "matmul", False, 5.0 * n, 2.0 * n), OpCost("mm", "matmul", True, 10.0 * n, 4.0 * n, 2)), n
+        )
+        for n in (2, 4)
+    )
+    return MeasuredLine(small, large, batches, forward, forward, flop_rate, "here")
 
 
 def forward(line: MeasuredLine, batch: int) -> float:
