@@ -67,8 +67,8 @@ class Pricing:
         except PlacementError as error:
             return replace(empty, why=str(error))
         need, layers = memory_needed(request, program)
-        everyone = tuple(range(request.world))
-        why = shortage("conv", everyone, need, request.memory_of(request.world), layers)
+        roles = plan.roles_of(0)
+        why = shortage(roles, plan.ranks_by_roles[roles], need, request.memory_of(request.world), layers)
         return Offer(
             strategy,
             feasible=not why,

@@ -204,7 +204,7 @@ def _alike(strategy: str, request: Request, ranks: int) -> Offer:
         why.append(f"{examples[-1]} examples cannot be shared out to {ranks} ranks")
     roles = {"all": tuple(range(ranks))}
     have = request.memory_of(ranks)
-    why += shortage("all", roles["all"], sum(needed.values()), have, needed)
+    why += shortage(("all",), roles["all"], sum(needed.values()), have, needed)
     return Offer(
         strategy,
         feasible=not why,
@@ -226,23 +226,29 @@ def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
     ]
 
 
-def shortage(role: str, ranks: tuple[int, ...], need: float, have: float, layers: Mapping[str, float]) -> list[str]:
-    """A line when each of `ranks` needs more than it has; `layers`: what each layer needs there."""
+def shortage(
+    roles: Sequence[str], ranks: tuple[int, ...], need: float, have: float, layers: Mapping[str, float]
+) -> list[str]:
+    """Return a line if each of `ranks`, which are in all of `roles`, needs more bytes of memory than it has.
+
+    layers: bytes that each layer needs there.
+    """
     if need <= have * (1 + 1e-9):
         return []
     largest_layer = max(layers, key=lambda layer: layers[layer])
     return [
-        f"{ranks_text(role, ranks)} needs {units.nbytes(need)} of memory and has "
+        f"{ranks_text(roles, ranks)} needs {units.nbytes(need)} of memory and has "
         f"{units.nbytes(have)}; its largest layer, {largest_layer}, needs "
         f"{units.nbytes(layers[largest_layer])}"
     ]
 
 
-def ranks_text(role: str, ranks: tuple[int, ...]) -> str:
-    """`role fc (rank 3)`, `each rank of role conv (ranks 0 to 2)`."""
+def ranks_text(roles: Sequence[str], ranks: tuple[int, ...]) -> str:
+    """`role fc (rank 3)`, `each rank of role conv (ranks 0 to 2)`, `each rank of roles conv and fc (ranks 0 to 3)`."""
+    named = f"role {roles[0]}" if len(roles) == 1 else f"roles {', '.join(roles[:-1])} and {roles[-1]}"
     if len(ranks) == 1:
-        return f"role {role} (rank {ranks[0]})"
-    return f"each rank of role {role} (ranks {ranks[0]} to {ranks[-1]})"
+        return f"{named} (rank {ranks[0]})"
+    return f"each rank of {named} (ranks {ranks[0]} to {ranks[-1]})"
 
 
 def smallest(bounds: tuple[int, ...]) -> int:

@@ -288,13 +288,14 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
         return Offer(NAME, feasible=False, why=uncut(rules, request.pins, "leaves parameters on both sides"))
     _, division, fc = nearest
     why = []
+    conv = {n.name: n.conv_memory for n in division.problem.layers if n.name not in fc}
     for role, need in division.problem.memory_of(fc).items():
-        needed = {
-            n.name: n.conv_memory if role == "conv" else n.fc_memory
-            for n in division.problem.layers
-            if (n.name in fc) == (role == "fc")
-        }
-        why += shortage(role, division.roles[role], need, division.problem.memory, needed)
+        roles, needed = (role,), conv
+        if role == "fc":
+            needed = {n.name: n.fc_memory for n in division.problem.layers if n.name in fc}
+            if division.problem.shared:
+                roles, needed = tuple(division.roles), {**conv, **needed}
+        why += shortage(roles, division.roles[role], need, division.problem.memory, needed)
     return division.offer(fc, why=f"even in the cut that needs least {', and '.join(why)}")
 
 

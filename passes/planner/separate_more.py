@@ -177,7 +177,7 @@ def _short(request: Request, roles: _Roles, role_of: dict[str, int]) -> list[str
     for role, name in enumerate(roles.names):
         batch, summed = largest(roles.bounds[role]), len(roles.ranks[role]) > 1
         needed = {layer: request.layer_memory(layer, batch, summed) for layer, r in role_of.items() if r == role}
-        why += shortage(name, roles.ranks[role], sum(needed.values()), request.memory_of(request.world), needed)
+        why += shortage((name,), roles.ranks[role], sum(needed.values()), request.memory_of(request.world), needed)
     return why
 
 
