@@ -7,7 +7,7 @@ from pathlib import Path
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measure_this_machine
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
-from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.cluster_file import from_data, parse_cluster, to_data
 from splitc.ir.names import near_name
 
 _CLUSTERS = Path(__file__).parent
@@ -27,8 +27,7 @@ def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
     make no sense.
     """
     if isinstance(cluster, Cluster):
-        parse_cluster(to_toml(cluster), f"cluster {cluster.name}")
-        return cluster
+        return from_data(to_data(cluster), f"cluster {cluster.name}")
     if cluster is None or cluster == THIS_MACHINE:
         return measure_this_machine()
     if isinstance(cluster, str) and cluster in known_clusters():

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from splitc import units
 from splitc.cli.progress import Step
 from splitc.errors import CostError, LaunchError
-from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
 
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.calibrate import Calibration
@@ -213,7 +212,7 @@ def as_json(found: Calibration, output: Path) -> str:
     return json.dumps(
         {
             "written": str(output),
-            "cluster": tomllib.loads(to_toml(found.cluster)),
+            "cluster": to_data(found.cluster),
             "residuals": [
                 {"what": r.what, "measured": r.measured, "fitted": r.fitted, "error": _error(r)}
                 for r in found.residuals

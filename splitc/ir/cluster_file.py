@@ -1,4 +1,4 @@
-"""A cluster as TOML: what a user writes, what `splitc calibrate` measures.
+"""A cluster as TOML: written by a user, or by `splitc calibrate`.
 
 name = "v100-10gbe"
 source = "where the numbers are from"
@@ -15,7 +15,7 @@ efficiency.matmul = 0.5       # part of the peak that is reached
 efficiency.conv_backward = 0.4
 efficiency.memory = 0.75
 efficiency.conv_moved = 0.2   # part of the memory bandwidth that the bytes of convolutions reach
-conv_launch = 10e-6           # seconds besides for a convolution
+conv_launch = 10e-6           # additional seconds for a convolution
 overlap = 1.0                 # part of an op's memory traffic that hides behind its arithmetic
 
 [link]                        # of a rank to all others; with a local_link to those of other hosts
@@ -36,8 +36,8 @@ ranks = [2, 3]
 device.memory = 32e9
 link.bandwidth = 3.1e9
 
-What `unlike` leaves out is as for the other ranks.  A table that it gives, flop_rate or efficiency, stands in place of
-the whole other one; what collectives reach is not taken over to a link with a bandwidth or latency of its own.
+What `unlike` leaves out is as for the other ranks.  A flop_rate or efficiency table in it replaces the whole table of
+the other ranks; the rates of collectives are not inherited by a link with a bandwidth or latency of its own.
 """
 
 from __future__ import annotations
@@ -47,92 +47,89 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
+
+import tomli_w
 
 from splitc.errors import CostError, bullets
 from splitc.ir.cluster import COLLECTIVES, DTYPES, EFFICIENCIES, Cluster, Device, Link, Rate, Unlike
 from splitc.ir.names import near_name
 
+_HEADER = "# Units: FLOP/s, bytes/s, bytes and seconds.\n"
 _REQUIRED = ("matmul", "memory")
 _TOP = ("name", "source", "world", "ranks_share_device", "cores", "ranks_per_host")
 _TABLES = ("device", "link", "local_link", "unlike")
+_DEVICE = ("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch", "conv_launch", "overlap")
+_LINK = ("bandwidth", "latency", "duplex", "shared", "processor", *COLLECTIVES)
 
 
 def to_toml(cluster: Cluster) -> str:
     """Text that `parse_cluster` reads back to an equal cluster."""
-    lines = [f"name = {_toml(cluster.name)}", f"source = {_toml(cluster.source)}"]
-    lines += [f"{key} = {n}" for key in ("world", "ranks_per_host") if (n := getattr(cluster, key)) is not None]
-    lines.append(f"ranks_share_device = {_toml(cluster.ranks_share_device)}")
-    if cluster.cores != 1:
-        lines.append(f"cores = {cluster.cores}")
-    lines += ["", "[device]", *_device_lines(cluster.device), "", "[link]", *_link_lines(cluster.link)]
-    if cluster.local_link is not None:
-        lines += ["", "[local_link]", *_link_lines(cluster.local_link)]
-    for each in cluster.unlike:
-        lines += ["", "[[unlike]]", f"ranks = {list(each.ranks)}"]
-        lines += [f"device.{line}" for line in _device_lines(each.device)]
-        lines += [f"link.{line}" for line in _link_lines(each.link)]
-    return "\n".join(lines) + "\n"
+    return _HEADER + tomli_w.dumps(to_data(cluster))
+
+
+def to_data(cluster: Cluster) -> dict[str, Any]:
+    """The tables of a cluster file; `from_data` reads them back to an equal cluster."""
+    data = {key: value for key, value in asdict(cluster).items() if value not in (None, ())}
+    if cluster.unlike:
+        data["unlike"] = [{**each, "ranks": list(each["ranks"])} for each in data["unlike"]]
+    for table in (data, *data.get("unlike", ())):
+        table["device"] = _floats(table["device"])
+        for key in {"link", "local_link"} & table.keys():
+            collectives = table[key].pop("collectives")
+            table[key] = _floats(table[key] | collectives)
+    return data
+
+
+def _floats(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with all numbers as floats, those of tables in it too."""
+    read = {dict: _floats, int: float}
+    return {key: read.get(type(value), lambda same: same)(value) for key, value in table.items()}
 
 
 def digest(cluster: Cluster) -> str:
-    """Twelve hex digits of the numbers that prices depend on: not of names, sources and the memory that ranks have."""
+    """Twelve hex digits of the numbers that prices depend on, which names, sources and memory sizes do not change."""
 
     def priced(device: Device) -> Device:
         return replace(device, name="", memory=1.0)
 
     unlike = tuple(replace(each, device=priced(each.device)) for each in cluster.unlike)
     bare = replace(cluster, name="", source="", device=priced(cluster.device), unlike=unlike)
-    return hashlib.sha256(to_toml(bare).encode()).hexdigest()[:12]
-
-
-def _device_lines(device: Device) -> list[str]:
-    lines = [f"name = {_toml(device.name)}", f"memory_bandwidth = {_toml(device.memory_bandwidth)}  # bytes/s"]
-    lines += [f"memory = {_toml(device.memory)}  # bytes", f"launch = {_toml(device.launch)}  # seconds"]
-    lines += [f"conv_launch = {_toml(device.conv_launch)}  # seconds", f"overlap = {_toml(device.overlap)}"]
-    lines += [f"flop_rate.{d} = {_toml(rate)}  # FLOP/s" for d, rate in device.flop_rate.items()]
-    return lines + [f"efficiency.{op} = {_toml(part)}" for op, part in device.efficiency.items()]
-
-
-def _link_lines(link: Link) -> list[str]:
-    lines = [f"bandwidth = {_toml(link.bandwidth)}  # bytes/s", f"latency = {_toml(link.latency)}  # seconds"]
-    lines += [f"duplex = {_toml(link.duplex)}", f"shared = {_toml(link.shared)}"]
-    lines.append(f"processor = {_toml(link.processor)}  # seconds of computing for each byte")
-    for name, rate in link.collectives.items():
-        lines.append(f"{name}.bandwidth = {_toml(rate.bandwidth)}  # bytes/s")
-        lines.append(f"{name}.latency = {_toml(rate.latency)}  # seconds for each round")
-    return lines
+    return hashlib.sha256(json.dumps(to_data(bare), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
     """The cluster that a TOML text describes; `where` names the text in errors.
 
-    Raises CostError with every missing number, unknown key and senseless value.
+    Raises CostError with every missing number, unknown key and value out of range.
     """
     try:
-        data = tomllib.loads(text)
+        return from_data(tomllib.loads(text), where)
     except tomllib.TOMLDecodeError as error:
         raise CostError(f"{where} is no TOML file: {error}") from error
+
+
+def from_data(data: Mapping[str, Any], where: str) -> Cluster:
+    """The cluster that the tables of a file describe; raises as `parse_cluster`."""
     problems: list[str] = []
     top = _Table(data, "", problems)
-    ranks_per_host = top.devices("ranks_per_host")
     local = _link(top.table("local_link")) if "local_link" in data else None
     if ("local_link" in data) != ("ranks_per_host" in data):
         problems.append("local_link and ranks_per_host belong together: give both, or neither")
     if local is not None and local.shared:
         problems.append("local_link.shared is true; give the bandwidth that a rank has while all of its host send")
     cluster = Cluster(
-        name=top.text("name"),
+        name=top.name(),
         device=_device(top.table("device")),
         link=_link(top.table("link")),
-        world=top.devices("world"),
+        world=top.count("world", None),
         ranks_share_device=top.flag("ranks_share_device", False),
-        source=top.text("source", ""),
-        cores=top.devices("cores") or 1,
+        source=top.value("source", lambda value: isinstance(value, str), "a text", ""),
+        cores=top.count("cores", 1),
         local_link=local,
-        ranks_per_host=ranks_per_host,
+        ranks_per_host=top.count("ranks_per_host", None),
         unlike=tuple(_unlike(table, top) for table in top.tables("unlike")),
     )
     ranks = [rank for each in cluster.unlike for rank in each.ranks]
@@ -153,27 +150,24 @@ def _device(table: _Table) -> Device:
             f"{table.path}flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with "
             f"`splitc calibrate`"
         )
-    table.refuse_others(
-        *("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch", "conv_launch", "overlap")
-    )
+    table.refuse_others(*_DEVICE)
     rates.refuse_others(*DTYPES)
     efficiency.refuse_others(*EFFICIENCIES)
+    parts = [op for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data]
     return Device(
-        name=table.text("name"),
+        name=table.name(),
         flop_rate={dtype: rates.number(dtype) for dtype in DTYPES if dtype in rates.data},
         memory_bandwidth=table.number("memory_bandwidth"),
         memory=table.number("memory"),
-        efficiency={
-            op: efficiency.number(op, most=1.0) for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data
-        },
+        efficiency={op: efficiency.number(op, most=1.0) for op in parts},
         launch=table.number("launch", zero=True),
-        conv_launch=table.number("conv_launch", zero=True) if "conv_launch" in table.data else 0.0,
-        overlap=table.number("overlap", zero=True, most=1.0) if "overlap" in table.data else 1.0,
+        conv_launch=table.number("conv_launch", zero=True, default=0.0),
+        overlap=table.number("overlap", zero=True, most=1.0, default=1.0),
     )
 
 
 def _link(table: _Table) -> Link:
-    table.refuse_others("bandwidth", "latency", "duplex", "shared", "processor", *COLLECTIVES)
+    table.refuse_others(*_LINK)
     measured = {name: table.table(name) for name in COLLECTIVES if name in table.data}
     for each in measured.values():
         each.refuse_others("bandwidth", "latency")
@@ -182,7 +176,7 @@ def _link(table: _Table) -> Link:
         latency=table.number("latency", zero=True),
         duplex=table.flag("duplex", True),
         shared=table.flag("shared", False),
-        processor=table.number("processor", zero=True) if "processor" in table.data else 0.0,
+        processor=table.number("processor", zero=True, default=0.0),
         collectives={
             name: Rate(each.number("bandwidth"), each.number("latency", zero=True)) for name, each in measured.items()
         },
@@ -190,10 +184,10 @@ def _link(table: _Table) -> Link:
 
 
 def _unlike(table: _Table, top: _Table) -> Unlike:
-    """What some ranks have in place of the others' device and link: only what differs is given."""
+    """The device and link of some ranks: those of the other ranks, with what the table gives in their place."""
     ranks = table.data.get("ranks")
     if not isinstance(ranks, list) or not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        table.problems.append(f"{table.path}ranks is {ranks!r}; it must be a list of ranks, as [2, 3]")
+        table.problem("ranks", f"is {ranks!r}; it must be a list of ranks, as [2, 3]")
         ranks = []
     table.refuse_others("ranks", "device", "link")
     usual = {key: top.data[key] if isinstance(top.data.get(key), dict) else {} for key in ("device", "link")}
@@ -208,71 +202,60 @@ def _unlike(table: _Table, top: _Table) -> Unlike:
 
 
 class _Table:
-    """One table of the file; what is wrong with it goes to the list that all tables share."""
+    """One table of the file.  Its problems go to the list that all tables of the file share."""
 
     def __init__(self, data: Mapping[str, Any], path: str, problems: list[str]) -> None:
         self.data, self.path, self.problems = data, path, problems
 
+    def problem(self, key: str, what: str) -> None:
+        self.problems.append(f"{self.path}{key} {what}")
+
+    def value(self, key: str, valid: Callable[[Any], bool], expected: str, default: Any) -> Any:
+        """The valid value of `key`; `default` where it is not given, or not valid, which is a problem."""
+        if key not in self.data or valid(self.data[key]):
+            return self.data.get(key, default)
+        self.problem(key, f"is {self.data[key]!r}; it must be {expected}")
+        return default
+
     def table(self, key: str) -> _Table:
-        value = self.data.get(key, {})
-        if not isinstance(value, dict):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a table of numbers")
-            value = {}
-        return _Table(value, f"{self.path}{key}.", self.problems)
+        data = self.value(key, lambda value: isinstance(value, dict), "a table of numbers", {})
+        return _Table(data, f"{self.path}{key}.", self.problems)
 
     def tables(self, key: str) -> list[_Table]:
         value = self.data.get(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            self.problems.append(f"{self.path}{key} is {value!r}; write [[{key}]] over each table of it")
+            self.problem(key, f"is {value!r}; write [[{key}]] over each table of it")
             return []
         return [_Table(each, f"{self.path}{key}[{k}].", self.problems) for k, each in enumerate(value)]
 
-    def number(self, key: str, zero: bool = False, most: float = math.inf) -> float:
-        if key not in self.data:
-            self.problems.append(f"{self.path}{key} is missing; measure it with `splitc calibrate`")
-            return math.nan
-        value = self.data[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a finite number")
-            return math.nan
+    def number(self, key: str, zero: bool = False, most: float = math.inf, default: float = math.nan) -> float:
+        """A finite number > 0, with `zero` >= 0, and <= `most`.  Without a default it must be given."""
+        if key not in self.data and math.isnan(default):
+            self.problem(key, "is missing; measure it with `splitc calibrate`")
+        value: float = self.value(key, _is_finite, "a finite number", default)
         if value < 0 or (value == 0 and not zero) or value > most:
             least = "at least 0" if zero else "more than 0"
-            limit = least if most == math.inf else f"{least} and at most {most:g}"
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be {limit}")
+            self.problem(key, f"is {value!r}; it must be {least}{'' if most == math.inf else f' and at most {most:g}'}")
         return float(value)
 
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.data.get(key, default)
-        if not isinstance(value, str) or (default is None and not value):
-            what = "is missing" if value is None else f"is {value!r}"
-            self.problems.append(f"{self.path}{key} {what}; it must be a text")
-            return ""
-        return value
+    def name(self) -> str:
+        if "name" not in self.data:
+            self.problem("name", "is missing; it must be a text")
+        return str(self.value("name", lambda value: isinstance(value, str) and value != "", "a text", ""))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.data.get(key, default)
-        if not isinstance(value, bool):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be true or false")
-            return default
-        return value
+        return bool(self.value(key, lambda value: isinstance(value, bool), "true or false", default))
 
-    def devices(self, key: str) -> int | None:
-        value = self.data.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            self.problems.append(f"{self.path}{key} is {value!r}; it must be a whole number of at least 1")
-            return None
-        return value
+    def count(self, key: str, default: Any) -> Any:
+        return self.value(key, lambda value: type(value) is int and value >= 1, "a whole number of at least 1", default)
 
     def refuse_others(self, *known: str) -> None:
         for key in self.data:
             if key not in known:
                 hint = near_name(key, known).strip() or f"known are {', '.join(known)}"
-                self.problems.append(f"{self.path}{key} is an unknown key; {hint}")
+                self.problem(key, f"is an unknown key; {hint}")
 
 
-def _toml(value: str | float | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(float(value))
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max

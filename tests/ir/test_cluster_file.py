@@ -15,7 +15,29 @@ from splitc.ir.cluster_file import parse_cluster, to_toml
 from tests.support.random_clusters import random_cluster
 from tests.support.small_programs import small_cluster
 
-GOOD = to_toml(small_cluster())
+GOOD = """\
+name = "toy"
+source = ""
+ranks_share_device = false
+
+[device]
+name = "toy"
+memory_bandwidth = 1e6
+memory = 1e9
+launch = 0.0
+conv_launch = 0.0
+overlap = 1.0
+flop_rate.float32 = 1e6
+efficiency.matmul = 1.0
+efficiency.memory = 1.0
+
+[link]
+bandwidth = 1e6
+latency = 1e-4
+duplex = true
+shared = false
+processor = 0.0
+"""
 HOSTS = GOOD.replace("\n[device]", "ranks_per_host = 8\n\n[device]") + "\n[local_link]\nbandwidth = 1e9\nlatency = 0\n"
 
 
