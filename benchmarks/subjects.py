@@ -17,7 +17,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.costs import CostLine
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategies import parse_strategy
 
 _HERE = Path(__file__).resolve().parent / "models"
@@ -61,12 +61,14 @@ class Subject:
         return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
 
 
-def predictions(subject: Subject, program: Program, cluster: Cluster, layers: Path | None = None) -> dict[str, float]:
+def predictions(
+    subject: Subject, program: LoweredProgram, cluster: Cluster, layers: Path | None = None
+) -> dict[str, float]:
     """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`.
 
     layers: the folder in which layer times of this machine are kept; None: they are not measured.
     """
-    found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.required_plan.step_seconds}
+    found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.plan.step_seconds}
     if layers is not None:
         found["layers"] = simulate(replace(program, costs=subject.measured(layers)), cluster).step_seconds
     return found

@@ -13,11 +13,11 @@ from typing import ClassVar
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program, Stage
+from splitc.ir.program import LoweredProgram, Program, Stage
 
 
 @dataclass(frozen=True)
-class BucketGradients(Pass):
+class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     """Buckets of at least `nbytes`; one dtype each."""
 
     name: ClassVar[str] = "bucket-gradients"
@@ -26,7 +26,7 @@ class BucketGradients(Pass):
 
     nbytes: int = 16_000_000
 
-    def run(self, program: Program) -> Program:
+    def run(self, program: LoweredProgram) -> LoweredProgram:
         return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
 
     def _fill(self, program: Program, stage: Stage) -> Stage:

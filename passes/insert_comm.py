@@ -25,27 +25,26 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from splitc.checks.graph import cuts_are_communicated, graph_is_sound, has_plan
+from splitc.checks.graph import cuts_are_communicated, graph_is_sound
 from splitc.errors import InternalError
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, rename
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Cut, Program, SizeSpec, TensorSpec
+from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.server_rows import pushable
 from splitc.ir.tied import tied
 
 
 @dataclass(frozen=True)
-class InsertComm(Pass):
+class InsertComm(Pass[PlacedProgram, PlacedProgram]):
     """Insert send, recv and all_reduce nodes."""
 
     name: ClassVar[str] = "insert-comm"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, cuts_are_communicated)
 
-    def run(self, program: Program) -> Program:
-        plan = program.required_plan
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        plan = program.plan
         reached = pushable(program)
         graph, _ = copy_graph(program.graph)
         for node in graph.nodes:
@@ -65,9 +64,9 @@ class InsertComm(Pass):
         return replace(program, graph=graph)
 
 
-def _synchronised(program: Program, role: str, sync: str) -> tuple[str, ...]:
+def _synchronised(program: PlacedProgram, role: str, sync: str) -> tuple[str, ...]:
     """The trainable parameters of a role whose gradients are summed in this way."""
-    placements = program.required_plan.placements
+    placements = program.plan.placements
     layers = [
         layer for layer in program.layers if (placements[layer.name].role, placements[layer.name].sync) == (role, sync)
     ]
@@ -76,8 +75,8 @@ def _synchronised(program: Program, role: str, sync: str) -> tuple[str, ...]:
     return tuple(name for name in held if name not in apart)
 
 
-def _role(program: Program, node: fx.Node) -> str:
-    plan = program.required_plan
+def _role(program: PlacedProgram, node: fx.Node) -> str:
+    plan = program.plan
     if node.op == "placeholder" or node.meta.get("reads_only"):
         return plan.reader
     layer = program.loss.meta["layer"] if node.op == "output" else node.meta["layer"]

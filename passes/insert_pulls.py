@@ -20,20 +20,20 @@ from splitc.checks.graph import buckets_hold_every_gradient, served_parameters_a
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program, Stage
+from splitc.ir.program import LoweredProgram, Program, Stage
 from splitc.ir.server_rows import read_by
 
 
 @dataclass(frozen=True)
-class InsertPulls(Pass):
+class InsertPulls(Pass[LoweredProgram, LoweredProgram]):
     """Insert a pull node for each served bucket."""
 
     name: ClassVar[str] = "insert-pulls"
     requires: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
     ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph, served_parameters_are_pulled)
 
-    def run(self, program: Program) -> Program:
-        if not program.required_plan.overlap:
+    def run(self, program: LoweredProgram) -> LoweredProgram:
+        if not program.plan.overlap:
             return program
         stages = (_with_pulls(program, stage) if stage.served else stage for stage in program.stages)
         return replace(program, stages=tuple(stages))

@@ -12,24 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph
 from splitc.ir.linears import as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram
 
 
 @dataclass(frozen=True)
-class LateMultiply(Pass):
+class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
     """Replace linear layers by late_multiply nodes."""
 
     name: ClassVar[str] = "late-multiply"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
-    def run(self, program: Program) -> Program:
-        placements = program.required_plan.placements
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        placements = program.plan.placements
         late = {name for name, place in placements.items() if place.sync == "late_multiply"}
         if not late:
             return program

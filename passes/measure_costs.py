@@ -26,7 +26,7 @@ def require_costs(costs: str) -> None:
 
 
 @dataclass(frozen=True)
-class MeasureCosts(Pass):
+class MeasureCosts(Pass[Program, Program]):
     """Count every layer on fake tensors; with "measured" costs, run it on this machine too."""
 
     name: ClassVar[str] = "measure-costs"

@@ -31,7 +31,7 @@ from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER, Candidate, Placement, Plan
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
     Auto,
     DataParallel,
@@ -54,13 +54,12 @@ from splitc.passes.planner.reasons import reasons
 from splitc.passes.planner.request import Offer, Request, data_parallel, single_device, unsummed
 from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
 from splitc.passes.planner.wire_price import layer_seconds
-from splitc.passes.rewriting import rewrites
 
 _EXACT = 1e-9  # a smaller gap is none
 
 
 @dataclass(frozen=True)
-class Place(Pass):
+class Place(Pass[Program, PlacedProgram]):
     """Fill the plan with the fastest plan of `strategy` that fits, in samples per second.
 
     pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
@@ -104,10 +103,10 @@ class Place(Pass):
         """
         return cls(load_cluster(cluster), world, parse_strategy(strategy), pins, global_batch, memory)
 
-    def run(self, program: Program) -> Program:
+    def run(self, program: Program) -> PlacedProgram:
         request = self._request(program)
         asked = self.strategy
-        pricing = Pricing(request, rewrites)
+        pricing = Pricing(request)
         servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
         groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
         makers: dict[str, Callable[[], Offer]] = {
@@ -149,7 +148,7 @@ class Place(Pass):
             all_reduce=request.all_reduce,
             synchronised=bool(self.strategy.sync_batchnorm),
         )
-        return replace(program, plan=replace(plan, seconds=self._seconds(request, plan)))
+        return program.placed(replace(plan, seconds=self._seconds(request, plan)))
 
     def _seconds(self, request: Request, plan: Plan) -> dict[str, float]:
         """Compute of every layer on the busiest rank of its role."""

@@ -13,11 +13,11 @@ from splitc.checks.actions import actions_are_complete
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 
 
 @dataclass(frozen=True)
-class Predict(Pass):
+class Predict(Pass[LoweredProgram, LoweredProgram]):
     """Simulate some steps on `cluster`; the last one is the prediction."""
 
     name: ClassVar[str] = "predict"
@@ -26,6 +26,6 @@ class Predict(Pass):
 
     cluster: Cluster
 
-    def run(self, program: Program) -> Program:
-        plan, phases = program.required_plan, simulate(program, self.cluster).phases
+    def run(self, program: LoweredProgram) -> LoweredProgram:
+        plan, phases = program.plan, simulate(program, self.cluster).phases
         return replace(program, plan=plan.with_prediction(phases, self.cluster))

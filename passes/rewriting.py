@@ -1,8 +1,9 @@
-"""The passes that turn a placed program into one for each part, in reading order."""
+"""The passes that turn a placed program into one for each role, in reading order."""
 
 from __future__ import annotations
 
-from splitc.ir.pass_manager import Pass
+from splitc.ir.pass_manager import Pass, Watcher, run_pass, run_passes
+from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.insert_pulls import InsertPulls
@@ -14,18 +15,31 @@ from splitc.passes.shard_layers import ShardLayers
 from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.synchronise_norms import SynchroniseNorms
 
+ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
+    ScaleLoss(),
+    SeedDropout(),
+    InsertComm(),
+    ShardLayers(),
+    LateMultiply(),
+    SynchroniseNorms(),
+)
+"""Passes that rewrite the one graph of all roles."""
 
-def rewrites() -> list[Pass]:
-    """One of each."""
-    return [
-        ScaleLoss(),
-        SeedDropout(),
-        InsertComm(),
-        ShardLayers(),
-        LateMultiply(),
-        SynchroniseNorms(),
-        SplitRanks(),
-        BucketGradients(),
-        InsertPulls(),
-        Schedule(),
-    ]
+ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (BucketGradients(), InsertPulls(), Schedule())
+"""Passes that rewrite the stages, after `SplitRanks`."""
+
+
+def lower(program: PlacedProgram, watch: Watcher | None = None) -> LoweredProgram:
+    """Run all of them, with their checks."""
+    program = run_passes(program, ON_THE_GRAPH, watch)
+    return run_passes(run_pass(SplitRanks(), program, watch), ON_THE_STAGES, watch)
+
+
+def lower_unchecked(program: PlacedProgram) -> LoweredProgram:
+    """Run all of them without checks: for a plan that is only priced, of which nothing is written or run."""
+    for on_graph in ON_THE_GRAPH:
+        program = on_graph.run(program)
+    lowered = SplitRanks().run(program)
+    for on_stages in ON_THE_STAGES:
+        lowered = on_stages.run(lowered)
+    return lowered

@@ -20,24 +20,23 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, rename
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 
 @dataclass(frozen=True)
-class ScaleLoss(Pass):
+class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     """Rewrite every term of the loss for the role that computes it."""
 
     name: ClassVar[str] = "scale-loss"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
-    def run(self, program: Program) -> Program:
-        plan = program.required_plan
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        plan = program.plan
         role = plan.placements[program.loss.meta["layer"]].role
         assert role is not None
         turned = role in plan.groups and plan.groups[role].turns > 1

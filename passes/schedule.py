@@ -25,12 +25,12 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, Program, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage
 from splitc.ir.tied import tied
 
 
 @dataclass(frozen=True)
-class Schedule(Pass):
+class Schedule(Pass[LoweredProgram, LoweredProgram]):
     """One batch at a time: forward through all roles, then backward."""
 
     name: ClassVar[str] = "schedule"
@@ -42,14 +42,14 @@ class Schedule(Pass):
         served_buckets_travel,
     )
 
-    def run(self, program: Program) -> Program:
+    def run(self, program: LoweredProgram) -> LoweredProgram:
         return replace(
             program,
             rank_programs=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.rank_programs),
         )
 
 
-def _actions(program: Program, part: RankProgram) -> Iterator[Action]:
+def _actions(program: LoweredProgram, part: RankProgram) -> Iterator[Action]:
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     serves = part.roles == (SERVER,)  # a server beside a worker serves while it pulls and pushes itself
     if serves:
@@ -57,11 +57,11 @@ def _actions(program: Program, part: RankProgram) -> Iterator[Action]:
     for stage in stages:
         if stage.served:
             yield Action("pull", own=stage.role)
-    for role in program.required_plan.roles:
+    for role in program.plan.roles:
         yield from _forward(program, part, role)
     with_loss = next((stage for stage in stages if stage.has_loss), None)
     yield Action("sum_loss", own=with_loss.role if with_loss else part.roles[-1])
-    for role in reversed(list(program.required_plan.roles)):
+    for role in reversed(list(program.plan.roles)):
         yield from _backward(program, part, role)
     for k, ranks in enumerate(tied(program).values()):
         if set(part.ranks) <= set(ranks):
@@ -70,7 +70,7 @@ def _actions(program: Program, part: RankProgram) -> Iterator[Action]:
         yield Action("reduce_gradients", own=SERVER)
 
 
-def _forward(program: Program, part: RankProgram, role: str) -> Iterator[Action]:
+def _forward(program: LoweredProgram, part: RankProgram, role: str) -> Iterator[Action]:
     """What a rank does while `role` goes forward: as one of it, and as one of those that it sends to.
 
     Every rank takes a value at the same place in its order, whatever it does besides: so no two of them wait for each
@@ -95,7 +95,7 @@ def _crossing(part: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
             yield Action("recv", cut.name, cut.producer, cut.consumer)
 
 
-def _run(program: Program, stage: Stage) -> Iterator[Action]:
+def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
     """A stage's forward, in turns with its backward where its groups work in turns."""
     number = program.turns(stage)
     for turn in range(number):
@@ -107,7 +107,7 @@ def _run(program: Program, stage: Stage) -> Iterator[Action]:
             yield from _turn_back(program, stage, turn, turn == number - 1)
 
 
-def _backward(program: Program, part: RankProgram, role: str) -> Iterator[Action]:
+def _backward(program: LoweredProgram, part: RankProgram, role: str) -> Iterator[Action]:
     """What a rank does while `role` goes backward, and the gradients of what it received go back."""
     stage = program.stage(role)
     if role in part.roles:
@@ -126,9 +126,9 @@ def _backward(program: Program, part: RankProgram, role: str) -> Iterator[Action
             yield Action("recv_grad", cut.name, role, cut.producer)
 
 
-def _turn_back(program: Program, stage: Stage, turn: int, last: bool) -> Iterator[Action]:
+def _turn_back(program: PlacedProgram, stage: Stage, turn: int, last: bool) -> Iterator[Action]:
     own = stage.role
-    grouping = program.required_plan.groups.get(own)
+    grouping = program.plan.groups.get(own)
     every = grouping is not None and grouping.updates == "every"
     returns = [cut for cut in stage.receives if cut.gradient]
     if not returns and not any(program.tensors[h].trainable for h in stage.tensors):

@@ -20,7 +20,7 @@ from splitc.ir import comm_ops
 from splitc.ir.elementwise import DROPOUTS
 from splitc.ir.graph import copy_graph
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram
 
 _RANDOM = {
     "rand",
@@ -45,13 +45,13 @@ _PLAIN = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
 
 @dataclass(frozen=True)
-class SeedDropout(Pass):
+class SeedDropout(Pass[PlacedProgram, PlacedProgram]):
     """Replace the dropouts of the graph.  Raises CaptureError for random ops that splitc cannot seed by example."""
 
     name: ClassVar[str] = "seed-dropout"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
-    def run(self, program: Program) -> Program:
+    def run(self, program: PlacedProgram) -> PlacedProgram:
         graph, _ = copy_graph(program.graph)
         labels: set[str] = set()
         for node in list(graph.nodes):

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound
 from splitc.checks.sharding import partial_gradients_are_summed, parts_are_gathered
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
@@ -35,19 +35,18 @@ from splitc.ir.elementwise import is_elementwise
 from splitc.ir.graph import copy_graph, rename
 from splitc.ir.linears import Linear, as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 
 @dataclass(frozen=True)
-class ShardLayers(Pass):
+class ShardLayers(Pass[PlacedProgram, PlacedProgram]):
     """Insert shard, enter and reduce_from_group nodes."""
 
     name: ClassVar[str] = "shard-layers"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, parts_are_gathered, partial_gradients_are_summed)
 
-    def run(self, program: Program) -> Program:
-        groups = program.required_plan.groups
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        groups = program.plan.groups
         if not groups:
             return program
         graph, _ = copy_graph(program.graph)
@@ -59,7 +58,7 @@ class ShardLayers(Pass):
 class _Walk:
     """One way through the nodes of a role."""
 
-    def __init__(self, program: Program, graph: fx.Graph, role: str) -> None:
+    def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role
         self._parts: dict[fx.Node, int] = {}  # values of which a rank has a part -> features of the whole
         self._whole: dict[fx.Node, fx.Node] = {}  # such a value -> its `shard`
@@ -70,7 +69,7 @@ class _Walk:
             if node.meta.get("role") != self._role or node.op in ("placeholder", "get_attr"):
                 continue
             linear = as_linear(self._program, node)
-            place = self._program.required_plan.placements.get(node.meta.get("layer") or "")
+            place = self._program.plan.placements.get(node.meta.get("layer") or "")
             if linear is not None and place is not None and place.holding == "sharded":
                 self._rows(linear) if place.split == "rows" else self._columns(linear)
             elif any(n in self._parts for n in node.all_input_nodes):

@@ -7,37 +7,34 @@ by `send` nodes.  Parameters and buffers keep the model's names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from splitc.checks.graph import cuts_are_communicated, has_plan, stages_cover_the_graph
+from splitc.checks.graph import cuts_are_communicated, stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_node, holdings_of_node
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program, RankProgram, Stage
+from splitc.ir.program import LoweredProgram, PlacedProgram, RankProgram, Stage
 
 
 @dataclass(frozen=True)
-class SplitRanks(Pass):
+class SplitRanks(Pass[PlacedProgram, LoweredProgram]):
     """One Stage for each role of the plan."""
 
     name: ClassVar[str] = "split-ranks"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan, cuts_are_communicated)
+    requires: ClassVar[tuple[Check, ...]] = (cuts_are_communicated,)
     ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
 
-    def run(self, program: Program) -> Program:
-        plan = program.required_plan
+    def run(self, program: PlacedProgram) -> LoweredProgram:
+        plan = program.plan
         stages = tuple(_stage(program, role) for role in plan.roles)
-        return replace(
-            program,
-            stages=stages,
-            rank_programs=tuple(RankProgram(roles, ranks) for roles, ranks in plan.ranks_by_roles.items()),
-        )
+        rank_programs = tuple(RankProgram(roles, ranks) for roles, ranks in plan.ranks_by_roles.items())
+        return program.lowered(stages, rank_programs)
 
 
-def _stage(program: Program, role: str) -> Stage:
+def _stage(program: PlacedProgram, role: str) -> Stage:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     holdings: dict[str, None] = {}
@@ -61,9 +58,7 @@ def _stage(program: Program, role: str) -> Stage:
     return Stage(
         role=role,
         graph=graph,
-        layers=tuple(
-            layer.name for layer in program.layers if program.required_plan.placements[layer.name].role == role
-        ),
+        layers=tuple(layer.name for layer in program.layers if program.plan.placements[layer.name].role == role),
         inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
         receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
         sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),

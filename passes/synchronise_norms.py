@@ -16,27 +16,26 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from splitc.checks.graph import graph_is_sound, has_plan
+from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram
 
 
 @dataclass(frozen=True)
-class SynchroniseNorms(Pass):
+class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
     """Replace BatchNorm modules by batch_norm nodes.
 
     Raises PlacementError for one that is a function, and for one in a role that works in turns.
     """
 
     name: ClassVar[str] = "synchronise-norms"
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
-    def run(self, program: Program) -> Program:
-        plan = program.required_plan
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        plan = program.plan
         if not plan.synchronised:
             return program
         graph, _ = copy_graph(program.graph)

@@ -9,11 +9,11 @@ from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import PlacementError
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram, Program
 
 
 @dataclass(frozen=True)
-class UsePlan(Pass):
+class UsePlan(Pass[Program, PlacedProgram]):
     """Fill `program.plan`.
 
     model: fingerprint of the program.  Raises PlacementError when the plan was made for another one.
@@ -26,7 +26,7 @@ class UsePlan(Pass):
     plan: Plan
     model: str
 
-    def run(self, program: Program) -> Program:
+    def run(self, program: Program) -> PlacedProgram:
         plan = self.plan
         placed, there = set(plan.placements), {layer.name for layer in program.layers}
         if (plan.model and plan.model != self.model) or placed != there:
@@ -36,4 +36,4 @@ class UsePlan(Pass):
             raise PlacementError(
                 f"the plan was made for another model than {program.name} or another batch{differ}; compile without it"
             )
-        return replace(program, plan=replace(plan, model=self.model))
+        return program.placed(replace(plan, model=self.model))

@@ -22,14 +22,14 @@ from splitc.cost_models.memory.memory_check import require_memory
 from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
-from splitc.ir.pass_manager import Pass, Watcher, run_passes
+from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Placement, Plan
-from splitc.ir.program import Program, under_autocast
+from splitc.ir.program import LoweredProgram, Program, under_autocast
 from splitc.ir.strategies import Strategy
 from splitc.passes.measure_costs import COUNTED, MEASURED, MeasureCosts
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
-from splitc.passes.rewriting import rewrites
+from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
 from splitc.runtime.checkpoint import hand_out
 from splitc.runtime.launch.loader import load_rank
@@ -96,28 +96,35 @@ def analyse(
     """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
     program = capture(model, example, target, loss, name, autocast)
     program = replace(program, loss_terms=validate_capture(program, model, example, target, loss))
-    return run_passes(program, [MeasureCosts(costs)], watch)
+    return run_pass(MeasureCosts(costs), program, watch)
 
 
-def specialise(program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None) -> Program:
+def specialise(
+    program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None
+) -> LoweredProgram:
     """Decide a plan (or take the one given) and rewrite an analysed program into one for each role."""
     model = fingerprint(program)
-    decide: Pass
-    predict: list[Pass] = []
-    if plan is None:
-        asked = Place.for_settings(
-            settings.cluster, settings.world, settings.strategy, settings.pins, settings.global_batch, settings.memory
-        )
-        decide, predict = replace(asked, model=model), [Predict(asked.cluster)]
-    else:
-        decide = UsePlan(plan, model)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        program = run_passes(program, [decide, *rewrites(), *predict], watch)
-    _require_memory(program, settings.memory, decide.cluster if isinstance(decide, Place) else None)
-    return program
+        if plan is not None:
+            lowered = lower(run_pass(UsePlan(plan, model), program, watch), watch)
+            cluster = None
+        else:
+            place = Place.for_settings(
+                settings.cluster,
+                settings.world,
+                settings.strategy,
+                settings.pins,
+                settings.global_batch,
+                settings.memory,
+            )
+            cluster = place.cluster
+            lowered = lower(run_pass(replace(place, model=model), program, watch), watch)
+            lowered = run_pass(Predict(cluster), lowered, watch)
+    _require_memory(lowered, settings.memory, cluster)
+    return lowered
 
 
-def _require_memory(program: Program, memory: float | None, cluster: Cluster | None) -> None:
+def _require_memory(program: LoweredProgram, memory: float | None, cluster: Cluster | None) -> None:
     """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
     computing = sum(len(part.ranks) for part in program.rank_programs)
     if memory is not None:
@@ -167,7 +174,7 @@ class CompiledProgram:
     """A model compiled for the ranks of a plan."""
 
     def __init__(
-        self, program: Program, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings
+        self, program: LoweredProgram, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings
     ) -> None:
         self.program = program
         self._model, self._loss, self._example, self._target = model, loss, example, target
@@ -176,7 +183,7 @@ class CompiledProgram:
     @property
     def plan(self) -> Plan:
         """The plan, a frozen dataclass; `.candidates` holds the best plan of every strategy, priced."""
-        return self.program.required_plan
+        return self.program.plan
 
     @cached_property
     def files(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from splitc.ir.program import Program, StateTensor, TensorSpec
+from splitc.ir.program import LoweredProgram, StateTensor, TensorSpec
 from splitc.ir.wire import wire
 
 
@@ -86,7 +86,7 @@ def cut_nbytes(spec: TensorSpec, batch: int) -> int:
     return spec.nbytes(batch) * (2 if spec.requires_grad else 1)
 
 
-def exchanged_nbytes(program: Program, rank: int) -> float:
+def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:
     """Bytes that a rank of a lowered program buffers for messages and gathers, gradient buckets excluded.
 
     A value and its gradient both count; of a value gathered by microbatches, its largest microbatch.

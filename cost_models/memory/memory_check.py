@@ -14,12 +14,12 @@ from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
 from splitc.ir.plan import SERVER, Plan, ranks_text
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.server_rows import pieces
 from splitc.ir.wire import numel_on, wire
 
 
-def memory_of_all(program: Program, optimizer_copies: int = 1) -> tuple[RankMemory, ...]:
+def memory_of_all(program: LoweredProgram, optimizer_copies: int = 1) -> tuple[RankMemory, ...]:
     """Return the memory of every rank."""
     found: dict[object, RankMemory] = {}
     for rank, kind in enumerate(kinds := _kinds(program)):
@@ -28,7 +28,7 @@ def memory_of_all(program: Program, optimizer_copies: int = 1) -> tuple[RankMemo
     return tuple(found[kind] for kind in kinds)
 
 
-def require_memory(program: Program, have: Callable[[int], float], optimizer_copies: int = 1) -> None:
+def require_memory(program: LoweredProgram, have: Callable[[int], float], optimizer_copies: int = 1) -> None:
     """Raise PlacementError when the peak of a rank exceeds its memory.  have: rank -> its memory (bytes).
 
     Ranks for which a cheap upper bound fits are not run.
@@ -49,15 +49,15 @@ def require_memory(program: Program, have: Callable[[int], float], optimizer_cop
         lines = [_shortage(program, ranks, found[kind], has) for (kind, has), ranks in short.items()]
         raise PlacementError(
             bullets(
-                f"the plan {program.required_plan.strategy} does not fit into memory; use a smaller global_batch, more "
+                f"the plan {program.plan.strategy} does not fit into memory; use a smaller global_batch, more "
                 f"ranks, or a strategy that shards or moves the largest layers:",
                 lines,
             )
         )
 
 
-def _shortage(program: Program, ranks: list[int], memory: RankMemory, have: float) -> str:
-    plan = program.required_plan
+def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:
+    plan = program.plan
     roles = [*plan.roles_of(ranks[0]), *([SERVER] if ranks[0] in plan.servers else [])]
     parts = {
         "parameters": memory.parameters,
@@ -79,9 +79,9 @@ def _shortage(program: Program, ranks: list[int], memory: RankMemory, have: floa
 # -- equivalent ranks --------------------------------------------------------------------------------------------------
 
 
-def _kinds(program: Program) -> list[object]:
+def _kinds(program: LoweredProgram) -> list[object]:
     """Return, for every rank, all that its memory depends on: its rank program, and its sizes in each role."""
-    plan = program.required_plan
+    plan = program.plan
     programs = {rank: each for each in program.rank_programs for rank in each.ranks}
     return [
         (each.name, *(_rows(program, rank) if role == SERVER else _sizes(plan, role, rank) for role in each.roles))
@@ -91,10 +91,10 @@ def _kinds(program: Program) -> list[object]:
     ]
 
 
-def _rows(program: Program, rank: int) -> tuple[tuple[int, ...], ...]:
+def _rows(program: LoweredProgram, rank: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of the parameter rows that a server holds."""
     buckets = [bucket for stage in program.stages for bucket in stage.served]
-    placed = [piece for bucket in buckets for piece in pieces(program, bucket, program.required_plan.servers)]
+    placed = [piece for bucket in buckets for piece in pieces(program, bucket, program.plan.servers)]
     return tuple(piece.shape for piece in placed if piece.server == rank)
 
 
@@ -113,13 +113,13 @@ def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
 # -- an upper bound that needs no run ----------------------------------------------------------------------------------
 
 
-def _bound(program: Program, rank: int, optimizer_copies: int) -> float:
+def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
     """Upper bound of a rank's peak (bytes): everything that it holds, computes, saves and exchanges in a step.
 
     Gradients count three times: as computed, as accumulated, and as a temporary copy of the optimizer.  Communicated
     values count with their buffers.
     """
-    plan = program.required_plan
+    plan = program.plan
     held = moved = backward = 0.0
     for role in plan.roles_of(rank):
         stage, group = program.stage(role), plan.group(role, rank)

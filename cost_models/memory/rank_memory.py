@@ -25,12 +25,12 @@ from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.errors import CostError
 from splitc.ir.interpreter import mode_of, quiet
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.worker import Worker
 
 
-def memory_of(program: Program, rank: int, optimizer_copies: int = 1, accumulate: int = 1) -> RankMemory:
+def memory_of(program: LoweredProgram, rank: int, optimizer_copies: int = 1, accumulate: int = 1) -> RankMemory:
     """Return the memory of a rank of a lowered program; zero for a rank without work.
 
     optimizer_copies: copies of the trained parameters in the optimizer state; from two on a step counter for each
@@ -59,16 +59,16 @@ def _without_onednn() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def _measure(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
+def _measure(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
     """Run the steps of one update on fake tensors."""
     with mode_of(program.root), quiet(), _without_onednn():
         return _steps(program, rank, optimizer_copies, accumulate)
 
 
-def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
+def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
     live = LiveStorage()
     updates = _Updates(live, optimizer_copies)
-    transport = NullTransport(rank, program.required_plan, lambda tensors: live.mark(tensors, TRAVELS))
+    transport = NullTransport(rank, program.plan, lambda tensors: live.mark(tensors, TRAVELS))
     worker = Worker(_module(program, rank), transport, _weights(program), {}, updates.optimizer, accumulate=accumulate)
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
     updates.watch(parameters)
@@ -90,11 +90,11 @@ def _steps(program: Program, rank: int, optimizer_copies: int, accumulate: int) 
     )
 
 
-def _module(program: Program, rank: int) -> Any:
+def _module(program: LoweredProgram, rank: int) -> Any:
     """Return the generated module of a rank."""
     part = program.rank_program(rank)
     files = {f"{part.name}.py": part_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
-    if program.required_plan.servers:
+    if program.plan.servers:
         files["served.py"] = served_file(program)
     return load_rank(files, rank)
 
@@ -109,9 +109,9 @@ def _weights(program: Program) -> dict[str, Tensor]:
     return found
 
 
-def _batch(program: Program, rank: int) -> list[Tensor]:
+def _batch(program: PlacedProgram, rank: int) -> list[Tensor]:
     """Return the rank's batch, empty for a rank that reads no data."""
-    plan = program.required_plan
+    plan = program.plan
     if rank not in plan.roles[plan.reader]:
         return []
     examples = plan.batch(plan.reader, rank)

@@ -24,7 +24,7 @@ from splitc.cost_models.simulation.paths import Paths
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.cluster import Cluster, Device
-from splitc.ir.program import Program, Stage, TensorSpec
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import WireOp, inside, numel_on, of_action, wire
 
 _UPDATE = {0: 3, 1: 8, 2: 19}
@@ -42,10 +42,10 @@ def step_operations(prices: Prices, rank: int) -> list[Operation]:
 class Prices:
     """What things cost on a cluster, looked up once.  optimizer_copies: of the parameters, in the optimizer's state."""
 
-    def __init__(self, program: Program, cluster: Cluster, optimizer_copies: int = 1) -> None:
+    def __init__(self, program: LoweredProgram, cluster: Cluster, optimizer_copies: int = 1) -> None:
         self.program, self.cluster = program, cluster
         self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
-        plan = program.required_plan
+        plan = program.plan
         self._paths = Paths(cluster, plan.world)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._devices: dict[int, Device] = {}
@@ -88,7 +88,7 @@ class _Step:
 
     def __init__(self, prices: Prices, rank: int) -> None:
         self.prices, self.rank, self.program = prices, rank, prices.program
-        self.plan = self.program.required_plan
+        self.plan = self.program.plan
         self.device = prices.device(rank)
         self._done: list[Operation] = []
         self._counts: dict[tuple[str, str, int], int] = defaultdict(int)
@@ -308,9 +308,9 @@ def _users(program: Program, stage: Stage) -> dict[str, set[str]]:
     return users
 
 
-def _trainable(program: Program, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
+def _trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
     """Bytes of the parameters of a stage that a rank trains."""
-    group = program.required_plan.group(stage.role, rank)
+    group = program.plan.group(stage.role, rank)
     names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
     numel = ((name, numel_on(program, stage, name, group.index(rank), len(group))) for name in names)
     return float(sum(n * program.tensors[name].dtype.itemsize for name, n in numel))

@@ -12,7 +12,7 @@ from splitc.cost_models.simulation.events import Operation, Simulation
 from splitc.cost_models.simulation.step_operations import Prices, step_operations
 from splitc.ir.cluster import Cluster
 from splitc.ir.phases import Phases, Span
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Timeline:
 
 
 def simulate(
-    program: Program, cluster: Cluster, steps: int = 3, record: bool = False, optimizer_copies: int = 1
+    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, optimizer_copies: int = 1
 ) -> Timeline:
     """Simulate `steps` steps of a lowered program.  `step_seconds` is the mean of all steps but the first, if any.
 
     record: keep the span of every operation.  optimizer_copies: copies of the parameters in the optimizer state.
     """
     prices = Prices(program, cluster, optimizer_copies)
-    ranks = range(program.required_plan.world)
+    ranks = range(program.plan.world)
     programs: list[list[Operation]] = [[] for _ in ranks]
     for _ in range(steps):
         prices.begin_step()
@@ -44,6 +44,6 @@ def simulate(
     return Timeline(settled, tuple(run.steps(rank)[-1] for rank in ranks), tuple(run.spans))
 
 
-def rank_operations(program: Program, cluster: Cluster, rank: int, optimizer_copies: int = 1) -> list[Operation]:
+def rank_operations(program: LoweredProgram, cluster: Cluster, rank: int, optimizer_copies: int = 1) -> list[Operation]:
     """Return the operations of `rank` in one step."""
     return step_operations(Prices(program, cluster, optimizer_copies), rank)

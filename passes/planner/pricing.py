@@ -6,29 +6,25 @@ would compute and put on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from splitc.cost_models.memory.memory import exchanged_nbytes
 from splitc.errors import PlacementError
-from splitc.ir.pass_manager import Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 from splitc.passes.planner.arrange import Arrangement, LayerChoice, arrange
 from splitc.passes.planner.request import Offer, Request, shortage, smallest
 from splitc.passes.planner.rows import with_rows
-from splitc.passes.planner.wire_price import rewritten, step_seconds
-
-Rewrites = Callable[[], Iterable[Pass]]
-"""The passes that make a program of a plan, for its price."""
+from splitc.passes.planner.wire_price import step_seconds
+from splitc.passes.rewriting import lower_unchecked
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What is asked, and the passes that a considered plan goes through."""
+    """Price plans for one request."""
 
     request: Request
-    rewrites: Rewrites
 
     def arranged(
         self,
@@ -62,7 +58,7 @@ class Pricing:
         if not smallest(request.bounds(request.world)):
             return replace(empty, why=f"{plan.global_batch} examples leave some of {request.world} ranks without any")
         try:
-            program = rewritten(request, plan, self.rewrites())
+            program = lower_unchecked(request.program.placed(plan))
             seconds = step_seconds(request, program)
         except PlacementError as error:
             return replace(empty, why=str(error))
@@ -85,9 +81,9 @@ class Pricing:
         )
 
 
-def memory_needed(request: Request, program: Program) -> tuple[float, dict[str, float]]:
+def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dict[str, float]]:
     """Bytes that rank 0 needs, which has every role, and those that each layer needs there."""
-    plan = program.required_plan
+    plan = program.plan
     needed = {}
     for name, place in plan.placements.items():
         assert place.role is not None

@@ -13,28 +13,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from splitc.cost_models.network.alpha_beta import concurrent
 from splitc.ir.cluster import Cluster, Link
-from splitc.ir.pass_manager import Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import WireOp, wire
 from splitc.passes.planner.request import Request
 
 
-def rewritten(request: Request, plan: Plan, passes: Iterable[Pass]) -> Program:
-    """The program of a plan that is only being considered."""
-    program = replace(request.program, plan=plan)
-    for each in passes:
-        program = each.run(program)
-    return program
-
-
-def step_seconds(request: Request, program: Program) -> float:
+def step_seconds(request: Request, program: LoweredProgram) -> float:
     """Seconds of a step of a rewritten program: equations (1) to (3)."""
-    plan = program.required_plan
+    plan = program.plan
     return compute_seconds(request, plan) + _exchange_seconds(request, program)
 
 
@@ -68,9 +58,9 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     return seconds
 
 
-def _exchange_seconds(request: Request, program: Program) -> float:
+def _exchange_seconds(request: Request, program: LoweredProgram) -> float:
     """Equations (2) and (3)."""
-    plan = program.required_plan
+    plan = program.plan
     values: dict[str, float] = defaultdict(float)
     syncs: dict[str, float] = defaultdict(float)
     for value, seconds in _each_busy(request.cluster, program):
@@ -84,9 +74,9 @@ def _exchange_seconds(request: Request, program: Program) -> float:
     return sum(values.values()) + sync
 
 
-def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]]:
+def _each_busy(cluster: Cluster, program: LoweredProgram) -> Iterator[tuple[str, float]]:
     """(value, seconds) for every value that a rank, or the link of a host, is busy with."""
-    plan = program.required_plan
+    plan = program.plan
     leaving: dict[tuple[int, str], list[WireOp]] = defaultdict(list)
     for rank in _looked_at(cluster, program):
         here: dict[str, list[WireOp]] = defaultdict(list)
@@ -107,7 +97,7 @@ def _each_busy(cluster: Cluster, program: Program) -> Iterator[tuple[str, float]
         yield value, max(sent, received) if link.duplex else sent + received
 
 
-def _looked_at(cluster: Cluster, program: Program) -> list[int]:
+def _looked_at(cluster: Cluster, program: LoweredProgram) -> list[int]:
     """Ranks of which one is the busiest: the ends of each part with all of their hosts, and ranks unlike the others."""
     ends = {rank for part in program.rank_programs for rank in (part.ranks[0], part.ranks[-1])}
     hosts = {cluster.host_of(rank) for rank in ends}

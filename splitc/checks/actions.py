@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Program, RankProgram, Stage
+from splitc.ir.program import LoweredProgram, RankProgram, Stage
 from splitc.ir.tied import tied
 
 
@@ -22,12 +22,12 @@ class Need:
     before: tuple[Action, ...] = ()
 
 
-def actions_are_complete(program: Program) -> list[str]:
+def actions_are_complete(program: LoweredProgram) -> list[str]:
     """Each part's list has what its stages need, nothing twice and nothing else, in order."""
     return [problem for part in program.rank_programs for problem in _problems(program, part)]
 
 
-def _problems(program: Program, part: RankProgram) -> Iterator[str]:
+def _problems(program: LoweredProgram, part: RankProgram) -> Iterator[str]:
     counted, where = Counter(part.actions), {action: k for k, action in enumerate(part.actions)}
     needs = {need.action: need for need in _needs(program, part)}
     for action, need in needs.items():
@@ -43,7 +43,7 @@ def _problems(program: Program, part: RankProgram) -> Iterator[str]:
             yield f"part {part.name}: {action} is no part of its step"
 
 
-def _needs(program: Program, part: RankProgram) -> Iterator[Need]:
+def _needs(program: LoweredProgram, part: RankProgram) -> Iterator[Need]:
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     loss = next((action for action in part.actions if action.verb == "sum_loss"), None)
     yield Need(loss or Action("sum_loss", own=part.roles[-1]))
@@ -57,8 +57,8 @@ def _needs(program: Program, part: RankProgram) -> Iterator[Need]:
             yield Need(Action("all_reduce_tied", f"tied{k}", own=part.roles[0]), after=backwards)
 
 
-def _stage(program: Program, stage: Stage) -> Iterator[Need]:
-    own, grouping = stage.role, program.required_plan.groups.get(stage.role)
+def _stage(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
+    own, grouping = stage.role, program.plan.groups.get(stage.role)
     number = program.turns(stage)
     every = grouping is not None and grouping.updates == "every"
     forwards = tuple(Action("forward", own=own, turn=turn) for turn in range(number))

@@ -12,14 +12,10 @@ from torch import fx
 from splitc.ir import comm_ops
 from splitc.ir.interpreter import NodeRunner, mode_of
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Program, Stage, TensorSpec
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_rows import pushable, read_by
 from splitc.ir.tied import tied, tied_are_plain
 from splitc.ir.wire import WireOp, wire
-
-
-def has_plan(program: Program) -> list[str]:
-    return [] if program.plan is not None else ["no pass has filled the plan"]
 
 
 def has_costs(program: Program) -> list[str]:
@@ -30,9 +26,9 @@ def has_costs(program: Program) -> list[str]:
     ]
 
 
-def every_layer_placed(program: Program) -> list[str]:
+def every_layer_placed(program: PlacedProgram) -> list[str]:
     """Every layer has a placement whose role exists, and roles have ranks within the world."""
-    plan = program.required_plan
+    plan = program.plan
     problems = tied_are_plain(program)
     problems += [
         f"layer {layer.name} ({layer.source}) has no placement"
@@ -70,9 +66,9 @@ def every_layer_placed(program: Program) -> list[str]:
     return problems
 
 
-def _servers_fit(program: Program) -> list[str]:
+def _servers_fit(program: PlacedProgram) -> list[str]:
     """Served layers have servers, and a server that is a worker too works in every role that is served."""
-    plan = program.required_plan
+    plan = program.plan
     served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
     problems = [f"layer {name} is served, but the plan has no servers" for name in served if not plan.servers]
     problems += [
@@ -132,7 +128,7 @@ def cuts_are_communicated(program: Program) -> list[str]:
     return problems
 
 
-def stages_cover_the_graph(program: Program) -> list[str]:
+def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
     """Every node of the graph is in the stage of its role, and each stage's graph is sound."""
     problems = [p for stage in program.stages for p in _sound(stage.graph, f"role {stage.role}")]
     inside = {(stage.role, node.name) for stage in program.stages for node in stage.graph.nodes}
@@ -142,9 +138,9 @@ def stages_cover_the_graph(program: Program) -> list[str]:
     return problems
 
 
-def buckets_hold_every_gradient(program: Program) -> list[str]:
+def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     """Each trainable parameter's gradient is summed over its replicas exactly once, in the way that its plan says."""
-    plan, problems = program.required_plan, []
+    plan, problems = program.plan, []
     served = pushable(program) if plan.servers else frozenset()
     apart = tied(program)
     for stage in program.stages:
@@ -185,9 +181,9 @@ def buckets_hold_every_gradient(program: Program) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def served_parameters_are_pulled(program: Program) -> list[str]:
+def served_parameters_are_pulled(program: LoweredProgram) -> list[str]:
     """Where parameters come layer by layer, each served bucket is pulled once, before the first node that reads it."""
-    if not program.required_plan.overlap:
+    if not program.plan.overlap:
         return []
     problems: list[str] = []
     for stage in program.stages:
@@ -211,7 +207,7 @@ def served_parameters_are_pulled(program: Program) -> list[str]:
     return problems
 
 
-def served_buckets_travel(program: Program) -> list[str]:
+def served_buckets_travel(program: LoweredProgram) -> list[str]:
     """In a step, workers pull before they compute and push each bucket once; servers on their own give and take."""
     problems: list[str] = []
     for part in program.rank_programs:
@@ -233,12 +229,12 @@ def served_buckets_travel(program: Program) -> list[str]:
     return problems
 
 
-def sends_meet_receives(program: Program) -> list[str]:
+def sends_meet_receives(program: LoweredProgram) -> list[str]:
     """Between two ranks the k-th send meets the k-th recv: same value, shape and dtype.  Collectives likewise."""
     problems: list[str] = []
     sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
     collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
-    for rank in range(program.required_plan.world):
+    for rank in range(program.plan.world):
         for op in wire(program, rank):
             if op.kind == "send":
                 sent[rank, op.ranks[0]].append(op)
@@ -269,11 +265,11 @@ def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple
     return []
 
 
-def no_deadlock(program: Program) -> list[str]:
+def no_deadlock(program: LoweredProgram) -> list[str]:
     """The ranks' orders on the wire, with matching operations merged, form no cycle (design 8)."""
     graph: nx.DiGraph[Any] = nx.DiGraph()
     counts: dict[Any, int] = defaultdict(int)
-    for rank in range(program.required_plan.world):
+    for rank in range(program.plan.world):
         before = None
         for op in wire(program, rank):
             if op.kind == "collective":
@@ -295,9 +291,9 @@ def no_deadlock(program: Program) -> list[str]:
     return [f"the ranks wait for each other in a circle: {chain}; then the first again"]
 
 
-def shapes_hold(program: Program) -> list[str]:
+def shapes_hold(program: LoweredProgram) -> list[str]:
     """Every stage runs, on fake tensors, at each batch size that one of its ranks has, with the shapes it promises."""
-    plan = program.required_plan
+    plan = program.plan
     problems: list[str] = []
     for stage in program.stages:
         for batch in sorted({plan.peak_batch(stage.role, rank) for rank in plan.roles[stage.role]}):

@@ -15,20 +15,20 @@ from torch import fx
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise
 from splitc.ir.linears import as_linear
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 
-def parts_are_gathered(program: Program) -> list[str]:
+def parts_are_gathered(program: PlacedProgram) -> list[str]:
     """No node reads a part, or a partial sum, of a value whose whole it needs; every division has its communication."""
-    return [problem for role in program.required_plan.groups for problem in _values(program, role)]
+    return [problem for role in program.plan.groups for problem in _values(program, role)]
 
 
-def partial_gradients_are_summed(program: Program) -> list[str]:
+def partial_gradients_are_summed(program: PlacedProgram) -> list[str]:
     """Where sharded layers read a value, its gradient is summed over the group exactly once."""
-    return [problem for role in program.required_plan.groups for problem in _gradients(program, role)]
+    return [problem for role in program.plan.groups for problem in _gradients(program, role)]
 
 
-def _values(program: Program, role: str) -> Iterator[str]:
+def _values(program: PlacedProgram, role: str) -> Iterator[str]:
     has: dict[fx.Node, str] = {}
     for node in _nodes(program, role):
         if node.target in (comm_ops.recv, comm_ops.modulo):
@@ -48,7 +48,7 @@ def _values(program: Program, role: str) -> Iterator[str]:
             yield f"role {role}: {node.name} ({node.meta['source']}) is the loss, but a rank has {_words(has[node])}"
 
 
-def _rule(program: Program, node: fx.Node, states: set[str]) -> tuple[str, str]:
+def _rule(program: PlacedProgram, node: fx.Node, states: set[str]) -> tuple[str, str]:
     """What a node needs of the tensors that it reads, and what it makes."""
     if node.target is comm_ops.shard:
         return "part", "whole"
@@ -64,7 +64,7 @@ def _rule(program: Program, node: fx.Node, states: set[str]) -> tuple[str, str]:
     return "whole", "whole"
 
 
-def _gradients(program: Program, role: str) -> Iterator[str]:
+def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
     for node in _nodes(program, role):
         spec = node.meta.get("spec")
         if not isinstance(spec, TensorSpec) or not spec.requires_grad:
@@ -95,9 +95,9 @@ def _nodes(program: Program, role: str) -> Iterator[fx.Node]:
             yield node
 
 
-def _split(program: Program, node: fx.Node) -> str | None:
+def _split(program: PlacedProgram, node: fx.Node) -> str | None:
     """How the plan divides the linear layer that `node` is."""
-    place = program.required_plan.placements.get(node.meta.get("layer") or "")
+    place = program.plan.placements.get(node.meta.get("layer") or "")
     if place is None or place.holding != "sharded" or as_linear(program, node) is None:
         return None
     if place.split == "rows":

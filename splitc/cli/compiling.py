@@ -233,6 +233,6 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
     return plan
 
 
-def watch(each: Pass, program: Program, seconds: float) -> None:
+def watch(each: Pass[Any, Any], program: Program, seconds: float) -> None:
     """`-v`: what a pass made of the program, on stderr."""
     print(f"# {each.name}: {seconds:.3f} s\n{print_program(program)}", file=sys.stderr)

@@ -78,7 +78,7 @@ def _one_of_each(
 def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str) -> None:
     settings = Settings(world, args.global_batch, cluster, strategy)
     placed = specialise(program, settings)
-    plan = placed.required_plan
+    plan = placed.plan
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
     Path(args.trace).write_text(json.dumps(trace), encoding="utf-8")

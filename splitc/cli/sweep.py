@@ -9,10 +9,10 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import SERVER, Plan
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
-from splitc.passes.rewriting import rewrites
+from splitc.passes.rewriting import lower_unchecked
 
 _STEPS = 2  # to simulate: the second one finds what the first leaves under way
 
@@ -61,10 +61,8 @@ def sweep(
             yield _simulated(placed, at, Cell(text, world, bandwidth))
 
 
-def _simulated(program: Program, cluster: Cluster, cell: Cell) -> Cell:
-    for each in rewrites():  # not checked as what is compiled: nothing of it is written or run
-        program = each.run(program)
-    plan, seconds = program.required_plan, simulate(program, cluster, _STEPS).step_seconds
+def _simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
+    plan, seconds = program.plan, simulate(lower_unchecked(program), cluster, _STEPS).step_seconds
     return replace(
         cell,
         step_seconds=seconds,

@@ -13,15 +13,15 @@ from splitc.codegen.rank_file import idle_rank_file, rank_file, served_file
 from splitc.codegen.role_file import part_file
 from splitc.codegen.step import zero_text
 from splitc.ir.plan import ranks_text
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.version import __version__
 
 IDLE = "idle"  # the role file of ranks that a plan leaves without work
 
 
-def generate(program: Program) -> dict[str, str]:
+def generate(program: LoweredProgram) -> dict[str, str]:
     """File name -> text of everything but the weights."""
-    plan = program.required_plan
+    plan = program.plan
     files = {f"{part.name}.py": part_file(program, part) for part in program.rank_programs}
     if plan.servers:
         files["served.py"] = served_file(program)
@@ -35,18 +35,18 @@ def generate(program: Program) -> dict[str, str]:
     return files
 
 
-def _idle_file(program: Program) -> str:
+def _idle_file(program: PlacedProgram) -> str:
     return (
         f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
         f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n'
-        f'PLAN = "{program.required_plan.hash}"\n\n\nclass Stage(nn.Module):\n    """Nothing."""\n\n\n'
+        f'PLAN = "{program.plan.hash}"\n\n\nclass Stage(nn.Module):\n    """Nothing."""\n\n\n'
         f'def step(comm, stage):\n    """Learn the loss of one batch."""\n'
         f"    return comm.sum_loss({zero_text(program)}).wait()\n\n\nevaluate = step\n"
     )
 
 
-def _launch_file(program: Program) -> str:
-    plan = program.required_plan
+def _launch_file(program: PlacedProgram) -> str:
+    plan = program.plan
     roles = ", ".join(f"{role} {ranks_text(ranks)}" for role, ranks in plan.roles.items())
     return LAUNCH.format(
         name=program.name, version=__version__, world=plan.world, roles=roles, strategy=plan.strategy, hash=plan.hash

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from splitc import units
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
-from splitc.ir.program import Program, Stage, TensorSpec
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_rows import pieces
 from splitc.ir.wire import shard_of, wire
 from splitc.version import __version__
 
 
-def rank_file(program: Program, rank: int) -> str:
+def rank_file(program: LoweredProgram, rank: int) -> str:
     """What is one rank's own."""
-    plan, part = program.required_plan, program.rank_program(rank)
+    plan, part = program.plan, program.rank_program(rank)
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     ops = wire(program, rank)
     sent = sum(op.sent for op in ops)
@@ -71,13 +71,13 @@ def _sorted_names(name: str) -> tuple[bool, bool, str]:
     return not name.isupper(), not name[0].isupper(), name
 
 
-def _updates_every_turn(program: Program, stage: Stage) -> bool:
-    grouping = program.required_plan.groups.get(stage.role)
+def _updates_every_turn(program: PlacedProgram, stage: Stage) -> bool:
+    grouping = program.plan.groups.get(stage.role)
     return grouping is not None and grouping.updates == "every"
 
 
-def _seat(program: Program, stage: Stage, rank: int) -> list[str]:
-    plan, role = program.required_plan, stage.role
+def _seat(program: LoweredProgram, stage: Stage, rank: int) -> list[str]:
+    plan, role = program.plan, stage.role
     routes = {other: plan.routes(rank, role, other) for other in _partners(stage)}
     fields: dict[str, tuple[object, str]] = {
         "role": (f'"{role}"', ""),
@@ -102,9 +102,9 @@ def _seat(program: Program, stage: Stage, rank: int) -> list[str]:
     return ["        RoleComm(", *_fields(fields, "            "), "        ),"]
 
 
-def _server_seat(program: Program, rank: int) -> list[str]:
+def _server_seat(program: LoweredProgram, rank: int) -> list[str]:
     served = [stage for stage in program.stages if stage.served]
-    workers = {stage.role: program.required_plan.roles[stage.role] for stage in served}
+    workers = {stage.role: program.plan.roles[stage.role] for stage in served}
     rows = _rows_served(program, rank, served)
     fields: dict[str, tuple[object, str]] = {
         "role": (f'"{SERVER}"', ""),
@@ -115,12 +115,12 @@ def _server_seat(program: Program, rank: int) -> list[str]:
     return ["        RoleComm(", *_fields(fields, "            "), "        ),"]
 
 
-def _rows_served(program: Program, rank: int, stages: Sequence[Stage]) -> dict[str, tuple[int, int, int]]:
+def _rows_served(program: PlacedProgram, rank: int, stages: Sequence[Stage]) -> dict[str, tuple[int, int, int]]:
     """The rows of each served parameter that a server holds, under all its names; some have none.
 
     Not of scalars: they have no rows, and one server holds them whole.
     """
-    servers = program.required_plan.servers
+    servers = program.plan.servers
     found: dict[str, tuple[int, int, int]] = {}
     for stage in stages:
         for bucket in stage.served:
@@ -130,9 +130,9 @@ def _rows_served(program: Program, rank: int, stages: Sequence[Stage]) -> dict[s
     return {name: found[h.name] for h in held for name in dict.fromkeys((h.name, *h.names))}
 
 
-def served_file(program: Program) -> str:
+def served_file(program: LoweredProgram) -> str:
     """Which server has which rows of which parameter; the same for all ranks."""
-    plan = program.required_plan
+    plan = program.plan
     lines = [
         f'"""What the servers of {program.name} hold: {ranks_text(plan.servers)} of {plan.world}.  '
         f"Written by splitc {__version__}; yours to edit.",
@@ -195,8 +195,8 @@ def _partners(stage: Stage) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _rank_table(program: Program, stages: Sequence[Stage], rank: int) -> list[str]:
-    plan = program.required_plan
+def _rank_table(program: PlacedProgram, stages: Sequence[Stage], rank: int) -> list[str]:
+    plan = program.plan
     inputs = {i.name: i.spec for i in program.inputs}
     rows: list[tuple[str, str, TensorSpec, str, int]] = []
     for stage in stages:
@@ -226,9 +226,9 @@ def _rank_table(program: Program, stages: Sequence[Stage], rank: int) -> list[st
     ]
 
 
-def idle_rank_file(program: Program, rank: int) -> str:
+def idle_rank_file(program: PlacedProgram, rank: int) -> str:
     """A rank that the plan gives no work."""
-    plan = program.required_plan
+    plan = program.plan
     return (
         f'"""Rank {rank} of {plan.world} of {program.name}: the plan {plan.strategy} gives it no work.  '
         f'Written by splitc {__version__}; yours to edit."""\n\nfrom idle import Stage, evaluate, step\n\n'

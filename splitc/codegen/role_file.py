@@ -9,15 +9,15 @@ from splitc.codegen.stage import module_imports, parameter_count, shape_text, st
 from splitc.codegen.step import batch_of, buckets_name, step_functions
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
-from splitc.ir.program import Cut, Program, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, RankProgram, Stage
 from splitc.ir.tied import tied
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
 
-def part_file(program: Program, part: RankProgram) -> str:
+def part_file(program: LoweredProgram, part: RankProgram) -> str:
     """The module of the ranks that are in the same roles."""
-    plan = program.required_plan
+    plan = program.plan
     stages = [program.stage(role) for role in part.roles if role != SERVER]
     worked = {stage.role: {plan.peak_batch(stage.role, rank) for rank in part.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in worked.items()}
@@ -34,7 +34,7 @@ def part_file(program: Program, part: RankProgram) -> str:
     return "\n".join([*_header(program, part, stages), "", *module_imports(body), *served, "", *body, ""])
 
 
-def _served_stage(program: Program) -> Stage:
+def _served_stage(program: LoweredProgram) -> Stage:
     """What a server holds: the parameters of all workers' layers that it serves."""
     from torch import fx
 
@@ -45,8 +45,8 @@ def _served_stage(program: Program) -> Stage:
     return Stage(SERVER, graph, (), (), (), (), holdings)
 
 
-def _header(program: Program, part: RankProgram, stages: list[Stage]) -> list[str]:
-    plan = program.required_plan
+def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> list[str]:
+    plan = program.plan
     roles = " and ".join(f'"{role}"' for role in part.roles)
     lines = [
         f'"""Role{"s" if len(part.roles) > 1 else ""} {roles} of {program.name}: {ranks_text(part.ranks)} of '
@@ -73,7 +73,7 @@ def _header(program: Program, part: RankProgram, stages: list[Stage]) -> list[st
     return [*lines, f"plan     {plan.hash}", '"""']
 
 
-def _rows(program: Program, part: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
+def _rows(program: PlacedProgram, part: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
     """(in or out, name, the rest) of what a stage exchanges with other ranks."""
     inputs = {i.name: i.spec for i in program.inputs}
     batch = batch_of(program, part, stage)
@@ -86,7 +86,7 @@ def _rows(program: Program, part: RankProgram, stage: Stage) -> Iterator[tuple[s
         yield "in", name, text(None, name, "read by this role")
     for cut in stage.receives:
         if cut.enters and cut.divides:
-            size = program.required_plan.groups[stage.role].size
+            size = program.plan.groups[stage.role].size
             yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
         if not cut.local:
             yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}")
@@ -96,24 +96,24 @@ def _rows(program: Program, part: RankProgram, stage: Stage) -> Iterator[tuple[s
             yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{back}")
 
 
-def _held(program: Program, stage: Stage) -> Iterator[tuple[int, int]]:
+def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:
     """(elements, bytes of one) of every parameter on the first rank of the role."""
-    plan = program.required_plan
+    plan = program.plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
     for name in stage.tensors:
         if program.tensors[name].parameter:
             yield numel_on(program, stage, name, 0, size), program.tensors[name].dtype.itemsize
 
 
-def stage_work(program: Program, stage: Stage) -> tuple[float, float]:
+def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
     """FLOPs and compute seconds of the role's busiest rank in one step."""
-    plan = program.required_plan
+    plan = program.plan
     batch = plan.largest_batch(stage.role)
     flops = sum(program.costs[layer].at(batch).flops for layer in stage.layers)
     return flops, sum(plan.seconds.get(layer, 0.0) for layer in stage.layers)
 
 
-def _buckets(program: Program, part: RankProgram, stage: Stage) -> list[str]:
+def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[str]:
     lines = [
         f"{buckets_name(part, stage)} = (  # whose gradients are summed over the role together, in the order in which "
         f"backward fills them"
@@ -125,7 +125,7 @@ def _buckets(program: Program, part: RankProgram, stage: Stage) -> list[str]:
     return [*lines, ")"]
 
 
-def _tied(program: Program, part: RankProgram) -> list[str]:
+def _tied(program: PlacedProgram, part: RankProgram) -> list[str]:
     lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
     lines += [
         f"    {literal(name)}: {ranks}," for name, ranks in tied(program).items() if set(part.ranks) <= set(ranks)

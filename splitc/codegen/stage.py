@@ -13,14 +13,14 @@ from splitc.codegen.emit import RESERVED, Emitter
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.graph import assigned
-from splitc.ir.program import Cut, Program, Stage, TensorSpec
+from splitc.ir.program import Cut, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
 _WIDTH = 76
 _FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
 
 
-def stage_class(program: Program, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
+def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
     """Lines of the class: its `forward`, or one for each of several stages: `forward_conv`, `forward_fc`.
 
     batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
@@ -45,7 +45,7 @@ def returned_cuts(stage: Stage) -> list[Cut]:
     return [cut for cut in stage.sends if cut.value not in stage.inputs]
 
 
-def _method(program: Program, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
+def _method(program: PlacedProgram, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
     names = variables(stage.graph)
     emitter = Emitter(names, tree.access)
     inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
@@ -107,11 +107,11 @@ def _returned(stage: Stage, cut: Cut) -> fx.Node:
 
 
 def _forward(
-    program: Program, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
+    program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
 ) -> list[tuple[str, str]]:
     """(statement, comment) of every layer's line."""
     body: list[tuple[str, str]] = []
-    groups = program.required_plan.groups
+    groups = program.plan.groups
     parts = groups[stage.role].size if stage.role in groups else 1
     for node in stage.graph.nodes:
         op = comm_ops.OPS.get(node.target) if node.op == "call_function" else None
@@ -203,9 +203,9 @@ def shape_text(spec: TensorSpec, batch: int | None) -> str:
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
-def parameter_count(program: Program, stage: Stage) -> int:
+def parameter_count(program: PlacedProgram, stage: Stage) -> int:
     """Parameters that the first rank of the role holds."""
-    plan = program.required_plan
+    plan = program.plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
     return sum(numel_on(program, stage, h, 0, size) for h in stage.tensors if program.tensors[h].parameter)
 

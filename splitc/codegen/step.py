@@ -8,7 +8,7 @@ from splitc import units
 from splitc.codegen.stage import aligned, forward_inputs, method_name, returned_cuts, variables
 from splitc.ir.actions import Action
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, Program, RankProgram, Stage, TensorSpec
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, RankProgram, Stage, TensorSpec
 from splitc.ir.wire import bucket_nbytes
 
 Line = tuple[str, str]
@@ -18,7 +18,7 @@ _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "s
 _IN_A_TURN = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
 
 
-def step_functions(program: Program, part: RankProgram) -> list[str]:
+def step_functions(program: LoweredProgram, part: RankProgram) -> list[str]:
     """The lines of both functions."""
     train, evaluate = _Writer(program, part, training=True), _Writer(program, part, training=False)
     return [
@@ -45,7 +45,7 @@ def buckets_name(part: RankProgram, stage: Stage) -> str:
 
 
 class _Writer:
-    def __init__(self, program: Program, part: RankProgram, training: bool) -> None:
+    def __init__(self, program: LoweredProgram, part: RankProgram, training: bool) -> None:
         self._program, self._part, self._training = program, part, training
         self.stages = [program.stage(role) for role in part.roles if role != SERVER]
         self._first_tied = next((a.value for a in part.actions if a.verb == "all_reduce_tied"), "")
@@ -148,7 +148,7 @@ class _Writer:
     def _loop(self, role: str, actions: Sequence[Action]) -> list[Line]:
         """The actions of a turn, in a loop over the turns."""
         stage = self._stage(role)
-        grouping = self._program.required_plan.groups[role]
+        grouping = self._program.plan.groups[role]
         returned = [cut for cut in stage.receives if cut.enters and cut.gradient and self._training]
         names = ["losses", *(f"d_{cut.name}" for cut in returned)]
         what = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
@@ -222,7 +222,7 @@ class _Writer:
         return "this turn's, of the ranks of the group" if stage.role in self._turned else "of all ranks of the group"
 
     def _pull(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        layer_wise = self._program.required_plan.overlap
+        layer_wise = self._program.plan.overlap
         note = "parameters begin to arrive" if layer_wise else "parameters arrive"
         return [(f"{seat}.{'start_pulls' if layer_wise else 'pull_all'}(stage, {self._served(stage)})", note)]
 
@@ -240,7 +240,7 @@ class _Writer:
         return [*lines, (f"with {seat}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
 
     def _sum_loss(self, action: Action) -> list[Line]:
-        if self._program.required_plan.world == 1:
+        if self._program.plan.world == 1:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
@@ -264,7 +264,7 @@ class _Writer:
             around.append(f"{seat}.all_reduce(stage, {buckets_name(self._part, stage)})")
             notes.append(f"{self._buckets(stage, stage.buckets)}, summed {self._when(stage)}")
         after: list[Line] = []
-        if stage.served and self._program.required_plan.overlap:
+        if stage.served and self._program.plan.overlap:
             around.append(f"{seat}.push(stage, {self._served(stage)})")
             notes.append(f"{self._buckets(stage, stage.served)}, pushed while backward runs")
         elif stage.served:
@@ -274,7 +274,7 @@ class _Writer:
         return [(f"with {', '.join(around)}:", "; ".join(notes)), (f"    {call}", ""), *after]
 
     def _when(self, stage: Stage) -> str:
-        once = self._program.required_plan.groups[stage.role].updates == "once" if stage.role in self._turned else False
+        once = self._program.plan.groups[stage.role].updates == "once" if stage.role in self._turned else False
         return "in the last turn" if once else "while backward runs"
 
     def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
@@ -288,7 +288,7 @@ class _Writer:
         return [(f"{seat}.update()", "of this role's parameters, in every turn: not what one process does")]
 
     def _return_loss(self) -> str:
-        return "return loss.detach()" if self._program.required_plan.world == 1 else "return total.wait()"
+        return "return loss.detach()" if self._program.plan.world == 1 else "return total.wait()"
 
     def _served(self, stage: Stage) -> str:
         return f'SERVED["{stage.role}"]'
@@ -300,9 +300,9 @@ class _Writer:
         return units.nbytes(cut.spec.nbytes(batch))
 
 
-def batch_of(program: Program, part: RankProgram, stage: Stage) -> int | None:
+def batch_of(program: PlacedProgram, part: RankProgram, stage: Stage) -> int | None:
     """Examples that each rank of the part has of its own in a role; None where they differ."""
-    batches = {program.required_plan.batch(stage.role, rank) for rank in part.ranks}
+    batches = {program.plan.batch(stage.role, rank) for rank in part.ranks}
     return batches.pop() if len(batches) == 1 else None
 
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from splitc.errors import InternalError, bullets
 from splitc.ir.program import Program
 
-Check = Callable[[Program], list[str]]
-"""Finds what is wrong with a program: one line for each problem, none when it holds."""
+P = TypeVar("P", bound=Program)
+Q = TypeVar("Q", bound=Program)
 
-Watcher = Callable[["Pass", Program, float], None]
-"""Called after every pass with the pass, what it returned and the seconds it took."""
+Check = Callable[[Any], list[str]]
+"""Finds what is wrong with a program of the stage that a pass takes or returns: one line for each problem."""
+
+Watcher = Callable[["Pass[Any, Any]", Program, float], None]
+"""Called after every pass with the pass, the program it returned and the seconds it took."""
 
 
-class Pass(ABC):
-    """One step of the compiler: it decides (fills plan or costs) or rewrites (changes the graph), never both.
+class Pass(ABC, Generic[P, Q]):
+    """One step of the compiler, from a program of type P to one of type Q.
 
-    A subclass is a small frozen dataclass: its fields are its options.  `requires` must hold before it runs, `ensures`
-    of what it returns.
+    It decides (fills plan or costs) or rewrites (changes the graph), never both.  A subclass is a small frozen
+    dataclass: its fields are its options.  `requires` must hold before it runs, `ensures` of the program it returns.
     """
 
     name: ClassVar[str]
@@ -29,23 +32,29 @@ class Pass(ABC):
     ensures: ClassVar[tuple[Check, ...]] = ()
 
     @abstractmethod
-    def run(self, program: Program) -> Program:
-        """The program with this pass's decision or rewrite; the one given stays as it was."""
+    def run(self, program: P) -> Q:
+        """Return the program with this pass's decision or rewrite; `program` itself does not change."""
 
 
-def run_passes(program: Program, passes: Iterable[Pass], watch: Watcher | None = None) -> Program:
-    """Run `passes` in order, check each one's promises on what it returns, and call `watch` after each.
+def run_pass(each: Pass[P, Q], program: P, watch: Watcher | None = None) -> Q:
+    """Run one pass, check what it requires and ensures, and call `watch` with the result.
 
-    Raises InternalError that names the pass when a promise is broken.
+    Raises InternalError that names the pass when a check fails.
     """
+    _verify(program, each.requires, f"{each.name} cannot start")
+    begin = time.perf_counter()
+    result = each.run(program)
+    seconds = time.perf_counter() - begin
+    _verify(result, each.ensures, f"{each.name} broke the program")
+    if watch is not None:
+        watch(each, result, seconds)
+    return result
+
+
+def run_passes(program: P, passes: Iterable[Pass[P, P]], watch: Watcher | None = None) -> P:
+    """Run passes that keep the program's stage, in order."""
     for each in passes:
-        _verify(program, each.requires, f"{each.name} cannot start")
-        begin = time.perf_counter()
-        program = each.run(program)
-        seconds = time.perf_counter() - begin
-        _verify(program, each.ensures, f"{each.name} broke the program")
-        if watch is not None:
-            watch(each, program, seconds)
+        program = run_pass(each, program, watch)
     return program
 
 

@@ -10,7 +10,7 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import print_actions
 from splitc.ir.graph import copy_node
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program, SizeSpec, Spec, TensorSpec
+from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
 
 
 def print_program(program: Program) -> str:
@@ -26,20 +26,20 @@ def print_program(program: Program) -> str:
         *(f"    {text:<{width}}  # {note}" for text, note in rows),
         f"    return {program.loss.name}",
     ]
-    for part in program.rank_programs:
+    for part in program.rank_programs if isinstance(program, LoweredProgram) else ():
         if part.actions:
             roles = f"role{'s' if len(part.roles) > 1 else ''} {' and '.join(part.roles)}"
             lines += ["", f"# step of {roles}", *(f"#   {line}" for line in print_actions(part.actions).splitlines())]
     return "\n".join(lines) + "\n"
 
 
-def rank_graph(program: Program, rank: int) -> fx.GraphModule:
+def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
     """The graph of one rank as a GraphModule, of all its roles.
 
     `meta["shape"]` is a node's shape on this rank; `meta["comm"]` of send and recv nodes names peers and examples, of
     nodes that gather over a group its ranks.
     """
-    plan, part = program.required_plan, program.rank_program(rank)
+    plan, part = program.plan, program.rank_program(rank)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:

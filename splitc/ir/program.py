@@ -1,7 +1,7 @@
 """The Program: one training step of a model as a graph, and what is known about it.
 
-A Program is frozen.  A pass that decides returns it with a new `plan` or new `costs`; a pass that rewrites returns it
-with a new graph.  Every node carries in its `meta`
+A Program is frozen, and its type tells its stage: a captured `Program`, a `PlacedProgram` with its plan, a
+`LoweredProgram` with a stage for each role.  A pass returns a new one.  Every node carries in its `meta`
 
     spec      TensorSpec, SizeSpec, a tuple of them, or None: what the node's value is, at any batch size
     source    "alexnet.py:12": the user's line that made it
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 from torch import fx, nn
 
+from splitc.ir.actions import Action
 from splitc.ir.costs import CostLine
-
-if TYPE_CHECKING:
-    from splitc.ir.actions import Action
-    from splitc.ir.plan import Plan
+from splitc.ir.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,10 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Program:
-    """A model and its loss as one forward graph, and what the passes have added.
+    """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
 
     root: the model's modules as fake tensors (shapes without memory), under their original names.
-    batch: examples in the user's example batch.  autocast: what the forward of every stage runs under, None: nothing.
+    batch: examples in the user's example batch.  autocast: the dtype that every stage's forward runs under; None: none.
     """
 
     name: str
@@ -217,26 +215,15 @@ class Program:
     frozen_layers: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
-    plan: Plan | None = None
-    stages: tuple[Stage, ...] = ()
-    rank_programs: tuple[RankProgram, ...] = ()
 
     def layer(self, name: str) -> Layer:
-        return next(layer for layer in self.layers if layer.name == name)
+        return self._layers[name]
 
-    def stage(self, role: str) -> Stage:
-        return next(stage for stage in self.stages if stage.role == role)
+    @cached_property
+    def _layers(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
 
-    def turns(self, stage: Stage) -> int:
-        """How often a stage goes forward and backward in a step: the role of the loss once a turn of its groups."""
-        grouping = self.required_plan.groups.get(stage.role)
-        return grouping.turns if grouping is not None and stage.has_loss else 1
-
-    def rank_program(self, rank: int) -> RankProgram:
-        """The part that `rank` runs."""
-        return next(part for part in self.rank_programs if rank in part.ranks)
-
-    @property
+    @cached_property
     def layer_of(self) -> dict[str, str]:
         """Node name -> name of its layer."""
         return {node: layer.name for layer in self.layers for node in layer.nodes}
@@ -255,11 +242,49 @@ class Program:
         (loss,) = output.all_input_nodes
         return loss
 
-    @property
-    def required_plan(self) -> Plan:
-        """The plan, for passes that run after `place`."""
-        assert self.plan is not None, "no pass has placed this program yet"
-        return self.plan
+    def placed(self, plan: Plan) -> PlacedProgram:
+        """The program with a plan for it."""
+        return PlacedProgram(**{each.name: getattr(self, each.name) for each in fields(Program)}, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedProgram(Program):
+    """A program with its plan; passes insert the communication that the plan needs into its graph."""
+
+    plan: Plan
+
+    def lowered(self, stages: tuple[Stage, ...], rank_programs: tuple[RankProgram, ...]) -> LoweredProgram:
+        """The program split into the stages of its roles."""
+        own = {each.name: getattr(self, each.name) for each in fields(PlacedProgram)}
+        return LoweredProgram(**own, stages=stages, rank_programs=rank_programs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweredProgram(PlacedProgram):
+    """A placed program split into one stage for each role, and one rank program for ranks of the same roles."""
+
+    stages: tuple[Stage, ...]
+    rank_programs: tuple[RankProgram, ...]
+
+    def stage(self, role: str) -> Stage:
+        return self._stages[role]
+
+    @cached_property
+    def _stages(self) -> dict[str, Stage]:
+        return {stage.role: stage for stage in self.stages}
+
+    def turns(self, stage: Stage) -> int:
+        """How often a stage goes forward and backward in a step: the role of the loss once a turn of its groups."""
+        grouping = self.plan.groups.get(stage.role)
+        return grouping.turns if grouping is not None and stage.has_loss else 1
+
+    def rank_program(self, rank: int) -> RankProgram:
+        """The program that `rank` runs."""
+        return self._rank_programs[rank]
+
+    @cached_property
+    def _rank_programs(self) -> dict[int, RankProgram]:
+        return {rank: program for program in self.rank_programs for rank in program.ranks}
 
 
 def under_autocast(root: nn.Module, dtype: torch.dtype | None) -> torch.autocast:

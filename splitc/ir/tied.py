@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram
 
 
-def tied(program: Program) -> dict[str, tuple[int, ...]]:
+def tied(program: PlacedProgram) -> dict[str, tuple[int, ...]]:
     """Trainable parameter -> the ranks that hold a copy, for those that layers of more than one role use."""
-    plan = program.required_plan
+    plan = program.plan
     users: dict[str, dict[str, None]] = {}
     for layer in program.layers:
         role = plan.placements[layer.name].role
@@ -21,9 +21,9 @@ def tied(program: Program) -> dict[str, tuple[int, ...]]:
     }
 
 
-def tied_are_plain(program: Program) -> list[str]:
+def tied_are_plain(program: PlacedProgram) -> list[str]:
     """Such a parameter is whole on every rank that has it, and its gradient is the business of all its roles."""
-    plan = program.required_plan
+    plan = program.plan
     if any(layer.name not in plan.placements for layer in program.layers):
         return []
     found = tied(program)

@@ -15,7 +15,7 @@ from torch import fx
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.plan import Plan, share_out
-from splitc.ir.program import Cut, Program, Stage, TensorSpec
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_rows import Piece, pieces
 from splitc.ir.tied import tied
 from splitc.runtime.collectives import parameter_server as servers
@@ -52,17 +52,17 @@ class WireOp:
         return f"{self.kind} {self.label} {self.shape} {self.dtype} {other} {', '.join(map(str, self.ranks))}"
 
 
-def wire(program: Program, rank: int) -> tuple[WireOp, ...]:
+def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
     """Everything `rank` sends, receives and sums in one training step, in order."""
-    plan = program.required_plan
+    plan = program.plan
     if all(rank not in ranks for ranks in plan.ranks_by_roles.values()):
         return _loss(plan)  # a rank without work learns the loss
     return tuple(op for action in program.rank_program(rank).actions for op in of_action(program, rank, action))
 
 
-def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
+def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """What `rank` puts on the wire for one action."""
-    plan, verb, value = program.required_plan, action.verb, action.value
+    plan, verb, value = program.plan, action.verb, action.value
     if verb == "sum_loss":
         yield from _loss(plan)
         return
@@ -89,7 +89,7 @@ def of_action(program: Program, rank: int, action: Action) -> Iterator[WireOp]:
         yield from _reduce(program, stage, rank, value)
 
 
-def _tied(program: Program, k: int) -> Iterator[WireOp]:
+def _tied(program: PlacedProgram, k: int) -> Iterator[WireOp]:
     """The gradient of a parameter that several roles use."""
     name, ranks = list(tied(program).items())[k]
     holding = program.tensors[name]
@@ -159,9 +159,9 @@ def _spread(plan: Plan, rank: int, cut: Cut) -> Iterator[WireOp]:
     )
 
 
-def inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
+def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """What the nodes of a stage communicate in forward, or in backward, which goes the other way."""
-    plan, backward = program.required_plan, action.verb == "backward"
+    plan, backward = program.plan, action.verb == "backward"
     examples = sum(b - a for a, b in plan.turn(stage.role, rank, action.turn))
     if not examples:
         return
@@ -175,9 +175,9 @@ def inside(program: Program, stage: Stage, rank: int, action: Action) -> Iterato
 
 
 def _node(
-    program: Program, stage: Stage, rank: int, action: Action, node: fx.Node, spec: TensorSpec, examples: int
+    program: PlacedProgram, stage: Stage, rank: int, action: Action, node: fx.Node, spec: TensorSpec, examples: int
 ) -> Iterator[WireOp]:
-    plan, backward, target = program.required_plan, action.verb == "backward", node.target
+    plan, backward, target = program.plan, action.verb == "backward", node.target
     label, shape = f"{stage.role}.{node.name}[{action.turn}]", spec.at(examples)
     sent: float
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
@@ -220,8 +220,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-def _reduce(program: Program, stage: Stage, rank: int, bucket: str) -> Iterator[WireOp]:
-    plan = program.required_plan
+def _reduce(program: PlacedProgram, stage: Stage, rank: int, bucket: str) -> Iterator[WireOp]:
+    plan = program.plan
     names = stage.buckets[int(bucket.removeprefix("bucket"))]
     group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
@@ -253,9 +253,9 @@ def numel_on(program: Program, stage: Stage, name: str, member: int, size: int) 
     return holding.numel // max(holding.shape[dim], 1) * (last - first)
 
 
-def bucket_nbytes(program: Program, stage: Stage, bucket: Sequence[str]) -> int:
+def bucket_nbytes(program: PlacedProgram, stage: Stage, bucket: Sequence[str]) -> int:
     """Bytes of a bucket of gradients on the first rank of a stage."""
-    plan = program.required_plan
+    plan = program.plan
     size = plan.groups[stage.role].size if stage.role in plan.groups else 1
     return sum(numel_on(program, stage, name, 0, size) * program.tensors[name].dtype.itemsize for name in bucket)
 
@@ -263,7 +263,7 @@ def bucket_nbytes(program: Program, stage: Stage, bucket: Sequence[str]) -> int:
 # -- parameter servers -------------------------------------------------------------------------------------------------
 
 
-def _workers(program: Program, stage: Stage, rank: int, verb: str, value: str) -> Iterator[WireOp]:
+def _workers(program: PlacedProgram, stage: Stage, rank: int, verb: str, value: str) -> Iterator[WireOp]:
     """What a worker pulls or pushes; a server beside it gives or takes the rows that it holds."""
     buckets = reversed(range(len(stage.served))) if verb == "pull" else [int(value.removeprefix("bucket"))]
     for k in buckets:
@@ -274,7 +274,7 @@ def _workers(program: Program, stage: Stage, rank: int, verb: str, value: str) -
                 yield _rows("recv" if verb == "pull" else "send", verb, message, message[0].server)
 
 
-def _served(program: Program, rank: int, verb: str) -> Iterator[WireOp]:
+def _served(program: LoweredProgram, rank: int, verb: str) -> Iterator[WireOp]:
     """What a server that is no worker gives to all workers before a step, and takes from them."""
     stages = program.stages if verb == "send_parameters" else reversed(program.stages)
     for stage in stages:
@@ -284,15 +284,15 @@ def _served(program: Program, rank: int, verb: str) -> Iterator[WireOp]:
                     yield from _of_server(program, stage, message, "pull" if verb == "send_parameters" else "push")
 
 
-def _of_server(program: Program, stage: Stage, message: Sequence[Piece], verb: str) -> Iterator[WireOp]:
-    for worker in program.required_plan.roles[stage.role]:
+def _of_server(program: PlacedProgram, stage: Stage, message: Sequence[Piece], verb: str) -> Iterator[WireOp]:
+    for worker in program.plan.roles[stage.role]:
         if worker != message[0].server:
             yield _rows("send" if verb == "pull" else "recv", verb, message, worker)
 
 
-def messages(program: Program, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
+def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
     """The pieces of a bucket in their order, those that travel together in one tuple, as the runtime packs them."""
-    return _packed(tuple(pieces(program, bucket, program.required_plan.servers)), servers.ALONE)
+    return _packed(tuple(pieces(program, bucket, program.plan.servers)), servers.ALONE)
 
 
 @lru_cache(maxsize=1024)

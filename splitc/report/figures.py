@@ -13,13 +13,13 @@ from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.plan import SERVER, Candidate, Plan
-from splitc.ir.program import Layer, Program
+from splitc.ir.program import Layer, LoweredProgram, Program
 from splitc.ir.wire import WireOp, wire
 
 
-def as_json(program: Program) -> dict[str, Any]:
+def as_json(program: LoweredProgram) -> dict[str, Any]:
     """Return the whole report.  A layer's figures are those of its busiest rank."""
-    plan, figures = program.required_plan, Figures(program)
+    plan, figures = program.plan, Figures(program)
     return {
         "schema": 1,
         "model": program.name,
@@ -70,11 +70,11 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 class Figures:
     """The figures of a program's layers and ranks."""
 
-    program: Program
+    program: LoweredProgram
 
     def layer(self, layer: Layer) -> dict[str, Any]:
         """Return the figures of a layer on its busiest rank."""
-        program, plan = self.program, self.program.required_plan
+        program, plan = self.program, self.program.plan
         place = plan.placements[layer.name]
         assert place.role is not None
         cost = program.costs[layer.name].at(plan.largest_batch(place.role))
@@ -101,7 +101,7 @@ class Figures:
 
         Each kind of memory is at its own peak, so their sum may exceed `memory_bytes`, the peak of all.
         """
-        plan, memory = self.program.required_plan, self._memory[rank]
+        plan, memory = self.program.plan, self._memory[rank]
         roles = plan.roles_of(rank)
         return {
             "rank": rank,
@@ -124,7 +124,7 @@ class Figures:
 
     @cached_property
     def _wires(self) -> list[tuple[WireOp, ...]]:
-        return [wire(self.program, rank) for rank in range(self.program.required_plan.world)]
+        return [wire(self.program, rank) for rank in range(self.program.plan.world)]
 
     @cached_property
     def _received(self) -> dict[int, float]:
@@ -140,7 +140,7 @@ class Figures:
 
     def _sent(self, layer: Layer, gradient: int) -> float:
         """Bytes that the layer's busiest rank sends: its gradient, its outputs and the collectives on them."""
-        plan = self.program.required_plan
+        plan = self.program.plan
         place = plan.placements[layer.name]
         assert place.role is not None
         ranks = plan.roles[place.role]

@@ -11,7 +11,7 @@ import tabulate as tables
 from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.plan import Candidate, Plan
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.report.blocks import Hidden, Row, Shown, sum_up
 from splitc.report.figures import Figures, by_bytes, roles_of
 
@@ -21,7 +21,7 @@ REASONS = 16  # layers; above this, reasons are given for the largest layers onl
 tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
-def report(program: Program, everything: bool = False) -> str:
+def report(program: LoweredProgram, everything: bool = False) -> str:
     """Return the whole report.  everything: show a row and a reason for every layer, repeated blocks too."""
     figures = Figures(program)
     layers = [figures.layer(layer) for layer in program.layers]
@@ -32,7 +32,7 @@ def report(program: Program, everything: bool = False) -> str:
         _headline(program),
         _placements(rows, shown),
         _ranks(program, figures),
-        _candidates(program.required_plan),
+        _candidates(program.plan),
         _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
     ]
     if is_measured(program):
@@ -46,8 +46,8 @@ def report(program: Program, everything: bool = False) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(program: Program) -> str:
-    plan = program.required_plan
+def _headline(program: PlacedProgram) -> str:
+    plan = program.plan
     proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(
         plan.proof, f"not proved optimal, at most {plan.gap:.1%} from it" if plan.gap else "not proved optimal"
     )
@@ -135,9 +135,9 @@ def _held(layer: Mapping[str, Any]) -> str:
     return f"1/{layer['group']}" + ("" if layer["sync"] == "none" else f" {layer['sync']}")
 
 
-def _ranks(program: Program, figures: Figures) -> str:
+def _ranks(program: PlacedProgram, figures: Figures) -> str:
     seen: dict[tuple[str, ...], list[int]] = {}
-    for rank in range(program.required_plan.world):
+    for rank in range(program.plan.world):
         one = figures.rank(rank)
         key = (
             _short(one["role"] or "idle", 12),
@@ -209,8 +209,8 @@ def _heaviest(layers: Sequence[Mapping[str, Any]], number: int) -> list[Mapping[
     return [layers[k] for k in kept]
 
 
-def _norm_groups(program: Program) -> str | None:
-    plan = program.required_plan
+def _norm_groups(program: PlacedProgram) -> str | None:
+    plan = program.plan
     sizes: dict[str, tuple[int, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:

@@ -20,7 +20,7 @@ from splitc.capture.capture import Loss
 from splitc.capture.dropouts import undropped
 from splitc.ir import comm_ops
 from splitc.ir.plan import Grouping, piece
-from splitc.ir.program import Program, TensorSpec, under_autocast
+from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.rank import Rank
 
@@ -72,11 +72,11 @@ class _Replay(TorchFunctionMode):
         return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
 
 
-def norm_groups(program: Program, sizes: Sequence[int]) -> list[list[NormGroup]]:
+def norm_groups(program: PlacedProgram, sizes: Sequence[int]) -> list[list[NormGroup]]:
     """For every batch_norm call of the model in order: the groups it normalises over."""
     found = []
     for node in _norms(program):
-        role = program.required_plan.placements[node.meta["layer"]].role
+        role = program.plan.placements[node.meta["layer"]].role
         assert role is not None
         spec = node.meta["spec"]
         found.append(_groups(program, role, sizes, spec.rows if isinstance(spec, TensorSpec) else 1))
@@ -91,9 +91,9 @@ def _norms(program: Program) -> Iterator[fx.Node]:
             yield node
 
 
-def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
+def _groups(program: PlacedProgram, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
     """What the ranks of a role have before them at once: of each group in each turn."""
-    plan = program.required_plan
+    plan = program.plan
     now = Rank(0, 1, bounds=plan.batch_offsets[plan.reader])
     now.begin(sizes)
     ranks = plan.roles[role]
@@ -114,7 +114,7 @@ def _groups(program: Program, role: str, sizes: Sequence[int], rows: int) -> lis
     return found
 
 
-def _further_turns(program: Program, sizes: Sequence[int]) -> dict[str, int]:
+def _further_turns(program: PlacedProgram, sizes: Sequence[int]) -> dict[str, int]:
     """BatchNorm module -> how often more than once the first replica runs it in a step: once for each further turn."""
     found: dict[str, int] = {}
     calls = iter(norm_groups(program, sizes))
@@ -133,7 +133,7 @@ def _count(module: nn.Module, batches: int) -> None:
 
 
 def reference(
-    program: Program,
+    program: PlacedProgram,
     model: nn.Module,
     loss: Loss,
     batches: Sequence[Mapping[str, Tensor]],
@@ -167,7 +167,7 @@ def reference(
 
 
 def in_double(
-    program: Program,
+    program: PlacedProgram,
     model: nn.Module,
     loss: Loss,
     batches: Sequence[Mapping[str, Tensor]],

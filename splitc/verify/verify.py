@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from splitc.capture.capture import Loss
 from splitc.ir import comm_ops
-from splitc.ir.program import Program
+from splitc.ir.program import PlacedProgram, Program
 from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import part_of
@@ -73,7 +73,7 @@ class Verification:
 
 
 def verify_program(
-    program: Program,
+    program: PlacedProgram,
     files: Mapping[str, str],
     model: nn.Module,
     loss: Loss,
@@ -89,7 +89,7 @@ def verify_program(
     example: the program's inputs by name, one reader's batch; further data is drawn from it.  sizes: examples that each
     reader gives to a step.
     """
-    plan = program.required_plan
+    plan = program.plan
     sizes = tuple(sizes) if sizes is not None else plan.local_batches
     batches = [_global_batch(example, sum(sizes), seed + step) for step in range(steps)]
     names = [i.name for i in program.inputs]
@@ -215,7 +215,7 @@ def _state_errors(
 
 
 def _compare(
-    program: Program,
+    program: PlacedProgram,
     expected: Trial,
     trials: Sequence[Trial],
     states: Sequence[Mapping[str, Tensor]],
@@ -253,13 +253,15 @@ def _compare(
         sum(sizes),
         " under autocast to ".join(str(d).removeprefix("torch.") for d in (dtype, program.autocast) if d),
         processes,
-        (*_notes(program, sizes, zero), *(_rounding(dtype) if not holds and program.required_plan.exact else ())),
+        (*_notes(program, sizes, zero), *(_rounding(dtype) if not holds and program.plan.exact else ())),
         "" if holds else _where(program, trials, expected, exact, tolerance),
     )
 
 
-def _where(program: Program, trials: Sequence[Trial], expected: Trial, exact: Trial | None, tolerance: float) -> str:
-    if not program.required_plan.exact:
+def _where(
+    program: PlacedProgram, trials: Sequence[Trial], expected: Trial, exact: Trial | None, tolerance: float
+) -> str:
+    if not program.plan.exact:
         return "updates=every, which makes this plan approximate by design; updates=once is exact"
     return _suspect(program, trials, expected, exact, tolerance)
 
@@ -271,11 +273,11 @@ def _rounding(dtype: torch.dtype) -> tuple[str, ...]:
     return ("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 tells",)
 
 
-def _notes(program: Program, sizes: Sequence[int], zero: set[str]) -> tuple[str, ...]:
+def _notes(program: PlacedProgram, sizes: Sequence[int], zero: set[str]) -> tuple[str, ...]:
     notes = []
-    if not program.required_plan.exact:
+    if not program.plan.exact:
         notes.append("this plan is approximate: an update in every turn is not the training of one process")
-    if (whole := program.required_plan.global_batch) > sum(sizes):
+    if (whole := program.plan.global_batch) > sum(sizes):
         notes.append(f"with {sum(sizes)} of the plan's {whole} examples a step, in its proportions")
     if zero:
         notes.append(f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}")

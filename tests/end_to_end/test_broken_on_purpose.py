@@ -20,7 +20,7 @@ from splitc.checks.graph import (
 from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
 from splitc.ir.actions import Action
-from splitc.ir.pass_manager import run_passes
+from splitc.ir.pass_manager import run_pass
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.schedule import Schedule
 from splitc.passes.split_ranks import SplitRanks
@@ -86,7 +86,7 @@ def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
             )
 
     with pytest.raises(InternalError, match=r"schedule broke the program(.|\n)*circle"):
-        run_passes(separated().program, [Backwards()])
+        run_pass(Backwards(), separated().program)
 
 
 def test_a_value_read_across_roles_without_send_is_named() -> None:
@@ -109,7 +109,7 @@ def test_a_node_lost_in_the_split_is_named() -> None:
             return program
 
     with pytest.raises(InternalError, match=r"split-ranks broke the program(.|\n)*head_1"):
-        run_passes(separated().program, [Forgetful()])
+        run_pass(Forgetful(), separated().program)
 
 
 def test_a_cut_in_a_pass_that_forgets_its_sends_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_a_cut_in_a_pass_that_forgets_its_sends_is_refused() -> None:
     whole = compiled(Net(), (x,), y, F.cross_entropy, 3, "layer_separation").program
     fresh = capture(Net(), (x,), y, F.cross_entropy)
     with pytest.raises(InternalError, match=r"insert-comm broke the program(.|\n)*without send and recv"):
-        run_passes(replace(fresh, plan=whole.plan, loss_terms=whole.loss_terms), [Silent()])
+        run_pass(Silent(), replace(fresh, loss_terms=whole.loss_terms).placed(whole.plan))
 
 
 def test_a_gradient_that_is_not_summed_is_named_by_the_checker() -> None:
@@ -150,7 +150,7 @@ def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_messag
         separated(1, 1),
         conv=(
             'd_cut0 = comm.recv("fc", (-1, 36), torch.float32)',
-            'd_cut0 = comm.recv("fc", (-1, 36), torch.float32)\n    rank.recv("fc", (-1, 1), torch.float32)',
+            'd_cut0 = comm.recv("fc", (-1, 36), torch.float32)\n    comm.recv("fc", (-1, 1), torch.float32)',
         ),
     )
     with pytest.raises(Deadlock, match="rank 0"):

@@ -15,8 +15,8 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
 from splitc.ir import comm_ops
 from splitc.ir.pass_manager import run_passes
-from splitc.ir.program import Program
-from splitc.passes.rewriting import rewrites
+from splitc.ir.program import PlacedProgram
+from splitc.passes.rewriting import ON_THE_GRAPH
 from splitc.passes.shard_layers import ShardLayers
 from tests.end_to_end.test_broken_strategies import entered, late, mixed, rows, sharded
 
@@ -85,7 +85,7 @@ def test_a_pass_that_forgets_a_node_of_a_divided_layer_does_not_leave_the_compil
     make: Callable[[], CompiledProgram], lost: Callable[..., object], words: str
 ) -> None:
     class Forgetful(ShardLayers):
-        def run(self, program: Program) -> Program:
+        def run(self, program: PlacedProgram) -> PlacedProgram:
             program = super().run(program)
             _cut_out(program.graph, lost)
             return program
@@ -97,7 +97,7 @@ def test_a_pass_that_forgets_a_node_of_a_divided_layer_does_not_leave_the_compil
 @pytest.mark.parametrize(("features", "words"), [(14, "never summed over the group"), (5, "has the whole of it")])
 def test_a_flag_that_says_the_wrong_of_a_gradient_does_not_leave_the_compiler(features: int, words: str) -> None:
     class Mistaken(ShardLayers):
-        def run(self, program: Program) -> Program:
+        def run(self, program: PlacedProgram) -> PlacedProgram:
             program = super().run(program)
             (node,) = (
                 n for n in program.graph.nodes if n.target is comm_ops.shard and n.kwargs["features"] == features
@@ -109,11 +109,12 @@ def test_a_flag_that_says_the_wrong_of_a_gradient_does_not_leave_the_compiler(fe
         rewritten_by(sharded(), Mistaken())
 
 
-def rewritten_by(whole: CompiledProgram, broken: ShardLayers) -> Program:
+def rewritten_by(whole: CompiledProgram, broken: ShardLayers) -> PlacedProgram:
     """The program, from its plan on, with a broken pass in place of its own."""
     fresh = capture(whole._model, whole._example, whole._target, whole._loss)
-    fresh = replace(fresh, plan=whole.plan, loss_terms=whole.program.loss_terms, costs=whole.program.costs)
-    return run_passes(fresh, [broken if isinstance(each, ShardLayers) else each for each in rewrites()])
+    fresh = replace(fresh, loss_terms=whole.program.loss_terms, costs=whole.program.costs)
+    passes = [broken if isinstance(each, ShardLayers) else each for each in ON_THE_GRAPH]
+    return run_passes(fresh.placed(whole.plan), passes)
 
 
 MAKERS: dict[Callable[..., object], Callable[[], CompiledProgram]] = {

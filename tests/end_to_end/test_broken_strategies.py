@@ -14,7 +14,7 @@ from splitc.checks.graph import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
 from splitc.ir.actions import Action
 from splitc.ir.plan import Placement
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 from splitc.passes.schedule import Schedule
 from splitc.runtime.transport.base import Mismatch
 from tests.support.compiled import compiled
@@ -183,14 +183,14 @@ def test_ranks_that_do_not_sum_the_same_gradients_are_told_apart() -> None:
 # -- actions -----------------------------------------------------------------------------------------------------------
 
 
-def without(program: Program, dropped: str) -> Program:
+def without(program: LoweredProgram, dropped: str) -> LoweredProgram:
     """The program without an action, in its printed form, in every part."""
     parts = [replace(p, actions=tuple(a for a in p.actions if str(a) != dropped)) for p in program.rank_programs]
     assert parts != list(program.rank_programs), f"{dropped} is no action"
     return replace(program, rank_programs=tuple(parts))
 
 
-def swapped(program: Program, first: str, second: str) -> Program:
+def swapped(program: LoweredProgram, first: str, second: str) -> LoweredProgram:
     """The program with two actions in each other's place, in every part that has both."""
 
     def swap(actions: tuple[Action, ...]) -> tuple[Action, ...]:

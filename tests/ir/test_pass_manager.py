@@ -12,7 +12,7 @@ from torch import nn
 
 from splitc import units
 from splitc.capture.capture import capture
-from splitc.checks.graph import has_costs, has_plan
+from splitc.checks.graph import has_costs
 from splitc.errors import InternalError
 from splitc.ir.pass_manager import Check, Pass, run_passes
 from splitc.ir.program import Program
@@ -25,7 +25,7 @@ def program() -> Program:
 
 
 @dataclass(frozen=True)
-class Rename(Pass):
+class Rename(Pass[Program, Program]):
     name: ClassVar[str] = "rename"
     to: str = "other"
 
@@ -34,8 +34,8 @@ class Rename(Pass):
 
 
 @dataclass(frozen=True)
-class NeedsPlan(Rename):
-    requires: ClassVar[tuple[Check, ...]] = (has_plan,)
+class NeedsCosts(Rename):
+    requires: ClassVar[tuple[Check, ...]] = (has_costs,)
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def test_passes_run_in_order_and_leave_the_program_given_as_it_was() -> None:
 
 
 def test_a_pass_that_cannot_start_names_what_is_missing() -> None:
-    with pytest.raises(InternalError, match=r"cannot start:\n  - has_plan: no pass has filled the plan"):
-        run_passes(program(), [NeedsPlan()])
+    with pytest.raises(InternalError, match=r"rename cannot start:\n  - has_costs: layer 0 .* has no price"):
+        run_passes(program(), [NeedsCosts()])
 
 
 def test_a_broken_promise_names_the_pass_and_every_problem() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
 from splitc.ir.plan import Placement
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import WireOp, wire
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
@@ -154,7 +154,7 @@ def test_so_it_does_with_values_that_have_a_time_dimension(strategy: str) -> Non
 # -- the closed forms of the papers ------------------------------------------------------------------------------------
 
 
-def ops_of(program: Program, rank: int, *words: str) -> list[WireOp]:
+def ops_of(program: LoweredProgram, rank: int, *words: str) -> list[WireOp]:
     """The operations of a rank whose label has one of `words`."""
     return [op for op in wire(program, rank) if any(word in op.label for word in words)]
 
@@ -264,7 +264,7 @@ def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_lay
 def test_late_multiply_of_values_with_a_time_dimension_gathers_all_their_rows() -> None:
     x, y = tokens(4)
     program = compiled(Tokens(), (x,), y, token_loss, 3, "late_multiply", pins={"*": Placement()}).program
-    late = {name for name, place in program.required_plan.placements.items() if place.sync == "late_multiply"}
+    late = {name for name, place in program.plan.placements.items() if place.sync == "late_multiply"}
     assert late <= {"up", "down"} and late
     for layer, (wide, narrow) in {"up": (6, 9), "down": (9, 7)}.items():
         shapes = [op.shape for op in ops_of(program, 0, f".{layer}[")]

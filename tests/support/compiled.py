@@ -10,7 +10,7 @@ from torch import nn
 
 from splitc.compiled import CompiledProgram, Settings, analyse, specialise
 from splitc.ir.actions import Action
-from splitc.ir.program import Program, RankProgram
+from splitc.ir.program import LoweredProgram, Program, RankProgram
 
 CLUSTER = "v100-10gbe"
 
@@ -42,7 +42,7 @@ def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledPr
     return program
 
 
-def with_actions(program: Program, **actions: list[Action]) -> Program:
+def with_actions(program: LoweredProgram, **actions: list[Action]) -> LoweredProgram:
     """The program with other action lists of its parts: `fc=[...]`."""
 
     def edited(part: RankProgram) -> RankProgram:
@@ -52,7 +52,7 @@ def with_actions(program: Program, **actions: list[Action]) -> Program:
     return replace(program, rank_programs=tuple(map(edited, program.rank_programs)))
 
 
-def actions_of(program: Program, name: str) -> list[Action]:
+def actions_of(program: LoweredProgram, name: str) -> list[Action]:
     """The action list of a part."""
     return list(next(part for part in program.rank_programs if part.name == name).actions)
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.costs import CostLine, LayerCost, OpCost
-from splitc.ir.pass_manager import run_passes
+from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Candidate, Plan
 from splitc.ir.program import Input, Layer, Program, StateTensor, TensorSpec
 from splitc.ir.strategies import LayerSeparation, Strategy
@@ -120,7 +120,7 @@ def place(
     """The plan that the pass `Place` makes; a layer separation on the toy cluster, unless told."""
     strategy = LayerSeparation() if strategy is None else strategy
     pass_ = Place(cluster or small_cluster(), world, strategy, **options)
-    return run_passes(program, [pass_]).required_plan
+    return run_pass(pass_, program).plan
 
 
 def fc_layers(plan: Plan) -> set[str]:

@@ -22,7 +22,7 @@ from splitc.cost_models.papers.ist import (
     ist_nbytes,
 )
 from splitc.errors import CostError
-from splitc.ir.pass_manager import run_passes
+from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import MeasureCosts
 
@@ -37,7 +37,7 @@ def network() -> Program:
     with torch.device("meta"):
         model = MLP(inputs, hidden, labels)
     program = capture(model.to_empty(device="cpu"), (given[0],), given[1], F.cross_entropy)
-    return run_passes(program, [MeasureCosts()])
+    return run_pass(MeasureCosts(), program)
 
 
 def subnets(N: tuple[int, ...], n: int, seed: int) -> list[list[int]]:

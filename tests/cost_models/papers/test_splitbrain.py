@@ -78,7 +78,7 @@ def test_a_rank_of_a_compiled_program_holds_what_the_formula_says(mp: int) -> No
     program = compiled(
         SplitBrainVGG(), *given, F.cross_entropy, 8, f"modulo_shard(mp={mp})", analysed=splitbrain_vgg(), pins=pins
     ).program
-    divided = [name for name, place in program.required_plan.placements.items() if place.holding == "sharded"]
+    divided = [name for name, place in program.plan.placements.items() if place.holding == "sharded"]
     assert {"fc0", "fc1"} <= set(divided)
     expected = 4 * held(variant().P, variant().parameters(divided), mp)
     fullest = max(Figures(program).rank(rank)["parameter_bytes"] for rank in range(8))

@@ -15,7 +15,7 @@ from splitc.compiled import analyse
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
-from splitc.ir.pass_manager import run_passes
+from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.program import Program
 from splitc.ir.strategies import ModuloShard, parse_strategy
@@ -23,7 +23,6 @@ from splitc.passes.place import Place
 from splitc.passes.planner.modulo_family import modulo_shard
 from splitc.passes.planner.pricing import Pricing
 from splitc.passes.planner.request import Request
-from splitc.passes.rewriting import rewrites
 from splitc.report.figures import Figures
 from tests.support.compiled import compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
@@ -53,7 +52,7 @@ def place(
     program: Program, strategy: str, world: int = 4, cluster: Cluster | str = "v100-10gbe", **options: Any
 ) -> Plan:
     known = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    return run_passes(program, [Place(known, world, parse_strategy(strategy), **options)]).required_plan
+    return run_pass(Place(known, world, parse_strategy(strategy), **options), program).plan
 
 
 def syncs(plan: Plan) -> dict[str, str | None]:
@@ -165,9 +164,7 @@ def test_so_they_do_as_the_planner_divides_them(size: int, most: float) -> None:
 def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name() -> None:
     """fc1 has 4 MB and puts out 8 kB for a rank's batch of 2; gathering them takes longer than dividing it saves."""
     request = Request(splitbrain_vgg(), load_cluster("v100-10gbe"), 8)
-    offers = {
-        by_name: modulo_shard(Pricing(request, rewrites), ModuloShard(8), by_name=by_name) for by_name in (True, False)
-    }
+    offers = {by_name: modulo_shard(Pricing(request), ModuloShard(8), by_name=by_name) for by_name in (True, False)}
     assert offers[True].placements["fc1"].holding == "sharded"
     assert offers[False].placements["fc1"].holding == "replicated"
     assert offers[False].step_seconds < offers[True].step_seconds

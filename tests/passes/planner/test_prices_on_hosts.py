@@ -10,7 +10,7 @@ import pytest
 
 from splitc.cost_models.network.alpha_beta import recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Link, Rate, Unlike
-from splitc.ir.program import Program
+from splitc.ir.program import LoweredProgram
 from splitc.ir.strategies import (
     DataParallel,
     HybridSingle,
@@ -51,7 +51,7 @@ def seconds(cluster: Cluster, strategy: Strategy = SEPARATE) -> float:
 
 
 @cache
-def program_of(strategy: str) -> Program:
+def program_of(strategy: str) -> LoweredProgram:
     """What four ranks run, planned elsewhere."""
     return planned(4, strategy).program
 

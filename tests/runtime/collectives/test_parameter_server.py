@@ -25,13 +25,14 @@ from splitc.compiled import CompiledProgram, Settings, analyse
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
 from splitc.ir.graph import copy_graph
-from splitc.ir.pass_manager import run_passes
+from splitc.ir.pass_manager import run_pass, run_passes
 from splitc.ir.plan import SERVER, Placement, Plan, share_out
 from splitc.ir.program import Layer
 from splitc.ir.server_rows import pieces
 from splitc.ir.wire import wire
 from splitc.passes.bucket_gradients import BucketGradients
-from splitc.passes.rewriting import rewrites
+from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
+from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.use_plan import UsePlan
 from splitc.runtime.collectives import parameter_server as machinery
 from splitc.runtime.transport.base import Transport
@@ -159,8 +160,9 @@ def served(
 
 def with_plan(model: nn.Module, plan: Plan, known: Any, x: Tensor, y: Tensor, nbytes: int = 900) -> CompiledProgram:
     """Buckets of `nbytes`, so that a small model has several."""
-    passes = [BucketGradients(nbytes) if isinstance(each, BucketGradients) else each for each in rewrites()]
-    program = run_passes(known, [UsePlan(plan, ""), *passes])
+    placed = run_passes(run_pass(UsePlan(plan, ""), known), ON_THE_GRAPH)
+    passes = [BucketGradients(nbytes) if isinstance(each, BucketGradients) else each for each in ON_THE_STAGES]
+    program = run_passes(run_pass(SplitRanks(), placed), passes)
     return CompiledProgram(program, model, F.cross_entropy, (x,), y, Settings(plan.world, cluster=CLUSTER))
 
 
@@ -499,7 +501,7 @@ def test_a_bucket_that_nobody_waits_for_is_named() -> None:
 )
 def test_a_plan_whose_servers_cannot_serve_is_refused(servers: tuple[int, ...], words: str) -> None:
     program = served(ConvNet(), (0, 1, 2), (3,)).program
-    broken = replace(program, plan=replace(program.required_plan, servers=servers))
+    broken = replace(program, plan=replace(program.plan, servers=servers))
     assert any(words in problem for problem in every_layer_placed(broken))
 
 
