@@ -174,7 +174,7 @@ def test_only_rank_0_reads_data_to_compile() -> None:
     class Watching(TensorDataset):
         def __getitem__(self, k: Any) -> Any:
             read.append(k)
-            return super().__getitem__(k)
+            return super().__getitem__(k)  # type: ignore[no-untyped-call]
 
     read: list[Any] = []
     dataset = Watching(*batch_of(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,8 +119,8 @@ def test_leftovers_are_the_beds_of_processes_that_are_gone() -> None:
 
 
 def test_without_root_the_bed_says_so_and_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed_module.sys, "platform", "linux")
-    monkeypatch.setattr(bed_module.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(bed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
     with pytest.raises(BedError, match="needs root: run it with sudo"), Bed(2):
         pass
@@ -127,9 +128,9 @@ def test_without_root_the_bed_says_so_and_makes_nothing(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("missing", "rate"), [("ip", None), ("tc", 1e6)])
 def test_a_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, rate: float | None) -> None:
-    monkeypatch.setattr(bed_module.sys, "platform", "linux")
-    monkeypatch.setattr(bed_module.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(bed_module.shutil, "which", lambda name: None if name == missing else f"/bin/{name}")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else f"/bin/{name}")
     monkeypatch.setattr(bed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
     with pytest.raises(BedError, match=f"the command {missing}: install iproute2"), Bed(2, rate=rate):
         pass

@@ -115,7 +115,7 @@ def test_several_targets_are_numbered() -> None:
 
 def test_an_argument_that_is_no_tensor_is_part_of_the_model() -> None:
     class Net(nn.Linear):
-        def forward(self, x: Tensor, times: int, name: str = "") -> Tensor:
+        def forward(self, x: Tensor, times: int = 1, name: str = "") -> Tensor:
             return super().forward(x) * times
 
     program = captured(Net(8, CLASSES), (vectors()(), 3), labels()(), F.cross_entropy)
@@ -218,7 +218,7 @@ def test_a_model_in_evaluation_mode_is_captured_without_its_dropout() -> None:
 
 
 def test_forward_hooks_are_part_of_the_model_its_own_too() -> None:
-    model = Made(lambda m, x: m.fc(m.a(x)), a=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
+    model: Any = Made(lambda m, x: m.fc(m.a(x)), a=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
     model.a.register_forward_hook(lambda module, inputs, output: output * 2)
     model.fc.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
     model.register_forward_hook(lambda module, inputs, output: output * 3)
@@ -231,7 +231,7 @@ def test_capturing_under_no_grad_is_capturing() -> None:
 
 
 def test_capturing_leaves_the_model_as_it_was() -> None:
-    model = SmallVGG()
+    model: Any = SmallVGG()
     model.history = [1]
     before = copy.deepcopy(model.state_dict())
     captured(model, images()(), labels()(), F.cross_entropy)

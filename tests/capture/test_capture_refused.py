@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ def linear(m: Any, x: Tensor) -> Tensor:
     return m.fc(x)
 
 
-def small(**children: Any) -> nn.Module:
+def small(**children: Any) -> Any:
     return Made(linear, **{"fc": nn.Linear(8, CLASSES), **children})
 
 
 def scripted() -> nn.Module:
     with pytest.warns(DeprecationWarning):
-        return torch.jit.script(nn.Sequential(nn.Linear(8, CLASSES)))
+        model: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(8, CLASSES)))
+    return model
 
 
 def hooked(kind: str) -> nn.Module:
@@ -47,13 +49,13 @@ def unlucky_name() -> nn.Module:
     return model
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data_parallel": (
         lambda: nn.DataParallel(small()),
         "DataParallel hides the model: give compile() what is inside it, model.module",
     ),
     "compiled": (
-        lambda: torch.compile(small(), backend="eager"),
+        lambda: cast(nn.Module, torch.compile(small(), backend="eager")),
         "OptimizedModule hides the model: give compile() what is inside it, model._orig_mod",
     ),
     "scripted": (scripted, "RecursiveScriptModule has no Python to trace: give compile() the model it was made from"),

@@ -21,7 +21,7 @@ def layers(program: Program) -> dict[str, tuple[str, ...]]:
     return {layer.name: layer.nodes for layer in program.layers}
 
 
-def made(run: Any, **children: Any) -> nn.Module:
+def made(run: Any, **children: Any) -> Any:
     return Made(run, **children)
 
 

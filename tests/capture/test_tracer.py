@@ -28,7 +28,7 @@ def batch(*shape: int) -> Tensor:
 def sizes(m: Any, x: Tensor) -> Tensor:
     B, T, C = x.shape
     assert isinstance(x.shape, torch.Size) and x.ndim == len(x.shape) == 3 and x.dim() == 3
-    assert x.size()[1:] == (T, C) and x.shape[1:].numel() == T * C and T == 6
+    assert x.size()[1:] == (T, C) and x.shape[1:].numel() == T * C and T == 6  # type: ignore[attr-defined]
     y = m.a(x.reshape(B * T, C)).view(B, T, -1)
     y = y.reshape(*x.shape[:-1], 2, 4).flatten(2).view(x.size(dim=0), *y.shape[1:])
     y = y * (y.numel() / x.shape.numel()) + y.new_zeros(y.shape) + torch.zeros(B, 1, C, device=x.device)

@@ -268,7 +268,7 @@ def test_one_example_is_enough() -> None:
 
 
 def test_a_steady_model_drops_nothing_counts_nothing_and_is_given_back_as_it_was() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.AlphaDropout())
+    model: Any = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.AlphaDropout())
     x = rows()
     with steady(model):
         model.note = 1

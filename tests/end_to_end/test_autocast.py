@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import splitc
 from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram, analyse, fingerprint
+from splitc.deferred import DeferredProgram
 from splitc.errors import CaptureError, LaunchError
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.wire import wire
@@ -58,14 +59,14 @@ class Perceptron(nn.Module):
 
 
 @cache
-def analysed(kind: type[nn.Module], autocast: torch.dtype | None) -> tuple[nn.Module, Tensor, Tensor, Program]:
+def analysed(kind: Callable[[], nn.Module], autocast: torch.dtype | None) -> tuple[nn.Module, Tensor, Tensor, Program]:
     """A model, its batch and what is known of it, once for all plans."""
     model, (images, labels) = kind(), batch_of(4)
     return model, images, labels, analyse(model, (images,), labels, F.cross_entropy, autocast=autocast)
 
 
 def program(
-    strategy: str, kind: type[nn.Module] = Net, autocast: torch.dtype | None = BF16, **options: Any
+    strategy: str, kind: Callable[[], nn.Module] = Net, autocast: torch.dtype | None = BF16, **options: Any
 ) -> CompiledProgram:
     model, images, labels, known = analysed(kind, autocast)
     world = STRATEGIES[strategy]
@@ -319,6 +320,7 @@ def test_a_plan_tells_what_to_compile_it_with(tmp_path: Path) -> None:
 
 def test_a_program_without_an_example_keeps_autocast_for_its_first_batch() -> None:
     deferred = splitc.compile(Net(), 2, loss=F.cross_entropy, strategy="data_parallel", cluster=CLUSTER, autocast=BF16)
+    assert isinstance(deferred, DeferredProgram)
     assert deferred.compile(batch_of(4)).program.autocast == BF16
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def small_alexnet() -> nn.Module:
     return alexnet(width=0.05, num_classes=10)
 
 
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = {
     "alexnet": (small_alexnet, (3, 3, 96, 96), F.cross_entropy),
     "vgg_bn": (small_vgg, (4, 3, 32, 32), F.cross_entropy),
     "mlp": (lambda: mlp(hidden=(32, 24, 48)), (4, 3, 32, 32), F.cross_entropy),
@@ -51,7 +53,7 @@ MODELS = {
 
 
 @cache
-def analysed(name: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor, object, Program]:
+def analysed(name: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor, Any, Program]:
     """A model, its batch and what is known of it, once for all plans."""
     make, shape, loss = MODELS[name]
     model = make().to(dtype)

@@ -122,7 +122,7 @@ def test_a_transformers_head_may_be_its_embedding() -> None:
 
 
 def test_a_transformer_looks_back_only() -> None:
-    model = transformer(width=16, depth=2, **WORDS).eval()
+    model = transformer(width=16, depth=2, vocabulary=50, time=12).eval()
     tokens = torch.randint(50, (1, 12))
     later = tokens.clone()
     later[0, 7:] = 0
@@ -132,4 +132,4 @@ def test_a_transformer_looks_back_only() -> None:
 def test_a_recommenders_indices_are_drawn_from_its_tables() -> None:
     program = captured("recommender")
     assert {i.name: i.high for i in program.inputs if i.high} == {"user": 40, "item": 30, "category": 5, "seen": 30}
-    assert recommender().get_submodule("users").weight.numel() > 6e6
+    assert recommender().get_parameter("users.weight").numel() > 6e6

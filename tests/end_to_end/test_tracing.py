@@ -22,7 +22,7 @@ class OddNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8))
-        self.keys = nn.Module()
+        self.keys: Any = nn.Module()
         self.keys.values = nn.Linear(8, CLASSES)
         self.register_buffer("shift", torch.randn(CLASSES), persistent=False)
 

@@ -48,7 +48,7 @@ class DeepNetworkWithAQuiteRemarkablyLongNameThatGoesOnAndOnForMoreThanEightyCol
         x = self.stem(x)
         for block in self.encoder:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
 from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.transport.base import PeerLost, Transport
-from tests.support.ranks import Watched, connected, on_ranks, on_seats, plan_of, rank_of
+from tests.support.ranks import connected, on_ranks, on_seats, plan_of, rank_of
 
 ONE_TO_ONE = plan_of(conv=(0, 4), fc=(0, 4))
 MANY_TO_ONE = plan_of(conv=(0, 3, 8), fc=(0, 8))
@@ -147,7 +148,7 @@ def test_a_received_tensor_is_contiguous_has_its_dtype_and_asks_for_no_gradient(
 def test_a_step_ends_only_when_all_that_it_sent_has_left() -> None:
     def sender(transport: Transport) -> list[bool]:
         rank = connected(ONE_TO_ONE, transport)
-        works: list[Watched] = []
+        works: list[Any] = []
         start = transport._isend
         transport._isend = lambda *message: works.append(start(*message)) or works[-1]  # type: ignore[method-assign,func-returns-value]
         (seat,) = rank.comms

@@ -364,7 +364,9 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
     inputs = torch.randn(16, 3)
 
     def run(seat: RoleComm) -> tuple[list[Tensor], list[str]]:
-        stage, told, gradients = nn.Linear(3, 1, bias=False), [], []
+        stage = nn.Linear(3, 1, bias=False)
+        told: list[str] = []
+        gradients: list[Tensor] = []
         seat.rank.update = told.append
         first, last = seat.examples
         for _ in seat.turns(2):

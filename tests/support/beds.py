@@ -63,7 +63,7 @@ class OnLoopback(Bed):
         env = {**os.environ, **self.environment(rank)}
         process = subprocess.Popen(argv, bufsize=0, env=env, **options)  # type: ignore[call-overload]
         self._processes[rank].append(process)
-        return process  # type: ignore[no-any-return]
+        return process
 
     def bytes_sent(self, rank: int) -> int:
         return 0

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def assert_same_training(program: Program, model: nn.Module, example: Any, targe
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), f"only one of the two has a gradient of {name}"
         if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, msg=lambda text, name=name: f"the gradient of {name}: {text}")
-    for (name, a), b in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"the buffer {name}: {text}")
+            torch.testing.assert_close(a.grad, b.grad, msg=partial("the gradient of {}: {}".format, name))
+    for (name, left), right in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(left, right, msg=partial("the buffer {}: {}".format, name))
 
 
 def with_constants(root: nn.Module, program: Program) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, get_worker_info
 
 import splitc
+from splitc.deferred import DeferredWorker
 from splitc.runtime.launch.main import save
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER
@@ -33,7 +34,7 @@ class Perceptron(nn.Module):
             self.first, self.second, self.unused = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+        return self.second(self.first(x).relu())
 
 
 class Examples(TensorDataset):
@@ -43,10 +44,11 @@ class Examples(TensorDataset):
         generator = torch.Generator().manual_seed(3)
         super().__init__(torch.randn(16, 6, generator=generator), torch.randint(0, 3, (16,), generator=generator))
 
-    def __getitem__(self, k: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, k: int | slice) -> tuple[Tensor, ...]:
         if get_worker_info() is not None:
             note_pid()
-        return super().__getitem__(k)
+        values: tuple[Tensor, ...] = super().__getitem__(k)  # type: ignore[no-untyped-call]
+        return values
 
 
 def note_pid() -> None:
@@ -83,16 +85,15 @@ def main(folder: Path) -> None:
     """Train by a worker of a compiled program, then by one that compiles on its first batch; keep what rank 0 saw."""
     model = Perceptron(seed=5 + int(os.environ["RANK"]))  # rank 0's weights count
     x, y = Examples()[:BATCH]
-    settings = {"strategy": SEPARATION, "cluster": CLUSTER}
-    compiled = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, **settings)
+    compiled = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
     train(compiled.worker(sgd), folder / "compiled.pt", BATCH)
-    deferred = splitc.compile(model, WORLD, loss=F.cross_entropy, **settings)
+    deferred = splitc.compile(model, WORLD, loss=F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
     worker = deferred.worker(sgd)
     train(worker, folder / "deferred.pt", BATCH)
     worker.rank.transport.close()
 
 
-def train(worker: Worker, path: Path, batch: int) -> None:
+def train(worker: Worker | DeferredWorker, path: Path, batch: int) -> None:
     losses = [float(worker.step(*part)) for part in worker.shard(Examples(), batch, shuffle=False)]
     state = worker.state_dict()
     save(None if state is None else {**state, "losses": torch.tensor(losses, dtype=torch.float64)}, path)

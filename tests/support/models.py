@@ -184,6 +184,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, width)
         self.drop = nn.Dropout(0.1)
         self.heads = heads
+        self.bias: Tensor
         self.register_buffer(
             "bias", torch.tril(torch.ones(length, length)).view(1, 1, length, length), persistent=False
         )
@@ -268,6 +269,7 @@ class Functional(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2)])
         self.scales = nn.ParameterDict({"left": nn.Parameter(torch.ones(8)), "right": nn.Parameter(torch.ones(8))})
         self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.shift: Tensor
         self.register_buffer("shift", torch.randn(8))
         self.head = nn.Parameter(torch.randn(CLASSES, 8))
 
@@ -324,7 +326,7 @@ class OwnLoss(nn.Module):
         return loss + 1e-3 * penalty
 
 
-def made(run: Callable[..., Any], **children: Any) -> nn.Module:
+def made(run: Callable[..., Any], **children: Any) -> Any:
     """A model whose forward is `run`, with linear layers `a` (8 -> 8) and `fc` (8 -> CLASSES)."""
     return Made(run, **{"a": nn.Linear(8, 8), "fc": nn.Linear(8, CLASSES), **children})
 

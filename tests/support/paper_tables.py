@@ -110,8 +110,8 @@ def stanza_2() -> Iterable[list[str]]:
     yield ["model", "", "paper", "counted", ""]
     for model, conv, fc in (("AlexNet", 2.47e6, 5.86e7), ("VGG-16", 1.47e7, 1.24e8)):
         parts = counted(model)
-        for name, paper, ours in (("conv", conv, parts.P_c), ("fc", fc, parts.P - parts.P_c)):
-            yield [model, f"{name} parameters", f"{paper:.2e}", f"{ours:.3e}", _off(ours, paper)]
+        for name, paper, P in (("conv", conv, parts.P_c), ("fc", fc, parts.P - parts.P_c)):
+            yield [model, f"{name} parameters", f"{paper:.2e}", f"{P:.3e}", _off(P, paper)]
     for model, unit, conv, fc in (("AlexNet", 1, 1.35e9, 1.17e8), ("VGG-16", 2, 1.09e10, 1.21e8)):
         parts = counted(model)
         what = {1: "FLOPs", 2: "multiply-adds"}[unit]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -255,6 +255,4 @@ def assert_same(got: Mapping[str, Tensor] | None, expected: Mapping[str, Tensor]
     assert got is not None
     assert list(got) == list(expected)
     for key, tensor in expected.items():
-        torch.testing.assert_close(
-            got[key], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}"
-        )
+        torch.testing.assert_close(got[key], tensor, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, key))

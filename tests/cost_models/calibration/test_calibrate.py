@@ -388,13 +388,13 @@ def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster(monkeypatch: pyt
         return DeviceFit(DEVICE, (Residual("products", 1.0, 1.1),))
 
     monkeypatch.setattr(calibration, "measure_device", measure_device)
-    said: list[str] = []
-    found = run_ranks(2, lambda t: calibrate(t, 1.0, said.append if t.rank == 0 else str, name="mine"))
+    said: list[list[str]] = [[], []]
+    found = run_ranks(2, lambda t: calibrate(t, 1.0, said[t.rank].append, name="mine"))
     assert found[0] == found[1]
     cluster = reads_back(found[0].cluster)
     assert cluster.name == "mine" and "2 ranks" in cluster.source
     assert set(cluster.link.collectives) == set(COLLECTIVES)
-    assert "device, products" in said and any("messages" in text for text in said)
+    assert "device, products" in said[0] and any("messages" in text for text in said[0])
     assert [each.what for each in found[0].residuals].count("products") == 1
 
 

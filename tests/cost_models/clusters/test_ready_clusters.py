@@ -128,7 +128,7 @@ def test_unequal_ranks_are_priced_by_the_slowest_of_them() -> None:
 
 def test_the_docs_list_every_cluster_with_the_ranks_of_its_hosts() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
-    listed = {}
+    listed: dict[str, int] = {}
     for names, _, ranks in re.findall(r"^\| (`.*`) \| (.*) \| (\d+).* \|$", page, re.MULTILINE):
         listed |= dict.fromkeys(re.findall(r"`(.*?)`", names), int(ranks))
     assert listed == {name: load_cluster(name).ranks_per_host or 1 for name in known_clusters()}

@@ -93,7 +93,9 @@ def test_a_convolution_moves_images_and_weights_and_nothing_else() -> None:
         (nn.Conv2d(8, 8, 3, groups=8), 1.0, 1.0),  # depthwise
     ],
 )
-def test_channels_are_computed_in_blocks_of_sixteen(conv: nn.Module, forward: float, backward: float) -> None:
+def test_channels_are_computed_in_blocks_of_sixteen(
+    conv: nn.Conv2d | nn.ConvTranspose2d, forward: float, backward: float
+) -> None:
     x = torch.randn(2, conv.in_channels, 6, 6, requires_grad=True)
     found = {each.name: each for each in counted(lambda: conv(x))}
     for name, times in (("convolution", forward), ("convolution_backward", backward)):

@@ -53,7 +53,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
     "resnet": lambda: (resnet.resnet18(), *class_batch((4, 3, 64, 64)), F.cross_entropy),
     "transformer": lambda: (
         transformer.transformer(vocabulary=500, width=64, depth=2, time=32),
-        *(f(8, 32, 500) for f in (lambda *n: transformer.example(*n)[0], transformer.target)),
+        transformer.example(8, 32, 500),
+        transformer.target(8, 32, 500),
         transformer.loss,
     ),
 }
@@ -77,16 +78,16 @@ STRATEGIES = {
 
 
 @cache
-def example(name: str, autocast: torch.dtype | None = None) -> tuple[tuple[Any, ...], Program]:
+def example(name: str, autocast: torch.dtype | None = None) -> tuple[tuple[nn.Module, Any, Any, Any], Program]:
     """One of MODELS, and what is known of it."""
     given = MODELS[name]()
     return given, analyse(*given, autocast=autocast)
 
 
 def program(name: str, strategy: str, autocast: torch.dtype | None = None, **options: Any) -> CompiledProgram:
-    given, known = example(name, autocast)
+    (model, inputs, target, loss), known = example(name, autocast)
     world = STRATEGIES[strategy]
-    return compiled(*given, world, strategy, analysed=known, autocast=autocast, **options)
+    return compiled(model, inputs, target, loss, world, strategy, analysed=known, autocast=autocast, **options)
 
 
 def assert_as_measured(

@@ -20,6 +20,10 @@ from tests.support.models import CASES, Case, LanguageModel, labels, made, token
 from tests.support.small_programs import small_cluster
 
 
+def longer_mlp() -> nn.Module:
+    return nn.Sequential(*CASES["mlp"].model().children(), nn.Sigmoid())
+
+
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, bench = captured("branches"), pretend(monkeypatch)
     first = lines_of(program, tmp_path)
@@ -34,7 +38,9 @@ def test_another_model_with_one_new_node_runs_and_keeps_what_was_known(
     pretend(monkeypatch, 1e-3)
     lines_of(captured("mlp"), tmp_path)
     bench = pretend(monkeypatch, 5e-3)
-    other = Case(lambda: nn.Sequential(*CASES["mlp"].model(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy)
+    other = Case(
+        lambda: nn.Sequential(*CASES["mlp"].model().children(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy
+    )
     lines = lines_of(captured(other), tmp_path)
     assert bench.runs == [2, 4]
     (first,) = (m for m in [lines["0"].at(4).measured] if m is not None)
@@ -88,7 +94,9 @@ def test_two_processes_keep_what_both_measured(tmp_path: Path) -> None:
 def test_times_of_a_slower_hour_count_at_the_speed_of_that_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Case(lambda: nn.Sequential(*CASES["mlp"].model(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy)
+    two = Case(
+        lambda: nn.Sequential(*CASES["mlp"].model().children(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy
+    )
     pretend(monkeypatch, 1e-3, 0.0, 1e9)
     swift = lines_of(captured(two), tmp_path / "swift")
     lines_of(captured("mlp"), tmp_path / "mixed")

@@ -185,7 +185,7 @@ def test_no_sync_of_what_is_trained_once_is_followed() -> None:
 
 def test_groups_of_two_sizes_are_a_mixture_and_no_modulo_shard() -> None:
     pins = {"fc6": Placement(holding="sharded", group=4), "fc7": Placement(holding="sharded", group=2)}
-    plan = pinned(4, **pins)
+    plan = planned(4, "auto", pins=pins).plan
     assert plan.strategy == "mixed" and [grouping.size for grouping in plan.groups.values()] == [4, 2]
     with pytest.raises(PlacementError, match=r"asks for groups of 4 of fc6, but here all groups have 2 ranks"):
         pinned(4, "modulo_shard", **pins)

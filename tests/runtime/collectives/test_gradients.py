@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from splitc.runtime.collectives.gradients import GradientSum
-from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.base import Transport, Work
 from tests.support.ranks import connected, on_ranks, plan_of
 
+T = TypeVar("T")
 BUCKETS = (("last.weight", "last.bias"), ("first.weight", "first.bias"))
 
 
@@ -23,7 +25,7 @@ class Stage(nn.Module):
         self.aside = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu()).square().sum()  # type: ignore[no-any-return]
+        return self.last(self.first(x).relu()).square().sum()
 
 
 def stage_like(model: nn.Module) -> nn.Module:
@@ -47,9 +49,7 @@ def expected(model: nn.Module, world: int) -> dict[str, Tensor]:
     return gradients(alone)
 
 
-def on_replicas(
-    model: nn.Module, function: Callable[[Transport, nn.Module, Tensor], object], world: int = 3
-) -> list[object]:
+def on_replicas(model: nn.Module, function: Callable[[Transport, nn.Module, Tensor], T], world: int = 3) -> list[T]:
     return on_ranks(world, lambda t: function(t, stage_like(model), inputs_of(t.rank)))
 
 
@@ -82,11 +82,11 @@ class Log:
         self.events: list[str] = []
         start = transport._all_reduce
 
-        def logged(tensor: Tensor, ranks: tuple[int, ...]) -> object:
+        def logged(tensor: Tensor, ranks: tuple[int, ...]) -> Work:
             self.events.append(f"sum of {tensor.numel()}")
             return start(tensor, ranks)
 
-        transport._all_reduce = logged  # type: ignore[method-assign,assignment]
+        transport._all_reduce = logged  # type: ignore[method-assign]
         for name, parameter in stage.named_parameters():
             parameter.register_hook(lambda _, name=name: self.events.append(name))
 
@@ -138,7 +138,7 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu()).square().sum()  # type: ignore[no-any-return]
+        return self.second(self.first(x).relu()).square().sum()
 
 
 @pytest.mark.parametrize("name", ["first.weight", "second.weight"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -40,9 +40,9 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER, actions_of, compiled, with_actions
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
 
-Where = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+Where = tuple[tuple[int, ...], tuple[int, ...]]
 
-PLACES: Where = [  # workers, servers
+PLACES: list[Where] = [  # workers, servers
     ((0,), (1,)),
     ((0, 1), (2,)),
     ((1, 2), (0,)),
@@ -55,7 +55,7 @@ PLACES: Where = [  # workers, servers
 ]
 
 
-def place_name(place: Any) -> str:
+def place_name(place: Where) -> str:
     return "workers" + "".join(map(str, place[0])) + "-servers" + "".join(map(str, place[1]))
 
 
@@ -177,7 +177,7 @@ def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_servers_are_the_same_training_as_one_process(name: str, place: Any, overlap: bool) -> None:
+def test_servers_are_the_same_training_as_one_process(name: str, place: Where, overlap: bool) -> None:
     program = served(MODELS[name](), *place, overlap=overlap)
     assert all(len(stage.served) > 2 for stage in program.program.stages)
     result = program.verify()
@@ -186,14 +186,14 @@ def test_servers_are_the_same_training_as_one_process(name: str, place: Any, ove
 
 @pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (0, 2))], ids=place_name)
 @pytest.mark.parametrize("name", MODELS)
-def test_unequal_shares_frozen_and_odd_parameters_are_the_same_training(name: str, place: Any) -> None:
+def test_unequal_shares_frozen_and_odd_parameters_are_the_same_training(name: str, place: Where) -> None:
     result = served(MODELS[name](), *place, bounds=(0, 2, 7, 8)).verify()
     assert result.holds and result.examples == 8, str(result)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (0, 1, 2)), ((0, 1), (1, 2))], ids=place_name)
-def test_some_layers_may_be_served_and_others_all_reduced(place: Any, overlap: bool) -> None:
+def test_some_layers_may_be_served_and_others_all_reduced(place: Where, overlap: bool) -> None:
     program = served(ConvNet(), *place, overlap=overlap, summed=lambda layer: layer.name.startswith("features"))
     (stage,) = program.program.stages
     assert {name.split(".")[0] for bucket in stage.buckets for name in bucket} == {"features"}
@@ -230,7 +230,7 @@ def test_two_roles_on_ranks_of_their_own_have_one_server(both: bool) -> None:
 
 
 @pytest.mark.parametrize("place", [((0, 1), (2,)), ((0, 1), (0, 1))], ids=place_name)
-def test_batch_norm_over_all_workers_is_that_of_one_process(place: Any) -> None:
+def test_batch_norm_over_all_workers_is_that_of_one_process(place: Where) -> None:
     result = served(ConvNet(), *place, synchronised=True).verify()
     assert result.holds and not any("groups of" in note for note in result.notes), str(result)
 
@@ -253,7 +253,7 @@ def test_real_processes_are_the_same_training() -> None:
 @pytest.mark.usefixtures("small_messages")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("place", [((0, 1, 2), (3,)), ((0, 1, 2), (3, 4)), ((0, 1), (0, 1))], ids=place_name)
-def test_adam_clipping_and_accumulation_are_those_of_one_process(place: Any, overlap: bool) -> None:
+def test_adam_clipping_and_accumulation_are_those_of_one_process(place: Where, overlap: bool) -> None:
     model = ConvNet(norm=False).double()
     program = served(copy.deepcopy(model), *place, overlap=overlap)
     batches = [batch_of(program.plan.global_batch) for _ in range(6)]
@@ -309,7 +309,7 @@ def test_a_server_beside_a_worker_updates_the_workers_own_tensors() -> None:
 
 @pytest.mark.parametrize("place", [((0, 1), (2, 3)), ((0, 1), (0, 1)), ((1, 2), (0,))], ids=place_name)
 @pytest.mark.parametrize("name", ["conv", "odd"])
-def test_a_state_goes_to_a_data_parallel_program_and_back(name: str, place: Any) -> None:
+def test_a_state_goes_to_a_data_parallel_program_and_back(name: str, place: Where) -> None:
     model = MODELS[name]().double()
     x, y = batch_of(4)
     program = served(copy.deepcopy(model), *place)
@@ -365,7 +365,7 @@ def on_the_wire(transport: Transport) -> list[Any]:
 @pytest.mark.usefixtures("small_messages")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("place", PLACES, ids=place_name)
-def test_a_step_issues_what_the_checker_has_proved_in_that_order(place: Any, overlap: bool) -> None:
+def test_a_step_issues_what_the_checker_has_proved_in_that_order(place: Where, overlap: bool) -> None:
     program = served(ConvNet(norm=False), *place, overlap=overlap)
     batch = batch_of(program.plan.global_batch)
 

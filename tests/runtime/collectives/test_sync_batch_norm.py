@@ -13,6 +13,7 @@ from tests.runtime.collectives.test_model_parallel import on_group, own_of, rand
 from tests.support.ranks import on_ranks
 
 C = 3
+NEITHER: list[Tensor | None] = [None, None]  # weight and bias
 
 
 def statistics(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -30,17 +31,18 @@ def test_values_gradients_and_running_statistics_are_those_of_one_process(
     rows: tuple[int, ...], space: tuple[int, ...], affine: bool
 ) -> None:
     x, y_grad = random(1, sum(rows), C, *space) * 3 + 2, random(2, sum(rows), C, *space)
-    weight, bias = (random(3, C), random(4, C)) if affine else (None, None)
+    weights = [random(3, C), random(4, C)] if affine else []
     mean, var = statistics()
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
-    y = F.batch_norm(leaves[0], mean, var, *(leaves[1:] or [None, None]), True, 0.3, 1e-4)
+    leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+    weight, bias = leaves[1:] or NEITHER
+    y = F.batch_norm(leaves[0], mean, var, weight, bias, True, 0.3, 1e-4)
     d_x, *expected = torch.autograd.grad(y, leaves, y_grad)
 
     def member(group: Group) -> list[Tensor]:
         own_mean, own_var = statistics()
-        parts = [own_of(x, rows, group.index, 0)] + [t for t in (weight, bias) if t is not None]
-        parts = [part.clone().requires_grad_() for part in parts]
-        ours = batch_norm(group, parts[0], own_mean, own_var, *(parts[1:] or [None, None]), True, 0.3, 1e-4)
+        parts = [part.clone().requires_grad_() for part in (own_of(x, rows, group.index, 0), *weights)]
+        weight, bias = parts[1:] or NEITHER
+        ours = batch_norm(group, parts[0], own_mean, own_var, weight, bias, True, 0.3, 1e-4)
         close(ours, own_of(y, rows, group.index, 0))
         close([own_mean, own_var], [mean, var])
         own_d_x, *gradients = torch.autograd.grad(ours, parts, own_of(y_grad, rows, group.index, 0))
@@ -73,7 +75,7 @@ def test_half_precision_is_computed_in_float32_with_parameters_of_either(dtype: 
     weight, bias = random(3, C).float(), random(4, C).float()
     mean, var = statistics(torch.float32)
     leaves = [t.clone().requires_grad_() for t in (x.float(), weight, bias)]
-    y = F.batch_norm(leaves[0], mean, var, *leaves[1:], True)
+    y = F.batch_norm(leaves[0], mean, var, leaves[1], leaves[2], training=True)
     d_x, *_ = torch.autograd.grad(y, leaves, y_grad.float())
 
     def member(group: Group) -> None:
@@ -81,7 +83,7 @@ def test_half_precision_is_computed_in_float32_with_parameters_of_either(dtype: 
             own_mean, own_var = statistics(torch.float32)
             parts = [x.split(4)[group.index], weight.to(parameters), bias.to(parameters)]
             parts = [part.clone().requires_grad_() for part in parts]
-            ours = batch_norm(group, parts[0], own_mean, own_var, *parts[1:], True)
+            ours = batch_norm(group, parts[0], own_mean, own_var, parts[1], parts[2], training=True)
             gradients = torch.autograd.grad(ours, parts, y_grad.split(4)[group.index])
             assert [ours.dtype] + [g.dtype for g in gradients] == [dtype, dtype, parameters, parameters]
             close(ours.float(), y.split(4)[group.index], 4e-2)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,14 @@ def build(tmp_path: Path) -> Path:
     return program().save(tmp_path / "build")
 
 
-def launch(*arguments: Any, world: int = WORLD, **environment: str) -> tuple[int, str, float]:
+def launch(*arguments: Any, world: int = WORLD, environment: Mapping[str, str] | None = None) -> tuple[int, str, float]:
     """torchrun's exit status, all output in its order, and the seconds it took; fails when it does not end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     begin = time.monotonic()
     done = subprocess.run(
         [*command, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,7 +93,7 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
 @pytest.mark.processes
 def test_a_standalone_build_runs_without_splitc_on_synthetic_batches(tmp_path: Path) -> None:
     folder = program().save(tmp_path / "alone", standalone=True)
-    code, output, _ = launch(folder / "launch.py", "--steps", 2, PYTHONPATH="")
+    code, output, _ = launch(folder / "launch.py", "--steps", 2, environment={"PYTHONPATH": ""})
     assert code == 0, output
     assert re.findall(r"^step (\d+)  loss [\d.]+ ", output, re.MULTILINE) == ["1", "2"]
 
@@ -129,7 +129,7 @@ def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
     pids = tmp_path / "pids"
     pids.mkdir()
     code, output, seconds = launch(
-        build / "launch.py", "--steps", 4, "--data", f"tests.support.launched:{data}", **{PIDS: str(pids)}
+        build / "launch.py", "--steps", 4, "--data", f"tests.support.launched:{data}", environment={PIDS: str(pids)}
     )
     assert code != 0
     assert seconds < 30

@@ -49,7 +49,7 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: f
     ]
     for process in processes:
         process.start()
-    ended = {}
+    ended: dict[int, tuple[Any, ...]] = {}
     deadline = time.monotonic() + seconds
     try:
         while len(ended) < world and time.monotonic() < deadline:
@@ -239,7 +239,8 @@ def assert_pieces_travel_once(t: Transport) -> None:
 
 def assert_group_equals_dtensor(t: Transport) -> None:
     """A column-split then a row-split layer, and a gathered column-split one, against torch's tensor parallelism."""
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)

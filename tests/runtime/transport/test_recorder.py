@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport import recorder as machinery
@@ -45,7 +46,9 @@ STEPS = 2
 LATE = 0.1  # seconds that somebody comes late
 
 
-def recorded(program: Any, optimizer: Any = sgd) -> tuple[list[list[Step]], list[list[int]], list[list[float]]]:
+def recorded(
+    program: CompiledProgram, optimizer: Any = sgd
+) -> tuple[list[list[Step]], list[list[int]], list[list[float]]]:
     """The steps of each rank, the bytes that its seats counted in each, and the losses."""
     batches = [images(program.plan.global_batch) for _ in range(STEPS)]
 
@@ -56,7 +59,7 @@ def recorded(program: Any, optimizer: Any = sgd) -> tuple[list[list[Step]], list
         counted, losses = [0], []
         for batch in batches:
             with recorder.step():
-                losses.append(worker.step(*part_of(worker, batch, program.plan.sizes)))
+                losses.append(worker.step(*part_of(worker, batch, program.plan.local_batches)))
             counted.append(worker.rank.sent_bytes)
         sent = [after - before for before, after in pairwise(counted)]
         return recorder.steps, sent, [float(loss) for loss in losses]
@@ -183,7 +186,7 @@ class Slowly(Transport):
         self.given.append(weakref.ref(work))
         return work
 
-    def _nothing(self, *_: Any) -> Any:
+    def _nothing(*_: Any, **__: Any) -> Any:
         return CompletedWork()
 
     _irecv = _all_reduce = _broadcast = _all_gather = _reduce_scatter = _connect = _nothing

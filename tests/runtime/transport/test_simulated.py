@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_leaf_that_requires_grad_can_be_sent_and_filled() -> None:
 def test_a_peer_that_is_oneself_or_does_not_exist_is_refused(peer: int) -> None:
     for issue in ("isend", "irecv"):
         with pytest.raises(ValueError, match=f"{issue} .*rank {peer} on rank 0 of 2"):
-            each_rank(lambda t, issue=issue: getattr(t, issue)(torch.ones(1), peer), idle)
+            each_rank(partial(lambda issue, t: getattr(t, issue)(torch.ones(1), peer), issue), idle)
 
 
 def test_a_negative_tag_is_refused() -> None:
@@ -170,7 +171,7 @@ def test_sums_are_taken_in_rank_order_whoever_comes_first() -> None:
         return x
 
     for late in range(4):
-        for result in run_ranks(4, lambda t, late=late: action(t, late)):
+        for result in run_ranks(4, partial(action, late=late)):
             assert torch.equal(result, expected)
 
 
@@ -303,7 +304,7 @@ def test_reduce_scatter_refuses_pieces_that_do_not_fit() -> None:
 def test_an_exchange_refuses_oneself_and_strangers() -> None:
     for peer in (0, 2):
         with pytest.raises(ValueError, match=f"exchange with rank {peer}"):
-            each_rank(lambda t, peer=peer: t.exchange([], [(torch.ones(1), peer)], (0, 1)), idle, idle)
+            each_rank(partial(lambda peer, t: t.exchange([], [(torch.ones(1), peer)], (0, 1)), peer), idle, idle)
 
 
 def test_broadcast_refuses_a_source_outside_its_group() -> None:
