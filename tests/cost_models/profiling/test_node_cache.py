@@ -38,9 +38,7 @@ def test_another_model_with_one_new_node_runs_and_keeps_what_was_known(
     pretend(monkeypatch, 1e-3)
     lines_of(captured("mlp"), tmp_path)
     bench = pretend(monkeypatch, 5e-3)
-    other = Case(
-        lambda: nn.Sequential(*CASES["mlp"].model().children(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy
-    )
+    other = Case(longer_mlp, vectors(), labels(), F.cross_entropy)
     lines = lines_of(captured(other), tmp_path)
     assert bench.runs == [2, 4]
     (first,) = (m for m in [lines["0"].at(4).measured] if m is not None)
@@ -94,9 +92,7 @@ def test_two_processes_keep_what_both_measured(tmp_path: Path) -> None:
 def test_times_of_a_slower_hour_count_at_the_speed_of_that_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two = Case(
-        lambda: nn.Sequential(*CASES["mlp"].model().children(), nn.Sigmoid()), vectors(), labels(), F.cross_entropy
-    )
+    two = Case(longer_mlp, vectors(), labels(), F.cross_entropy)
     pretend(monkeypatch, 1e-3, 0.0, 1e9)
     swift = lines_of(captured(two), tmp_path / "swift")
     lines_of(captured("mlp"), tmp_path / "mixed")
