@@ -39,7 +39,7 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
         plan = program.plan
         role = plan.placements[program.loss.meta["layer"]].role
         assert role is not None
-        turned = role in plan.groups and plan.groups[role].turns > 1
+        turned = role in plan.groups and plan.groups[role].num_microbatches > 1
         if len(plan.replicas(role, plan.roles[role][0])) == 1 and not turned:
             return program
         graph, _ = copy_graph(program.graph)

@@ -97,7 +97,7 @@ def _crossing(part: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
 
 def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
     """A stage's forward, in turns with its backward where its groups work in turns."""
-    number = program.turns(stage)
+    number = program.num_microbatches(stage)
     for turn in range(number):
         for cut in stage.receives:
             if cut.enters:
@@ -115,7 +115,7 @@ def _backward(program: LoweredProgram, part: RankProgram, role: str) -> Iterator
         for cut in reversed(arrives):
             if cut.leaves:
                 yield Action("all_gather_grad", cut.name, own=role)
-        if program.turns(stage) == 1 and (stage.has_loss or arrives):
+        if program.num_microbatches(stage) == 1 and (stage.has_loss or arrives):
             yield from _turn_back(program, stage, 0, last=True)
     for cut in reversed(stage.receives):
         if not cut.gradient or cut.local:

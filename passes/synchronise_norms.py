@@ -48,7 +48,7 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             if not isinstance(module, _BatchNorm):
                 continue
             role = node.meta["role"]
-            if role in plan.groups and plan.groups[role].turns > 1:
+            if role in plan.groups and plan.groups[role].num_microbatches > 1:
                 raise PlacementError(
                     f"{node.meta['source']}: {node.target} lies in role {role}, which sees its batch in turns, so it "
                     f"cannot be synchronised; use scheme=BK"

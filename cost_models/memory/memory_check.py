@@ -100,11 +100,11 @@ def _rows(program: LoweredProgram, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
     """The batch sizes, group index and message sizes of a rank in one role."""
-    turns = range(plan.groups[role].turns if role in plan.groups else 1)
+    turns = range(plan.groups[role].num_microbatches if role in plan.groups else 1)
     return (
         plan.batch(role, rank),
         plan.group(role, rank).index(rank),
-        tuple(b - a for turn in turns for a, b in plan.turn(role, rank, turn)),
+        tuple(b - a for turn in turns for a, b in plan.microbatch_intervals(role, rank, turn)),
         tuple((peer == rank, b - a) for other in plan.roles for peer, a, b in plan.routes(rank, role, other)),
         plan.replicas(role, rank).index(rank) if plan.all_reduce == "recursive_doubling" else None,
     )

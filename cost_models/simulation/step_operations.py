@@ -186,7 +186,7 @@ class _Step:
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
         """Forward and backward of a layer on this rank in a turn; a divided one computes its part."""
-        batch = sum(b - a for a, b in self.plan.turn(stage.role, self.rank, action.turn))
+        batch = sum(b - a for a, b in self.plan.microbatch_intervals(stage.role, self.rank, action.turn))
         if not batch:
             return 0.0, 0.0
         forward, backward = self.prices.layer(layer, batch, self.device)

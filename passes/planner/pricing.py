@@ -95,7 +95,7 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
 
 def _added_nbytes(request: Request, plan: Plan) -> float:
     """The largest gradient of a turn, which lives beside the one that it is added to; nothing without turns."""
-    turned = {role for role, grouping in plan.groups.items() if grouping.turns > 1}
+    turned = {role for role, grouping in plan.groups.items() if grouping.num_microbatches > 1}
     return max(
         (
             request.gradient(name) / (place.group if place.holding == "sharded" and place.group else 1)

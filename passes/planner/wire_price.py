@@ -50,7 +50,7 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
         batch = plan.largest_batch(place.role)
     seconds = request.seconds(layer, batch, device)
     if grouping is not None:
-        seconds *= grouping.turns
+        seconds *= grouping.num_microbatches
         if place.holding == "sharded":
             seconds /= grouping.size
     if place.sync == "late_multiply":

@@ -59,7 +59,7 @@ def _needs(program: LoweredProgram, part: RankProgram) -> Iterator[Need]:
 
 def _stage(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
     own, grouping = stage.role, program.plan.groups.get(stage.role)
-    number = program.turns(stage)
+    number = program.num_microbatches(stage)
     every = grouping is not None and grouping.updates == "every"
     forwards = tuple(Action("forward", own=own, turn=turn) for turn in range(number))
     outputs = [cut for cut in stage.sends if cut.value not in stage.inputs]

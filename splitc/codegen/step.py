@@ -49,7 +49,9 @@ class _Writer:
         self._program, self._part, self._training = program, part, training
         self.stages = [program.stage(role) for role in part.roles if role != SERVER]
         self._first_tied = next((a.value for a in part.actions if a.verb == "all_reduce_tied"), "")
-        self._turned = {stage.role: program.turns(stage) for stage in self.stages if program.turns(stage) > 1}
+        self._turned = {
+            stage.role: program.num_microbatches(stage) for stage in self.stages if program.num_microbatches(stage) > 1
+        }
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
@@ -155,7 +157,7 @@ class _Writer:
         adds = "; gradients add up" if self._training and grouping.updates == "once" else ""
         lines = [
             (f"{', '.join(names)} = {', '.join(['[]'] * len(names))}", ""),
-            (f"for _ in {self._seat(role)}.turns({grouping.turns}):", f"{what} in each turn{adds}"),
+            (f"for _ in {self._seat(role)}.turns({grouping.num_microbatches}):", f"{what} in each turn{adds}"),
         ]
         inner = [line for action in actions for line in self._line(action)]
         inner.append(("losses.append(loss.detach())", ""))

@@ -49,9 +49,9 @@ class Placement:
 class Grouping:
     """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.
 
-    scheme: which of them at a time (Krizhevsky 2014), in turns whose gradients add up to one update:
-    "BK" all at once; "B" one member's examples a turn; "B/K" a part of each member's.
-    updates: "once" after all turns (exact), or "every" turn one (the paper's K updates, approximate).
+    scheme: which of them at a time (Krizhevsky 2014), in microbatches whose gradients
+    add up to one update: "BK" all at once; "B" one member's examples; "B/K" a part of each member's.
+    updates: "once" after all microbatches (exact), or after "every" one (the paper's K updates, approximate).
     """
 
     size: int
@@ -59,7 +59,8 @@ class Grouping:
     updates: str = "once"
 
     @property
-    def turns(self) -> int:
+    def num_microbatches(self) -> int:
+        """In how many microbatches a group computes its batch."""
         return 1 if self.scheme == "BK" else self.size
 
 
@@ -174,16 +175,16 @@ class Plan:
         ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
         return ranks[self._positions[role][rank] % size :: size]
 
-    def turn(self, role: str, rank: int, turn: int) -> tuple[tuple[int, int], ...]:
-        """For each member of the group of `rank`, its examples (first, one past the last) in a turn of the group."""
+    def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
+        """Return the examples (first, last + 1) of each member of the group of `rank` in a microbatch of the group."""
         members = self.group(role, rank)
         scheme = self.groups[role].scheme if role in self.groups else "BK"
-        return tuple(piece(self.interval(role, m), scheme, k, turn, len(members)) for k, m in enumerate(members))
+        return tuple(piece(self.interval(role, m), scheme, k, microbatch, len(members)) for k, m in enumerate(members))
 
     def peak_batch(self, role: str, rank: int) -> int:
-        """The most examples that `rank` has before it at once in `role`: of its group, in the largest turn."""
-        turns = self.groups[role].turns if role in self.groups else 1
-        return max(sum(b - a for a, b in self.turn(role, rank, t)) for t in range(turns))
+        """The most examples that `rank` has before it at once in `role`: of its group, in the largest microbatch."""
+        number = self.groups[role].num_microbatches if role in self.groups else 1
+        return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
 
     def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
@@ -269,14 +270,14 @@ _DECIDED = (
 )  # fmt: skip
 
 
-def piece(interval: tuple[int, int], scheme: str, member: int, turn: int, size: int) -> tuple[int, int]:
-    """The examples that the `member`-th of `size` ranks of a group gives to a turn, of those that are its own."""
+def piece(interval: tuple[int, int], scheme: str, member: int, microbatch: int, size: int) -> tuple[int, int]:
+    """Return the part of the `member`-th rank's examples that is in a microbatch of its group of `size` ranks."""
     first, last = interval
     if scheme == "BK":
         return interval
     if scheme == "B":
-        return interval if member == turn else (first, first)
-    return first + (last - first) * turn // size, first + (last - first) * (turn + 1) // size
+        return interval if member == microbatch else (first, first)
+    return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
 
 
 def _candidate(data: dict[str, Any]) -> Candidate:

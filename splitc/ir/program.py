@@ -273,10 +273,10 @@ class LoweredProgram(PlacedProgram):
     def _stages(self) -> dict[str, Stage]:
         return {stage.role: stage for stage in self.stages}
 
-    def turns(self, stage: Stage) -> int:
-        """How often a stage goes forward and backward in a step: the role of the loss once a turn of its groups."""
+    def num_microbatches(self, stage: Stage) -> int:
+        """Return how often a stage runs in a step: the stage of the loss once for each microbatch of its groups."""
         grouping = self.plan.groups.get(stage.role)
-        return grouping.turns if grouping is not None and stage.has_loss else 1
+        return grouping.num_microbatches if grouping is not None and stage.has_loss else 1
 
     def rank_program(self, rank: int) -> RankProgram:
         """The program that `rank` runs."""

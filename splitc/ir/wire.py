@@ -136,7 +136,7 @@ def _collective(
 def _turn(plan: Plan, rank: int, cut: Cut, action: Action) -> Iterator[WireOp]:
     """The gathering of a turn's examples, and the way back of their gradients."""
     members = plan.group(cut.consumer, rank)
-    parts = plan.turn(cut.consumer, rank, action.turn)
+    parts = plan.microbatch_intervals(cut.consumer, rank, action.turn)
     sizes = [cut.spec.nbytes(b - a) for a, b in parts]
     if not any(sizes):
         return  # a turn without examples is left out
@@ -162,7 +162,7 @@ def _spread(plan: Plan, rank: int, cut: Cut) -> Iterator[WireOp]:
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """What the nodes of a stage communicate in forward, or in backward, which goes the other way."""
     plan, backward = program.plan, action.verb == "backward"
-    examples = sum(b - a for a, b in plan.turn(stage.role, rank, action.turn))
+    examples = sum(b - a for a, b in plan.microbatch_intervals(stage.role, rank, action.turn))
     if not examples:
         return
     nodes = [node for node in stage.graph.nodes if node.target in comm_ops.OPS and comm_ops.OPS[node.target].inside]

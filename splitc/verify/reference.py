@@ -103,7 +103,7 @@ def _groups(program: PlacedProgram, role: str, sizes: Sequence[int], rows: int) 
     found = []
     for first in range(0, len(ranks), grouping.size):
         members = ranks[first : first + grouping.size]
-        for turn in range(grouping.turns):
+        for turn in range(grouping.num_microbatches):
             parts = [
                 piece(now.part(*plan.interval(role, rank)), grouping.scheme, k, turn, grouping.size)
                 for k, rank in enumerate(members)

@@ -106,10 +106,10 @@ def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them()
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_turns_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
     made = in_both(scheme, size)
-    turns = made.groups["fc"].turns
+    turns = made.groups["fc"].num_microbatches
     assert turns == (1 if scheme == "BK" else size)
     for rank in range(4):
-        pieces = [made.turn("fc", rank, turn) for turn in range(turns)]
+        pieces = [made.microbatch_intervals("fc", rank, turn) for turn in range(turns)]
         assert all(len(each) == size for each in pieces)
         seen = sorted(example for each in pieces for a, b in each for example in range(a, b))
         group = made.group("fc", rank)
@@ -122,9 +122,9 @@ def test_the_turns_of_a_group_are_its_examples_once(scheme: str, size: int) -> N
 
 
 def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -> None:
-    assert in_both("BK").turn("fc", 2, 0) == ((4, 9), (9, 12))
-    assert in_both("B").turn("fc", 2, 1) == ((4, 4), (9, 12))
-    assert in_both("B/K").turn("fc", 2, 1) == ((6, 9), (10, 12))
+    assert in_both("BK").microbatch_intervals("fc", 2, 0) == ((4, 9), (9, 12))
+    assert in_both("B").microbatch_intervals("fc", 2, 1) == ((4, 4), (9, 12))
+    assert in_both("B/K").microbatch_intervals("fc", 2, 1) == ((6, 9), (10, 12))
     assert [in_both(scheme).peak_batch("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
 
 

@@ -37,7 +37,7 @@ SIZES: list[Sizes] = [None, (3, 1, 5, 3), (1, 1, 1, 1), (2, 7, 1, 4), (6, 6, 6, 
 
 
 def turns_of(plan: Plan) -> int:
-    return plan.groups["all"].turns
+    return plan.groups["all"].num_microbatches
 
 
 # -- between roles -----------------------------------------------------------------------------------------------------
