@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from splitc.cost_models.calibration.compute import DeviceFit, Residual
+from splitc.cost_models.calibration.compute import DeviceFit
 from splitc.cost_models.calibration.fit import LinkFit
 from splitc.cost_models.calibration.samples import LIKE
-from splitc.ir.cluster import Cluster, Device, Link, Rate, Unlike
+from splitc.ir.cluster import Cluster, Device, Unlike
+from splitc.ir.cluster_file import from_data, to_data
 
 
 @dataclass(frozen=True)
@@ -136,52 +138,17 @@ def mean_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def tidy(cluster: Cluster) -> Cluster:
-    """The same with four digits of each number, as people read and edit them; the rest is noise."""
-    local = cluster.local_link
-    return replace(
-        cluster,
-        device=_tidy_device(cluster.device),
-        link=_tidy_link(cluster.link),
-        local_link=None if local is None else _tidy_link(local),
-        unlike=tuple(
-            replace(each, device=_tidy_device(each.device), link=_tidy_link(each.link)) for each in cluster.unlike
-        ),
-    )
+def rounded(cluster: Cluster) -> Cluster:
+    """The same with four digits of each number, as people read and edit them; the rest is noise.
 
+    Memory sizes stay exact.
+    """
 
-def _tidy_device(device: Device) -> Device:
-    return replace(
-        device,
-        flop_rate={dtype: _digits(rate) for dtype, rate in device.flop_rate.items()},
-        memory_bandwidth=_digits(device.memory_bandwidth),
-        efficiency={op: _digits(part) for op, part in device.efficiency.items()},
-        launch=_digits(device.launch),
-        conv_launch=_digits(device.conv_launch),
-    )
+    def four_digits(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: four_digits(each, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [four_digits(each, key) for each in value]
+        return float(f"{value:.4g}") if isinstance(value, float) and key != "memory" else value
 
-
-def _tidy_link(link: Link) -> Link:
-    return replace(
-        link,
-        bandwidth=_digits(link.bandwidth),
-        latency=_digits(link.latency),
-        processor=_digits(link.processor),
-        collectives={k: Rate(_digits(r.bandwidth), _digits(r.latency)) for k, r in link.collectives.items()},
-    )
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def merged(fits: Iterable[DeviceFit]) -> tuple[Residual, ...]:
-    """The residuals of all devices: of what was timed on several the mean."""
-    found: dict[str, list[Residual]] = {}
-    for fit in fits:
-        for each in fit.residuals:
-            found.setdefault(each.what, []).append(each)
-    return tuple(
-        Residual(what, sum(r.measured for r in rows) / len(rows), sum(r.fitted for r in rows) / len(rows))
-        for what, rows in found.items()
-    )
+    return from_data(four_digits(to_data(cluster)), cluster.name)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from splitc.cost_models.calibration.assemble import Launched, assemble, merged, part_of, tidy
+from splitc.cost_models.calibration.assemble import Launched, assemble, part_of, rounded
 from splitc.cost_models.calibration.bench import Bench, Progress, quiet
-from splitc.cost_models.calibration.compute import Residual, measure_device
+from splitc.cost_models.calibration.compute import Residual, averaged, measure_device
 from splitc.cost_models.calibration.fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
@@ -69,7 +69,7 @@ def calibrate(
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
     cluster = assemble(name, source, fits, links, ranks)
-    return Calibration(tidy(cluster), (*merged(fit for fit in fits if fit is not None), *links.residuals))
+    return Calibration(rounded(cluster), (*averaged(r for fit in fits if fit for r in fit.residuals), *links.residuals))
 
 
 def alone(where: torch.device | None, budget: float, progress: Progress, name: str, source: str = "") -> Calibration:
@@ -91,7 +91,7 @@ def alone(where: torch.device | None, budget: float, progress: Progress, name: s
         cores=1 if on_gpu else cores(),
         source=source or _source("one process", on_gpu, threads=1),
     )
-    return Calibration(tidy(cluster), (*fit.residuals, *links.residuals))
+    return Calibration(rounded(cluster), (*fit.residuals, *links.residuals))
 
 
 # -- where the ranks are -----------------------------------------------------------------------------------------------

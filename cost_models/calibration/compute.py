@@ -11,7 +11,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,17 @@ class Residual:
     what: str
     measured: float
     fitted: float
+
+
+def averaged(residuals: Iterable[Residual]) -> tuple[Residual, ...]:
+    """One for each thing that was timed: the means where it was timed on several ranks."""
+    found: dict[str, list[Residual]] = defaultdict(list)
+    for each in residuals:
+        found[each.what].append(each)
+    return tuple(
+        Residual(what, statistics.fmean(r.measured for r in rows), statistics.fmean(r.fitted for r in rows))
+        for what, rows in found.items()
+    )
 
 
 @dataclass(frozen=True)

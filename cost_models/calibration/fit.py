@@ -1,10 +1,10 @@
 """Links from timed messages: least squares of relative errors.
 
     seconds = latency * rounds + bytes / bandwidth                       (1)
-    minimise the sum of (fitted / measured - 1)^2,  latency >= 0  (2)
+    minimise the sum of (fitted / measured - 1)^2,  latency >= 0         (2)
 
-`alpha_beta` says what rounds and bytes are: 1 and its size for a message, n of each for many to one, those
-of the ring for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
+Rounds and bytes are those of `alpha_beta`: 1 and its size for a message, n of each for many to one, those of the ring
+for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
 pair, and a sample counts for the slowest of its ranks.
 
 A link shaped by a token bucket lets some milliseconds' worth of bytes through as if it had no rate.  So where messages
@@ -14,13 +14,14 @@ take long enough to be far beyond it, only those give the bandwidth, and the sma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from splitc import units
-from splitc.cost_models.calibration.compute import Residual
+from splitc.cost_models.calibration.compute import Residual, averaged
 from splitc.cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
-from splitc.cost_models.network import alpha_beta
 from splitc.ir.cluster import COLLECTIVES, Link, Rate
 
 Point = tuple[float, float, float]  # rounds, bytes, seconds
@@ -28,13 +29,6 @@ Point = tuple[float, float, float]  # rounds, bytes, seconds
 _OTHER_LATENCY = 2.0  # latencies differ that do by this factor
 _SETTLED = 0.02  # seconds that a message takes which a token bucket does not matter for
 _MANY = ("many_to_one", "one_to_many")
-_PRICES: dict[str, Callable[[float, int, Link], float]] = {
-    "many_to_one": lambda nbytes, n, link: alpha_beta.many_to_one(nbytes, n - 1, link),
-    "one_to_many": lambda nbytes, n, link: alpha_beta.one_to_many(nbytes, n - 1, link),
-    "all_reduce": alpha_beta.ring_all_reduce,
-    "all_gather": alpha_beta.all_gather,
-    "reduce_scatter": alpha_beta.reduce_scatter,
-}
 
 
 @dataclass(frozen=True)
@@ -72,9 +66,15 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
         like = [str(rank) for rank, group in enumerate(speeds.group) if group == first]
         return f" with rank {', '.join(like)}" if first != speeds.usual else ""
 
-    residuals = _residuals(measured.samples, fitted, where)
-    residuals += _residuals_of_overlaps(measured.overlaps, lambda rank: links[speeds.group[rank]])
-    return LinkFit(tuple(links[first] for first in speeds.group), local, tuple(residuals))
+    residuals = [
+        Residual(f"{_described(each)}{where(each)}, {units.nbytes(each.nbytes)}", each.seconds, fitted(each))
+        for each in measured.samples
+    ]
+    for each in measured.overlaps:
+        taken = links[speeds.group[each.rank]].processor * each.nbytes
+        what = f"computing beside transfers of {units.nbytes(each.message)}"
+        residuals.append(Residual(what, each.together, each.alone + taken))
+    return LinkFit(tuple(links[first] for first in speeds.group), local, averaged(residuals))
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -82,38 +82,34 @@ def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
 
 def fit_line(points: Sequence[Point]) -> tuple[float, float]:
     """Latency and bandwidth of equation (1) by (2)."""
-    rows = [(rounds / seconds, nbytes / seconds) for rounds, nbytes, seconds in points]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant <= 1e-12 * aa * bb:  # one size only
-        return 0.0, bb / b
-    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if latency < 0:
-        return 0.0, bb / b
+    rounds, nbytes, seconds = np.array(points, dtype=np.float64).T
+    rows = np.stack([rounds / seconds, nbytes / seconds], axis=1)
+    (latency, per_byte), _, rank, _ = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)
+    reached = rows[:, 1]
+    if rank < 2 or latency < 0:  # one size only, or noise
+        return 0.0, float(reached @ reached / reached.sum())
     if per_byte <= 0:  # large messages took no longer than small ones: noise, and at least what they reached
-        per_byte = 1 / max(reached for _, reached in rows)
-        latency = max(0.0, (a - per_byte * ab) / aa)
-    return latency, 1 / per_byte
+        per_byte = 1 / reached.max()
+        latency = max(0.0, rows[:, 0] @ (1 - per_byte * reached) / (rows[:, 0] @ rows[:, 0]))
+    return float(latency), float(1 / per_byte)
 
 
 def fit_factor(points: Iterable[tuple[float, float, float]]) -> float:
     """x of seconds = base + x * unit, from (base, unit, seconds), by (2)."""
-    rows = [((seconds - base) / seconds, unit / seconds) for base, unit, seconds in points]
-    return sum(y * x for y, x in rows) / sum(x * x for _, x in rows)
+    base, unit, seconds = np.array(list(points), dtype=np.float64).T
+    return float(((seconds - base) * unit / seconds**2).sum() / ((unit / seconds) ** 2).sum())
 
 
 def point(sample: Sample) -> Point:
-    """Rounds, bytes and seconds of a message, of many to one, or of a collective."""
+    """Rounds and bytes that (1) prices a message, many to one or a collective by, and its seconds."""
     n, nbytes = len(sample.ranks), sample.nbytes
     rounds, sent = {
-        "message": (1, nbytes),
         "many_to_one": (n - 1, (n - 1) * nbytes),
         "one_to_many": (n - 1, (n - 1) * nbytes),
         "all_reduce": (2 * (n - 1), 2 * (n - 1) / n * nbytes),
         "all_gather": (n - 1, (n - 1) / n * nbytes),
         "reduce_scatter": (n - 1, (n - 1) / n * nbytes),
-    }[sample.kind]
+    }.get(sample.kind, (1, nbytes))
     return rounds, sent, sample.seconds
 
 
@@ -214,39 +210,18 @@ def _like(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 def price(sample: Sample, link: Link) -> float:
-    """Seconds that the numbers of a link give for what was timed."""
-    if sample.kind in _PRICES:
-        return _PRICES[sample.kind](sample.nbytes, len(sample.ranks), link)
-    times = 1
+    """Seconds of what was timed by equation (1), with the numbers of a link."""
+    rounds, nbytes, _ = point(sample)
+    rate = link.collectives.get(sample.kind, link)
     if sample.kind == "exchange" and not link.duplex:
-        times = 2
+        nbytes *= 2
     if sample.kind == "pairs" and link.shared:
-        times = len(sample.ranks) // 2
-    return alpha_beta.point_to_point(times * sample.nbytes, link)
+        nbytes *= len(sample.ranks) // 2
+    return rounds * rate.latency + nbytes / rate.bandwidth
 
 
-def _residuals(
-    samples: Iterable[Sample], fitted: Callable[[Sample], float], where: Callable[[Sample], str]
-) -> list[Residual]:
-    """One for each kind, size and number of ranks; of pairs that are alike the mean."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for each in samples:
-        n = len(each.ranks)
-        over = {"message": "", "exchange": "", "pairs": f", {n // 2} at once"}.get(each.kind, f" over {n} ranks")
-        what = f"{each.kind.replace('_', ' ')}{over}{where(each)}, {units.nbytes(each.nbytes)}"
-        found.setdefault(what, []).append((each.seconds, fitted(each)))
-    return [Residual(what, *_means(seconds)) for what, seconds in found.items()]
-
-
-def _residuals_of_overlaps(overlaps: Iterable[Overlap], link_of: Callable[[int], Link]) -> list[Residual]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for each in overlaps:
-        what = f"computing beside transfers of {units.nbytes(each.message)}"
-        fitted = each.alone + link_of(each.rank).processor * each.nbytes
-        found.setdefault(what, []).append((each.together, fitted))
-    return [Residual(what, *_means(seconds)) for what, seconds in found.items()]
-
-
-def _means(seconds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    measured, fitted = zip(*seconds, strict=True)
-    return sum(measured) / len(measured), sum(fitted) / len(fitted)
+def _described(sample: Sample) -> str:
+    """What was timed, but for its size: `all reduce over 4 ranks`."""
+    n = len(sample.ranks)
+    over = {"message": "", "exchange": "", "pairs": f", {n // 2} at once"}.get(sample.kind, f" over {n} ranks")
+    return f"{sample.kind.replace('_', ' ')}{over}"

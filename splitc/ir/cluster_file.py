@@ -85,7 +85,7 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
 
 def _floats(table: Mapping[str, Any]) -> dict[str, Any]:
     """The same with all numbers as floats, those of tables in it too."""
-    read = {dict: _floats, int: float}
+    read: dict[type, Callable[[Any], Any]] = {dict: _floats, int: float}
     return {key: read.get(type(value), lambda same: same)(value) for key, value in table.items()}
 
 

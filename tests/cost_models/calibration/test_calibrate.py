@@ -23,7 +23,7 @@ from splitc.cli import calibrating
 from splitc.cli.progress import Step
 from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration import links
-from splitc.cost_models.calibration.assemble import Launched, alike, assemble, mean_device, part_of, tidy
+from splitc.cost_models.calibration.assemble import Launched, alike, assemble, mean_device, part_of, rounded
 from splitc.cost_models.calibration.bench import Bench, middle
 from splitc.cost_models.calibration.calibrate import Calibration, calibrate
 from splitc.cost_models.calibration.compute import DeviceFit, Residual
@@ -374,10 +374,10 @@ def test_the_numbers_of_a_file_have_four_digits() -> None:
     odd = DEVICE.scaled(1 / 3)
     unlike = (Unlike((1,), odd, FAST.with_bandwidth(1e9 / 3)),)
     cluster = Cluster("odd", odd, FAST.with_bandwidth(2e9 / 3), local_link=FAST, ranks_per_host=2, unlike=unlike)
-    text = to_toml(tidy(cluster))
+    text = to_toml(rounded(cluster))
     numbers = re.findall(r" = ([\d.e+-]+)", text)
     assert numbers and all(float(f"{float(n):.4g}") == float(n) for n in numbers)
-    assert tidy(cluster).link.collectives["all_reduce"].bandwidth == pytest.approx(
+    assert rounded(cluster).link.collectives["all_reduce"].bandwidth == pytest.approx(
         cluster.link.collectives["all_reduce"].bandwidth, rel=1e-3
     )
 
