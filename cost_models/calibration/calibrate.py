@@ -9,8 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +20,7 @@ from splitc.cost_models.calibration.compute import Residual, averaged, measure_d
 from splitc.cost_models.calibration.fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
+from splitc.cost_models.profiling.clocks import one_thread
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.base import Transport
@@ -78,7 +78,7 @@ def alone(where: torch.device | None, budget: float, progress: Progress, name: s
     where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
     on_gpu = where.type == "cuda"
     begin = time.monotonic()
-    with one_thread(not on_gpu):
+    with nullcontext() if on_gpu else one_thread():
         fit = measure_device(where, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         progress("the link between two ranks here")
         left = max(budget / 4, budget - (time.monotonic() - begin))
@@ -133,18 +133,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@contextmanager
-def one_thread(wanted: bool) -> Iterator[None]:
-    """Compute as one rank of as many as there are cores: with one thread."""
-    before = torch.get_num_threads()
-    try:
-        if wanted:
-            torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _backend(transport: Transport) -> str:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import torch
 from splitc.cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
 from splitc.cost_models.calibration.exercises import Exercise, exercises, products
 from splitc.cost_models.compute.counting import OpCounter, merged
+from splitc.cost_models.profiling.clocks import Clock, clock_of, seeded
 from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
-from splitc.runtime.heap import kept_memory
 
 _LEAST, _MOST = 3, 25  # rounds
 _OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
@@ -65,8 +65,7 @@ def measure_device(where: torch.device, budget: float, progress: Callable[[str],
 
     budget: seconds, about; every op is timed a few times however long that takes.
     """
-    with torch.random.fork_rng(), kept_memory() if where.type == "cpu" else nullcontext():
-        torch.manual_seed(0)
+    with seeded(where):
         samples = time_exercises(exercises(where), where, (1 - _OTHERS) * budget, progress)
         rates = fit_rates(samples)
         progress("matrix products in other dtypes")
@@ -82,7 +81,7 @@ def time_exercises(
     """A sample of each exercise's forward, and of its backward where it has one."""
     progress(f"counting {len(spread)} exercises")
     ops = [_counted(each) for each in spread]
-    timers = [_Timer(where) for _ in spread]
+    timers = [_Timer(clock_of(where)) for _ in spread]
     end = time.monotonic() + budget
     for rounds in range(1, _MOST + 1):
         progress(f"exercises, round {rounds}")
@@ -131,7 +130,7 @@ def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str,
         with suppress(RuntimeError):  # "not implemented for 'Half'"
             for each in products(where, dtype):
                 (op,), _ = _counted(each)
-                timer = _Timer(where)
+                timer = _Timer(clock_of(where))
                 for _ in range(_LEAST):
                     _run(each, timer)
                 moving = op.bytes_accessed / rates.moved["matmul_moved"] + rates.launch
@@ -145,10 +144,9 @@ def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str,
 class _Timer:
     """Seconds of forwards and of backwards: `with timer(backward): ...`."""
 
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
-        self._where, self._backward = where, False
-        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._clock, self._backward = clock, False
         self._begin: Any = None
 
     def __call__(self, backward: bool) -> _Timer:
@@ -156,22 +154,13 @@ class _Timer:
         return self
 
     def __enter__(self) -> None:
-        if self._where.type == "cuda":
-            self._begin = torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize(self._where)
-            self._begin.record()
-        else:
-            self._begin = self._clock()
+        self._clock.settle()
+        self._begin = self._clock.now()
 
     def __exit__(self, *_: object) -> None:
-        if self._where.type == "cuda":
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            end.synchronize()
-            seconds = self._begin.elapsed_time(end) / 1e3
-        else:
-            seconds = self._clock() - self._begin
-        self._seconds[self._backward].append(seconds)
+        end = self._clock.now()
+        self._clock.settle()
+        self._seconds[self._backward].append(self._clock.between(self._begin, end))
 
     def median(self, backward: bool) -> float:
         return statistics.median(self._seconds[backward])

@@ -37,7 +37,7 @@ def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> 
     if here is None:
         key = _key()
         here = _measure(budget, key)
-        _write(_cache(cache_dir, key), to_toml(here))
+        write_cache(_cache(cache_dir, key), to_toml(here))
     return here
 
 
@@ -68,11 +68,8 @@ def _key() -> str:
     return f"{device}, torch {torch.__version__}, measured by splitc (format {_FORMAT})"
 
 
-def _write(path: Path, text: str) -> None:
-    """Write at once or not at all: other ranks may read meanwhile.
-
-    A cache that cannot be written is done without.
-    """
+def write_cache(path: Path, text: str) -> None:
+    """Write a file as a whole, since other ranks may read meanwhile; not at all where it cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:

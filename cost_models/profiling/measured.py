@@ -33,8 +33,9 @@ import torch
 
 from splitc import units
 from splitc.cost_models.clusters.this_machine import cache_folder, device_name
-from splitc.cost_models.profiling.node_cache import Entry, NodeCache, node_keys
-from splitc.cost_models.profiling.node_times import FIRST, LEAST, Bench, NodeTimes, alone
+from splitc.cost_models.profiling.clocks import one_thread, seeded
+from splitc.cost_models.profiling.node_cache import NodeCache, node_keys
+from splitc.cost_models.profiling.node_times import FIRST, LEAST, NodeTimer
 from splitc.cost_models.profiling.random_run import random_inputs, real_root
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
@@ -76,7 +77,7 @@ def measure_layers(
     where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = device_name()
     cache = NodeCache(cache_dir or cache_folder(), device if where.type == "cuda" else f"{device}, 1 thread")
-    with alone(where):
+    with one_thread(), seeded(where):
         keys = _measured(program, counted, cache, where, budget)
     rate = statistics.median(cache.entries[key].flop_rate for found in keys.values() for key in found.values())
     lines = {}
@@ -115,7 +116,7 @@ def _measured(
     """Batch -> keys of its nodes, all of which the cache now has; batches rise."""
     batches = sorted({max(2, math.ceil(part * program.batch)) for part in _BATCHES})
     found: dict[int, dict[str, str]] = {}
-    bench: Bench | None = None
+    timer: NodeTimer | None = None
     spent = step = 0.0  # seconds: of the fewest passes so far, and of a pass for each example
     for batch in batches:
         if len(found) > 1 and spent + (FIRST + LEAST) * step * batch > budget:
@@ -130,26 +131,26 @@ def _measured(
                     f"the layers of {program.name} cannot be measured here: {shortage}; use counted costs "
                     f'(costs="counted"), or an example of fewer rows'
                 )
-            bench = bench or Bench(program, real_root(program, where), where)
-            cache.add(_entries(bench.times(random_inputs(program, batch, where), budget / 2 / len(batches)), keys))
+            timer = timer or NodeTimer(program, real_root(program, where), where)
+            cache.add(_entries(timer.times(random_inputs(program, batch, where), budget / 2 / len(batches)), keys))
         found[batch] = keys
         step = sum(cache.entries[key].forward + cache.entries[key].backward for key in keys.values()) / batch
         spent += (FIRST + LEAST) * step * batch
     return found
 
 
-def _entries(times: NodeTimes, keys: Mapping[str, str]) -> dict[str, Entry]:
+def _entries(times: Mapping[str, Measured], keys: Mapping[str, str]) -> dict[str, Measured]:
     """Key -> the mean of the nodes that have it."""
-    alike: dict[str, list[str]] = defaultdict(list)
+    alike: dict[str, list[Measured]] = defaultdict(list)
     for node, key in keys.items():
-        alike[key].append(node)
+        alike[key].append(times[node])
     return {
-        key: Entry(
-            statistics.fmean(times.forward[node] for node in nodes),
-            statistics.fmean(times.backward[node] for node in nodes),
-            times.flop_rate,
+        key: replace(
+            found[0],
+            forward=statistics.fmean(each.forward for each in found),
+            backward=statistics.fmean(each.backward for each in found),
         )
-        for key, nodes in alike.items()
+        for key, found in alike.items()
     }
 
 

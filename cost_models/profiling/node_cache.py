@@ -10,33 +10,22 @@ and strides where a tensor is not contiguous.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from splitc.cost_models.clusters.this_machine import write_cache
 from splitc.ir.constructors import construction
+from splitc.ir.costs import Measured
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of
 from splitc.ir.program import Program, Spec, TensorSpec, under_autocast
 
-_FORMAT = 1  # a higher one measures again
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Seconds of one node, and the FLOP/s that float32 matrix products reached at the same time."""
-
-    forward: float
-    backward: float
-    flop_rate: float
+_FORMAT = 2  # a higher one measures again
 
 
 class NodeCache:
@@ -51,27 +40,19 @@ class NodeCache:
         """Whether all of them were measured."""
         return all(key in self.entries for key in keys)
 
-    def add(self, entries: Mapping[str, Entry]) -> None:
-        """Keep what is new, beside what this or another process had measured before; the file changes at once.
-
-        A cache that cannot be written is done without.
-        """
+    def add(self, entries: Mapping[str, Measured]) -> None:
+        """Add new entries to those that this or another process has measured before, and write the file."""
         self.entries = {**entries, **self._read(), **self.entries}
         nodes = {key: [e.forward, e.backward, e.flop_rate] for key, e in sorted(self.entries.items())}
-        with contextlib.suppress(OSError):
-            folder = self.path.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False, encoding="utf-8") as file:
-                json.dump({"machine": self.machine, "nodes": nodes}, file, indent=0)
-            os.replace(file.name, self.path)
+        write_cache(self.path, json.dumps({"machine": self.machine, "nodes": nodes}, indent=0))
 
-    def _read(self) -> dict[str, Entry]:
+    def _read(self) -> dict[str, Measured]:
         """What the file holds; nothing where it cannot be read."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["machine"] != self.machine:
                 return {}
-            found = {str(key): Entry(*map(float, numbers)) for key, numbers in data["nodes"].items()}
+            found = {str(key): Measured(*map(float, numbers)) for key, numbers in data["nodes"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
         return {key: e for key, e in found.items() if e.flop_rate > 0 and e.forward >= 0 and e.backward >= 0}

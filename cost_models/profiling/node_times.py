@@ -7,9 +7,9 @@ is counted too: gradients of a value with several readers are added up, and para
 
     seconds of a node = median over the passes, less what saying "it begins" takes
 
-On a CPU one thread computes, as torchrun gives each of the ranks that share a host, and seconds are those in which this
-thread ran: other processes count for little.  On a GPU they are those between two events of its stream; where kernels
-are so small that it waits for Python, it waits here for the events too.
+On a CPU one thread computes, as torchrun gives each of the ranks that share a host, and seconds are those in which
+this thread ran, which other processes hardly change.  On a GPU they are those between two events of its stream; kernels so small
+that the GPU waits for Python wait here for the events too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -27,60 +25,19 @@ import torch
 from torch import fx, nn
 
 from splitc.capture.evaluate import perform
-from splitc.capture.proxy import leaves
+from splitc.cost_models.compute.flops import new_functions
+from splitc.cost_models.profiling.clocks import Clock, clock_of
 from splitc.errors import CostError
+from splitc.ir.costs import Measured
 from splitc.ir.program import Program, under_autocast
 
 FIRST, LEAST, MOST = 2, 3, 25
 """Passes that find memory and choose algorithms; then the fewest and the most that are timed."""
 
 _SHORT, _ROUND = 0.1, 5  # seconds of a pass, so many of which follow one product of matrices
-_KEPT = (32 << 20) - 8192  # bytes; glibc gives larger blocks back at once
-
-Seconds = Mapping[str, float]
-"""By the names of nodes."""
 
 
-@dataclass(frozen=True)
-class NodeTimes:
-    """What the nodes take at one batch.
-
-    flop_rate: FLOP/s of large float32 matrix products meanwhile.
-    """
-
-    forward: Seconds
-    backward: Seconds
-    flop_rate: float
-
-
-class _ThreadClock:
-    """Seconds in which this thread computed."""
-
-    now = staticmethod(time.thread_time)
-
-    def between(self, begun: float, ended: float) -> float:
-        return ended - begun
-
-    def settle(self) -> None:
-        """Nothing is under way when `now` returns."""
-
-
-class _StreamClock:
-    """Seconds on the stream of a GPU, between events."""
-
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return float(begun.elapsed_time(ended)) / 1e3
-
-    def settle(self) -> None:
-        torch.cuda.synchronize()
-
-
-class Bench:
+class NodeTimer:
     """A program whose parameters and inputs are real.
 
     root: the program's modules with real tensors on `where`.
@@ -88,22 +45,24 @@ class Bench:
 
     def __init__(self, program: Program, root: nn.Module, where: torch.device) -> None:
         self._program, self._root, self._where = program, root, where
-        self._clock: Any = _StreamClock() if where.type == "cuda" else _ThreadClock()
+        self._clock = clock_of(where)
         self._nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         self._let_go = _last_reads(program.graph)
         self._at = ""  # the node that runs
 
-    def times(self, inputs: Mapping[str, torch.Tensor], budget: float) -> NodeTimes:
-        """Time all nodes on `inputs`, for about `budget` seconds, inside `alone`.  Raises CostError when one fails."""
+    def times(self, inputs: Mapping[str, torch.Tensor], budget: float) -> dict[str, Measured]:
+        """Node -> its seconds on `inputs`, with the FLOP/s of large float32 matrix products meanwhile.
+
+        budget: seconds that timing takes, about.  Raises CostError when a node fails.
+        """
         begin = time.perf_counter()
         try:
             with torch.enable_grad():
                 lag = _mark_seconds(self._clock) if self._where.type == "cpu" else 0.0
                 product = _product(self._clock, self._where)
-                _raise_threshold(self._where)
                 for _ in range(FIRST):
                     self._pass(inputs, lag)
-                passes: list[tuple[dict[fx.Node, float], ...]] = []
+                passes: list[tuple[dict[fx.Node, float], dict[fx.Node, float]]] = []
                 rates: list[float] = []
                 while len(passes) < LEAST or (len(passes) < MOST and time.perf_counter() - begin < budget):
                     rates.append(product())
@@ -119,13 +78,20 @@ class Bench:
                 f"{self._program.name} cannot be measured: {self._at} fails on random numbers with "
                 f'{type(error).__name__}: {said}; use counted costs (costs="counted")'
             ) from error
-        forward, backward = (
-            {node.name: statistics.median(each[way][node] for each in passes) for node in self._nodes} for way in (0, 1)
-        )
-        return NodeTimes(forward, backward, statistics.median(rates))
+        rate = statistics.median(rates)
+        return {
+            node.name: Measured(
+                statistics.median(forward[node] for forward, _ in passes),
+                statistics.median(backward[node] for _, backward in passes),
+                rate,
+            )
+            for node in self._nodes
+        }
 
-    def _pass(self, inputs: Mapping[str, torch.Tensor], lag: float) -> tuple[dict[fx.Node, float], ...]:
-        """Seconds of all nodes in one forward and backward; `lag`: of a mark."""
+    def _pass(
+        self, inputs: Mapping[str, torch.Tensor], lag: float
+    ) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
+        """Seconds of all nodes in one forward, and in its backward.  lag: seconds that a mark takes."""
         for parameter in self._root.parameters():
             parameter.grad = None
         clock, spans, marks = self._clock, dict[fx.Node, tuple[Any, Any]](), list[tuple[fx.Node | None, Any]]()
@@ -177,14 +143,10 @@ class Bench:
     ) -> None:
         """Let what autograd recorded for `node`, which no earlier node owns, mark when it begins."""
         now = self._clock.now
-        waiting = [tensor.grad_fn for tensor in leaves(value) if isinstance(tensor, torch.Tensor)]
-        while waiting:
-            function = waiting.pop()
-            if function is None or function in owners or hasattr(function, "variable"):
-                continue  # of a parameter: it receives its gradient in the time of who made it
-            owners[function] = node
-            function.register_prehook(lambda _: marks.append((node, now())))
-            waiting += [below for below, _ in function.next_functions]
+        for function in new_functions(value, owners):
+            if not hasattr(function, "variable"):  # a parameter receives its gradient in the time of who made it
+                owners[function] = node
+                function.register_prehook(lambda _: marks.append((node, now())))
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -198,7 +160,7 @@ def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _product(clock: Any, where: torch.device) -> Callable[[], float]:
+def _product(clock: Clock, where: torch.device) -> Callable[[], float]:
     """A function that multiplies two large matrices and returns the FLOP/s."""
     size = 8192 if where.type == "cuda" else 1024
     matrix = torch.randn(size, size, device=where)
@@ -215,7 +177,7 @@ def _product(clock: Any, where: torch.device) -> Callable[[], float]:
     return rate
 
 
-def _mark_seconds(clock: Any) -> float:
+def _mark_seconds(clock: Clock) -> float:
     """What a mark adds to a backward: the same chain of small functions with marks and without."""
     ops = 100
 
@@ -232,26 +194,3 @@ def _mark_seconds(clock: Any) -> float:
 
     lags = [(backward(True) - backward(False)) / ops for _ in range(11)]
     return max(statistics.median(lags), 0.0)
-
-
-def _raise_threshold(where: torch.device) -> None:
-    """Let malloc keep what is freed, as it does in a process that has read weights from a file.
-
-    glibc maps blocks anew, page by page, until it has seen one of their size freed: without this, the gradients of a
-    multilayer perceptron cost its backward two thirds more in one process and nothing in another.
-    """
-    if where.type == "cpu":
-        torch.ones(_KEPT, dtype=torch.uint8)
-
-
-@contextmanager
-def alone(where: torch.device) -> Iterator[None]:
-    """One thread, and random numbers of one's own; afterwards both are as they were."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng([where] if where.type == "cuda" else []):
-            torch.manual_seed(0)
-            yield
-    finally:
-        torch.set_num_threads(threads)

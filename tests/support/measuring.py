@@ -13,7 +13,7 @@ from splitc.capture.capture import capture
 from splitc.cost_models.compute.flops import layer_costs
 from splitc.cost_models.profiling import measured
 from splitc.cost_models.profiling.measured import MeasuredLine, measure_layers
-from splitc.cost_models.profiling.node_times import NodeTimes
+from splitc.ir.costs import Measured
 from splitc.ir.program import Program
 from tests.support.models import CASES, Case
 
@@ -31,7 +31,7 @@ def lines_of(program: Program, folder: Path, budget: float = SHORT) -> dict[str,
 
 
 class Pretended:
-    """A bench that does not run: a node takes `per_example * batch + fixed` seconds."""
+    """A timer that does not run: a node takes `per_example * batch + fixed` seconds."""
 
     runs: list[int]
 
@@ -42,15 +42,15 @@ class Pretended:
         self._nodes = [node.name for node in program.graph.nodes if node.op.startswith("call_")]
         return self
 
-    def times(self, inputs: Mapping[str, Tensor], budget: float) -> NodeTimes:
+    def times(self, inputs: Mapping[str, Tensor], budget: float) -> dict[str, Measured]:
         batch = len(next(iter(inputs.values())))
         self.runs.append(batch)
         seconds = self._line[0] * batch + self._line[1]
-        return NodeTimes(dict.fromkeys(self._nodes, seconds), dict.fromkeys(self._nodes, 2 * seconds), self._rate)
+        return dict.fromkeys(self._nodes, Measured(seconds, 2 * seconds, self._rate))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *numbers: float) -> Pretended:
-    """Let nothing run: the bench that is used instead."""
+    """Let nothing run: the timer that is used instead."""
     bench = Pretended(*numbers)
-    monkeypatch.setattr(measured, "Bench", bench)
+    monkeypatch.setattr(measured, "NodeTimer", bench)
     return bench

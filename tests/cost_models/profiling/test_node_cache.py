@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from splitc.cost_models.clusters.this_machine import device_name
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.profiling import measured
-from splitc.cost_models.profiling.node_cache import Entry, NodeCache, node_keys
+from splitc.cost_models.profiling.node_cache import NodeCache, node_keys
+from splitc.ir.costs import Measured
 from tests.support.measuring import captured, lines_of, pretend
 from tests.support.models import CASES, Case, LanguageModel, labels, made, token_loss, tokens, vectors
 from tests.support.small_programs import small_cluster
@@ -83,9 +84,9 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path, monkeypatch
 
 def test_two_processes_keep_what_both_measured(tmp_path: Path) -> None:
     one, two = NodeCache(tmp_path, "here"), NodeCache(tmp_path, "here")
-    one.add({"a": Entry(1.0, 2.0, 3.0)})
-    two.add({"b": Entry(4.0, 5.0, 6.0)})
-    assert NodeCache(tmp_path, "here").entries == {"a": Entry(1.0, 2.0, 3.0), "b": Entry(4.0, 5.0, 6.0)}
+    one.add({"a": Measured(1.0, 2.0, 3.0)})
+    two.add({"b": Measured(4.0, 5.0, 6.0)})
+    assert NodeCache(tmp_path, "here").entries == {"a": Measured(1.0, 2.0, 3.0), "b": Measured(4.0, 5.0, 6.0)}
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
