@@ -59,7 +59,7 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:
     plan = program.plan
     roles = [*plan.roles_of(ranks[0]), *([SERVER] if ranks[0] in plan.servers else [])]
-    parts = {
+    kinds = {
         "parameters": memory.parameters,
         "buffers": memory.buffers,
         "gradients": memory.gradients,
@@ -67,7 +67,7 @@ def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have
         "activations": memory.activations,
         "communication": memory.communication,
     }
-    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    largest_first = sorted(kinds.items(), key=lambda kind: -kind[1])
     listed = ", ".join(f"{name} {units.nbytes(size)}" for name, size in largest_first if size)
     verbs = ("needs", "has") if len(ranks) == 1 else ("need", "have")
     return (
@@ -100,11 +100,11 @@ def _rows(program: LoweredProgram, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
     """The batch sizes, group index and message sizes of a rank in one role."""
-    turns = range(plan.groups[role].num_microbatches if role in plan.groups else 1)
+    microbatches = range(plan.groups[role].num_microbatches if role in plan.groups else 1)
     return (
         plan.batch(role, rank),
         plan.group(role, rank).index(rank),
-        tuple(b - a for turn in turns for a, b in plan.microbatch_intervals(role, rank, turn)),
+        tuple(b - a for k in microbatches for a, b in plan.microbatch_intervals(role, rank, k)),
         tuple((peer == rank, b - a) for other in plan.roles for peer, a, b in plan.routes(rank, role, other)),
         plan.replicas(role, rank).index(rank) if plan.all_reduce == "recursive_doubling" else None,
     )

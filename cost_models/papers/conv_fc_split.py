@@ -56,7 +56,7 @@ class ConvFcSplit:
         """FLOPs of forward for one example; a multiply-add counts two."""
         return sum(self.program.costs[layer].at(1).forward_flops for layer in layers)
 
-    def kept(self, layers: Iterable[str], batch: int) -> float:
+    def saved_nbytes(self, layers: Iterable[str], batch: int) -> float:
         """Bytes of activations that `layers` save for backward."""
         return sum(self.program.costs[layer].at(batch).saved_bytes for layer in layers)
 
@@ -72,14 +72,14 @@ def conv_fc_split(program: Program, fc: Collection[str] | None = None) -> ConvFc
     """
     layers = [layer.name for layer in program.layers]
     upper = set(linear_layers(program) if fc is None else fc)
-    parts = ConvFcSplit(
+    split = ConvFcSplit(
         program,
         conv=tuple(layer for layer in layers if layer not in upper),
         fc=tuple(layer for layer in layers if layer in upper),
     )
-    if not parts.conv or not parts.fc:
+    if not split.conv or not split.fc:
         raise CostError(
-            f"{program.name}: {len(parts.fc)} of {len(layers)} layers are fully connected, {len(parts.conv)} are not; "
+            f"{program.name}: {len(split.fc)} of {len(layers)} layers are fully connected, {len(split.conv)} are not; "
             f"the papers' models need both; name the fc layers"
         )
-    return parts
+    return split

@@ -17,8 +17,8 @@ number of rounds of the algorithm of section 4.1.2.
 Footnotes 4 and 6 say that node assignment considers the memory of a GPU, without an equation.  Here
 an assignment fits if
 
-    3 P_c itemsize + conv_kept                                        <=  capacity    a CONV worker
-    3 (P - P_c) itemsize + ceil(n_c / n_f) (fc_kept + 2 A K itemsize) <=  capacity    an FC worker
+    3 P_c itemsize + conv_saved                                       <=  capacity    a CONV worker
+    3 (P - P_c) itemsize + ceil(n_c / n_f) (fc_saved + 2 A K itemsize) <=  capacity    an FC worker
 
 3: parameters, gradients and the momentum of the paper's SGD; 2 A K: received activations and their
 gradients.  The busiest FC worker serves ceil(n_c / n_f) CONV workers (4.1.3).
@@ -61,29 +61,29 @@ class Symbols:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes.  capacity: of a GPU.  conv_kept, fc_kept: activations saved by the conv and fc layers for K examples."""
+    """Bytes.  capacity: of a GPU.  conv_saved, fc_saved: activations saved by the conv and fc layers for K examples."""
 
     capacity: float
-    conv_kept: float
-    fc_kept: float
+    conv_saved: float
+    fc_saved: float
 
 
-def symbols_of(parts: ConvFcSplit, K: int, B: float, device: Device) -> Symbols:
+def symbols_of(split: ConvFcSplit, K: int, B: float, device: Device) -> Symbols:
     """Return the symbols of a captured model; times are by the roofline of `device` in float32."""
     return Symbols(
         K=K,
-        P=parts.P,
-        A=parts.A,
-        P_c=parts.P_c,
+        P=split.P,
+        A=split.A,
+        P_c=split.P_c,
         B=B,
-        T_c=parts.seconds(parts.conv, K, device),
-        T_f=parts.seconds(parts.fc, K, device),
+        T_c=split.seconds(split.conv, K, device),
+        T_f=split.seconds(split.fc, K, device),
     )
 
 
-def memory_of(parts: ConvFcSplit, K: int, device: Device) -> Memory:
+def memory_of(split: ConvFcSplit, K: int, device: Device) -> Memory:
     """Return the memory limits of a captured model."""
-    return Memory(device.memory, parts.kept(parts.conv, K), parts.kept(parts.fc, K))
+    return Memory(device.memory, split.saved_nbytes(split.conv, K), split.saved_nbytes(split.fc, K))
 
 
 def compute_seconds(s: Symbols, n_c: int, n_f: int) -> float:
@@ -108,13 +108,13 @@ def throughput(s: Symbols, n_c: int, n_f: int) -> float:
 
 def conv_nbytes(s: Symbols, memory: Memory) -> float:
     """Bytes that a CONV worker needs."""
-    return _COPIES * s.P_c * s.itemsize + memory.conv_kept
+    return _COPIES * s.P_c * s.itemsize + memory.conv_saved
 
 
 def fc_nbytes(s: Symbols, memory: Memory, n_c: int, n_f: int) -> float:
     """Bytes that the busiest FC worker needs."""
     served = -(-n_c // n_f)
-    return _COPIES * (s.P - s.P_c) * s.itemsize + served * (memory.fc_kept + 2 * s.A * s.K * s.itemsize)
+    return _COPIES * (s.P - s.P_c) * s.itemsize + served * (memory.fc_saved + 2 * s.A * s.K * s.itemsize)
 
 
 def fits(s: Symbols, memory: Memory, n_c: int, n_f: int) -> bool:

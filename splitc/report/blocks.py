@@ -32,18 +32,18 @@ class Hidden:
         return f"{start}{self.first}{to}: as {start}{self.first - 1}, {self.rows} rows hidden"
 
 
-def sum_up(rows: Sequence[Row]) -> list[Shown | Hidden]:
+def collapse(rows: Sequence[Row]) -> list[Shown | Hidden]:
     """Return the rows in order, each run of repeated blocks as one `Hidden`."""
-    parts: list[Shown | Hidden] = []
+    found: list[Shown | Hidden] = []
     at = 0
     while at < len(rows):
         size, hidden = _repeated(rows, at)
-        parts += [Shown(index) for index in range(at, at + size)]
+        found += [Shown(index) for index in range(at, at + size)]
         at += size
         if hidden is not None:
-            parts.append(hidden)
+            found.append(hidden)
             at += hidden.rows
-    return parts
+    return found
 
 
 def _repeated(rows: Sequence[Row], at: int) -> tuple[int, Hidden | None]:

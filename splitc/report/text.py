@@ -12,7 +12,7 @@ from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.plan import Candidate, Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram
-from splitc.report.blocks import Hidden, Row, Shown, sum_up
+from splitc.report.blocks import Hidden, Row, Shown, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
@@ -27,23 +27,23 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
     layers = [figures.layer(layer) for layer in program.layers]
     rows = [(layer["name"], _cells(layer)) for layer in layers]
     whole = everything or len(rows) <= MANY
-    shown: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else sum_up(rows)
-    parts = [
+    shown: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else collapse(rows)
+    sections = [
         _headline(program),
         _placements(rows, shown),
         _ranks(program, figures),
         _candidates(program.plan),
-        _reasons([layers[part.index] for part in shown if isinstance(part, Shown)], len(layers), everything),
+        _reasons([layers[each.index] for each in shown if isinstance(each, Shown)], len(layers), everything),
     ]
     if is_measured(program):
-        parts.append(_wrap("Layer times were measured on this machine."))
+        sections.append(_wrap("Layer times were measured on this machine."))
     if program.frozen_layers:
-        parts.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
+        sections.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
-        parts.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
+        sections.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
     if (norms := _norm_groups(program)) is not None:
-        parts.append(norms)
-    return "\n\n".join(part for part in parts if part) + "\n"
+        sections.append(norms)
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _headline(program: PlacedProgram) -> str:
@@ -96,21 +96,21 @@ def rank_list(ranks: Sequence[int]) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _placements(rows: Sequence[Row], parts: Sequence[Shown | Hidden]) -> str:
+def _placements(rows: Sequence[Row], shown: Sequence[Shown | Hidden]) -> str:
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
     widths = [max(map(len, column)) for column in zip(headers[1:], *(cells for _, cells in rows), strict=True)]
     room = max(8, WIDTH - sum(widths) - 2 * len(widths))
-    shown = [rows[part.index] for part in parts if isinstance(part, Shown)]
+    visible = [rows[each.index] for each in shown if isinstance(each, Shown)]
     lines = _table(
         headers,
-        [[_short(name, room), *cells] for name, cells in shown],
+        [[_short(name, room), *cells] for name, cells in visible],
         ("left", "right", "right", "right", "left", "left", "right", "right"),
     ).splitlines()
     text = lines[:2]
     following = iter(lines[2:])
-    for part in parts:
-        text.append(next(following) if isinstance(part, Shown) else _middle(f"  {part}"))
-    hidden = sum(part.rows for part in parts if isinstance(part, Hidden))
+    for each in shown:
+        text.append(next(following) if isinstance(each, Shown) else _middle(f"  {each}"))
+    hidden = sum(each.rows for each in shown if isinstance(each, Hidden))
     if hidden:
         text.append(_wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
     return "\n".join(text)

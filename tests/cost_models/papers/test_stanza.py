@@ -189,8 +189,8 @@ def brute_force(s: Symbols, nodes: int, memory: Memory | None = None) -> float:
         n_c = nodes - n_f
         if memory is not None:
             served = max(len(range(k, n_c, n_f)) for k in range(n_f))  # dealt out one by one
-            conv = 12 * s.P_c + memory.conv_kept
-            fc = 12 * (s.P - s.P_c) + served * (memory.fc_kept + 8 * s.A * s.K)
+            conv = 12 * s.P_c + memory.conv_saved
+            fc = 12 * (s.P - s.P_c) + served * (memory.fc_saved + 8 * s.A * s.K)
             if max(conv, fc) > memory.capacity:
                 continue
         best = max(best, n_c * s.K / step_seconds(s, n_c, n_f))
@@ -211,7 +211,7 @@ def test_equation_5_is_as_fast_as_the_fastest_of_all_divisions(nodes: int) -> No
 def test_with_a_memory_limit_it_is_the_fastest_of_those_that_fit(seed: int) -> None:
     s, draw = random_symbols(seed), random.Random(seed)
     nodes = draw.randint(2, 40)
-    kept = Memory(0.0, conv_kept=s.K * draw.uniform(1e4, 1e7), fc_kept=s.K * draw.uniform(1e2, 1e6))
+    kept = Memory(0.0, conv_saved=s.K * draw.uniform(1e4, 1e7), fc_saved=s.K * draw.uniform(1e2, 1e6))
     least, most = fc_nbytes(s, kept, 1, 1), fc_nbytes(s, kept, nodes - 1, 1)
     memory = replace(kept, capacity=max(draw.uniform(0.9 * least, most), draw.choice([0, 1.1]) * conv_nbytes(s, kept)))
     best = brute_force(s, nodes, memory)
@@ -225,7 +225,7 @@ def test_with_a_memory_limit_it_is_the_fastest_of_those_that_fit(seed: int) -> N
 
 def test_less_memory_takes_more_fc_workers_and_lowers_the_throughput() -> None:
     s = replace(ALEXNET, T_c=0.3)
-    kept = Memory(1e15, conv_kept=5e8, fc_kept=1e7)
+    kept = Memory(1e15, conv_saved=5e8, fc_saved=1e7)
     free = assign_nodes(s, 9, kept)
     assert free == assign_nodes(s, 9) == (8, 1)
     tight = assign_nodes(s, 9, replace(kept, capacity=fc_nbytes(s, kept, 8, 1) - 1))
@@ -236,7 +236,7 @@ def test_where_nothing_fits_the_error_gives_the_numbers() -> None:
     with pytest.raises(
         CostError, match=r"80 nodes with 1\.00 GB each.*CONV worker needs 530 MB.*smaller than 128"
     ) as told:
-        assign_nodes(ALEXNET, 80, Memory(1e9, conv_kept=5e8, fc_kept=9e8))
+        assign_nodes(ALEXNET, 80, Memory(1e9, conv_saved=5e8, fc_saved=9e8))
     assert "an FC worker that serves one of them 1.61 GB" in str(told.value)
 
 
