@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu = torch.device("cpu")
     try:
         files = {argument: _load(argument) for argument in args.models}
-        programs = {name: analyse(f.model, f.example, f.target, f.loss) for name, f in files.items()}
+        programs = {name: analyse(f.model, f.example) for name, f in files.items()}
     except SplitcError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -103,13 +103,14 @@ def _load(argument: str) -> ModelFile:
 
 
 def _as_exercise(name: str, file: ModelFile) -> Exercise:
-    first, *others = file.example if isinstance(file.example, tuple) else (file.example,)
+    first, tensor = next(iter(file.example.tensors.items()))
 
     def step(given: Tensor) -> Tensor:
-        loss: Tensor = file.loss(file.model(given, *others), file.target)
+        values = {**file.example.values, first: given}
+        loss: Tensor = file.example.loss_of(file.example.output(file.model, values), values)
         return loss
 
-    return Exercise(name, step, first, tuple(file.model.parameters()))
+    return Exercise(name, step, tensor, tuple(file.model.parameters()))
 
 
 def _predicted(program: Program, device: Device) -> tuple[float, float]:

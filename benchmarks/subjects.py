@@ -45,7 +45,7 @@ class Subject:
     @cached_property
     def program(self) -> Program:
         file = self.file
-        return analyse(file.model, file.example, file.target, file.loss, name=file.name)
+        return analyse(file.model, file.example, name=file.name)
 
     def measured(self, cache: Path) -> Mapping[str, CostLine]:
         """Layer -> its cost with the seconds that it takes on this machine, from the folder `cache` or measured now."""
@@ -58,7 +58,7 @@ class Subject:
         settings = Settings(cell.world, cluster=cluster, strategy=parse_strategy(cell.strategy))
         file = self.file
         placed = specialise(self.program, settings, plan)
-        return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
+        return CompiledProgram(placed, file.model, file.example, settings)
 
 
 def predictions(

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, analyse, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
@@ -43,8 +45,12 @@ class Model:
     target: Any
     loss: Any
 
+    @cached_property
+    def bound(self) -> Example:
+        return Example.bind(self.module, self.example, self.target, self.loss)
+
     def program(self) -> Program:
-        return analyse(self.module, self.example, self.target, self.loss)
+        return analyse(self.module, self.bound)
 
 
 def _file(name: str) -> ModuleType:
@@ -140,7 +146,7 @@ def measure(name: str, worlds: Iterable[int], dtypes: Iterable[str], only: Itera
                 except PlacementError as error:
                     yield Cell(name, text, world, dtype, None, True, str(error).splitlines()[0])
                     continue
-                compiled = CompiledProgram(placed, model.module, model.loss, model.example, model.target, settings)
+                compiled = CompiledProgram(placed, model.module, model.bound, settings)
                 try:
                     found = compiled.verify(dtype=DTYPES[dtype])
                 except (SplitcError, RuntimeError) as error:

@@ -26,15 +26,15 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-import splitc
 from benchmarks.bed import Bed
 from benchmarks.errors import BedError
 from benchmarks.layout import parse_rates
 from benchmarks.lockstep import Lockstep
 from splitc.cli.model_file import load_model
 from splitc.cli.options import positive
-from splitc.compiled import CompiledProgram
+from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import SplitcError
+from splitc.ir.strategies import parse_strategy
 from splitc.ir.wire import wire
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,20 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case in (Case(model, strategy, world) for strategy in args.strategies for world in args.world):
                 print(f"{case.model} {case.strategy}, {case.world} ranks", file=sys.stderr, flush=True)
                 try:
-                    compiled = splitc.compile(
-                        file.model,
-                        case.world,
-                        file.example,
-                        file.target,
-                        file.loss,
-                        strategy=case.strategy,
-                        cluster=args.cluster,
-                        name=file.name,
-                    )
+                    settings = Settings(case.world, cluster=args.cluster, strategy=parse_strategy(case.strategy))
+                    compiled = compile_example(file.model, file.example, settings, name=file.name)
                 except SplitcError as error:
                     problems.append(f"{case.model} {case.strategy}, {case.world} ranks: {error}")
                     continue
-                assert isinstance(compiled, CompiledProgram), "a model file has an example"
                 rows += measure(case, compiled, args.steps, rate)
     except (BedError, SplitcError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.capture.capture import Example, Loss
+from splitc.capture.example import Example, Inputs, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example, require_autocast
 from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
@@ -23,7 +23,7 @@ from splitc.passes.measure_costs import COUNTED, require_costs
 def compile(
     model: nn.Module | Callable[[], nn.Module],
     world: int,
-    example: Example | None = None,
+    example: Inputs | None = None,
     target: Any = None,
     loss: Loss = None,
     global_batch: int | None = None,
@@ -72,4 +72,5 @@ def compile(
     )
     if example is None:
         return DeferredProgram(model, loss, settings, name)
-    return compile_example(model, example, target, loss, settings, name=name, plan=plan, watch=watch)
+    bound = Example.bind(model, example, target, loss)
+    return compile_example(model, bound, settings, name=name, plan=plan, watch=watch)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.capture.capture import Example, Loss, as_arguments, capture, target_names
+from splitc.capture.capture import capture
+from splitc.capture.example import LOSS, Example
 from splitc.capture.validate import validate_capture
 from splitc.codegen.generate import generate
 from splitc.codegen.save import save_build
@@ -24,6 +24,7 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Placement, Plan
+from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program, under_autocast
 from splitc.ir.strategies import Strategy
 from splitc.passes.measure_costs import COUNTED, MEASURED, MeasureCosts
@@ -31,15 +32,13 @@ from splitc.passes.place import Place
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
+from splitc.report.text import report
 from splitc.runtime.checkpoint import hand_out
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import OptimizerFactory, Worker
 from splitc.verify.verify import Verification, verify_program
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ class Settings:
 def compile_example(
     model: nn.Module,
     example: Example,
-    target: Any,
-    loss: Loss,
     settings: Settings,
     *,
     name: str | None = None,
@@ -76,26 +73,22 @@ def compile_example(
         cluster = load_cluster(settings.cluster)
         require_this_machine(cluster)
         settings = replace(settings, cluster=cluster)
-    program = analyse(
-        model, example, target, loss, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs
-    )
-    return CompiledProgram(specialise(program, settings, plan, watch), model, loss, example, target, settings)
+    program = analyse(model, example, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs)
+    return CompiledProgram(specialise(program, settings, plan, watch), model, example, settings)
 
 
 def analyse(
     model: nn.Module,
     example: Example,
-    target: Any = None,
-    loss: Loss = None,
     *,
     name: str | None = None,
     watch: Watcher | None = None,
     autocast: torch.dtype | None = None,
     costs: str = COUNTED,
 ) -> Program:
-    """What is known of a model before anything is decided: its graph, confirmed against the model, and its costs."""
-    program = capture(model, example, target, loss, name, autocast)
-    program = replace(program, loss_terms=validate_capture(program, model, example, target, loss))
+    """Capture a model, validate the graph against it, and price its layers."""
+    program = capture(model, example, name, autocast)
+    program = replace(program, loss_terms=validate_capture(program, model, example))
     return run_pass(MeasureCosts(costs), program, watch)
 
 
@@ -173,12 +166,9 @@ def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | 
 class CompiledProgram:
     """A model compiled for the ranks of a plan."""
 
-    def __init__(
-        self, program: LoweredProgram, model: nn.Module, loss: Loss, example: Example, target: Any, settings: Settings
-    ) -> None:
+    def __init__(self, program: LoweredProgram, model: nn.Module, example: Example, settings: Settings) -> None:
         self.program = program
-        self._model, self._loss, self._example, self._target = model, loss, example, target
-        self._settings = settings
+        self._model, self._example, self._settings = model, example, settings
 
     @property
     def plan(self) -> Plan:
@@ -192,16 +182,12 @@ class CompiledProgram:
 
     def report(self) -> str:
         """The placement table and the prices, for an 80-column terminal."""
-        from splitc.report import report
-
         return report(self.program)
 
     def rank(self, rank: int) -> fx.GraphModule:
         """The graph of one rank, with its communication nodes, annotated with shapes at its batch."""
         if not 0 <= rank < self.plan.world:
             raise LaunchError(f"there is no rank {rank} in a world of {self.plan.world}")
-        from splitc.ir.printer import rank_graph
-
         return rank_graph(self.program, rank)
 
     def verify(
@@ -219,22 +205,17 @@ class CompiledProgram:
         examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
         """
         compiled = self if dtype is None else self._in_dtype(dtype)
-        inputs = as_arguments(compiled._model, compiled._example)
-        tensors = {
-            k: v for k, v in {**inputs, **target_names(compiled._target, inputs)}.items() if isinstance(v, Tensor)
-        }
         sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
         result = verify_program(
             compiled.program,
             compiled.files,
             compiled._model,
-            compiled._loss,
+            compiled._example,
             compiled.weights(),
-            tensors,
-            processes,
-            steps,
             sizes,
-            seed,
+            processes=processes,
+            steps=steps,
+            seed=seed,
         )
         if self.program.autocast is None or dtype is None:
             return result
@@ -250,10 +231,8 @@ class CompiledProgram:
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """What weights.pt holds: `state`, the model's state_dict, and `extra`, tensors that it leaves out."""
         state = {k: v.detach() for k, v in self._model.state_dict().items()}
-        constants = dict(
-            self.program.root.named_buffers(recurse=False)
-        )  # tensors that the model keeps outside its modules
-        loss = self._loss.named_buffers(prefix="loss") if isinstance(self._loss, nn.Module) else ()
+        constants = dict(self.program.root.named_buffers(recurse=False))  # that the model keeps outside its modules
+        loss = self._example.loss.named_buffers(prefix=LOSS) if isinstance(self._example.loss, nn.Module) else ()
         buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
         return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
 
@@ -294,26 +273,13 @@ class CompiledProgram:
         return {alias for name in holdings for alias in (name, *self.program.tensors[name].names)}
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
-        """The same plan for the model in another precision."""
-
-        def cast(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(dtype) if value.dtype.is_floating_point else value
-            if isinstance(value, Mapping):
-                return {k: cast(v) for k, v in value.items()}
-            return tuple(map(cast, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-        model = copy.deepcopy(self._model).to(dtype)
-        loss = copy.deepcopy(self._loss).to(dtype) if isinstance(self._loss, nn.Module) else self._loss
-        plan = replace(self.plan, model="")
+        """The same plan for the model in another precision, without autocast."""
         return compile_example(
-            model,
-            cast(self._example),
-            None if self._target is None else cast(self._target),
-            loss,
+            copy.deepcopy(self._model).to(dtype),
+            self._example.to(dtype),
             replace(self._settings, autocast=None),
             name=self.program.name,
-            plan=plan,
+            plan=replace(self.plan, model=""),
         )
 
 

@@ -1,4 +1,4 @@
-"""A program that compiles on the first batch its worker sees, as torch.compile does."""
+"""A program that compiles on the first batch of its worker, as torch.compile does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from splitc.capture.capture import Loss
+from splitc.capture.example import Example, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.checkpoint import hand_out
@@ -38,13 +38,14 @@ class DeferredProgram:
 
         A dict stands for keyword arguments, as in `compile`: the whole batch without a loss, else its first part.
         """
-        example, target = batch, None
+        inputs, target = batch, None
         if self._loss is not None:
             if isinstance(batch, (Tensor, Mapping)) or len(batch) < 2:
                 raise LaunchError("with a loss the first batch must be inputs and a target: (inputs..., target)")
             *inputs, target = batch
-            example = inputs[0] if isinstance(inputs[0], Mapping) else inputs
-        return compile_example(self._model, example, target, self._loss, self._settings, name=self._name)
+            inputs = inputs[0] if isinstance(inputs[0], Mapping) else inputs
+        example = Example.bind(self._model, inputs, target, self._loss)
+        return compile_example(self._model, example, self._settings, name=self._name)
 
     def worker(
         self,

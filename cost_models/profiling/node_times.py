@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from splitc.capture.evaluate import perform
+from splitc.capture.evaluate import execute
 from splitc.cost_models.compute.flops import new_functions
 from splitc.cost_models.profiling.clocks import Clock, clock_of
 from splitc.errors import CostError
@@ -129,7 +129,7 @@ class NodeTimer:
                 target = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 begun = now()
-                values[node] = perform(node.op, target, args, kwargs)
+                values[node] = execute(node.op, target, args, kwargs)
                 del args, kwargs
                 for value in self._let_go[node]:
                     del values[value]

@@ -1,4 +1,4 @@
-"""The names of the tensors that a model uses: parameters, buffers, and constants that become buffers."""
+"""Name the tensors that a model reads: parameters, buffers, and constants that become buffers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from splitc.capture.source_lines import name_in_user_code
 class Attributes:
     """Tensors by name.
 
-    root: the model with fake parameters.  original: the model itself, whose tensors the user's code may meet too (in a
-    loss that closes over the model).  constants: what is used and is no parameter or buffer: plain attributes, globals.
+    root: the model with fake parameters.  original: the model itself, whose tensors the user's code may read too (in a
+    loss that closes over the model).  constants: tensors that are neither parameter nor buffer: attributes, globals.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module) -> None:
@@ -23,11 +23,11 @@ class Attributes:
         self._names = {**_names(original), **_names(root)}
 
     def known(self, tensor: torch.Tensor) -> str | None:
-        """The name of a tensor that a module owns, or that was used before."""
+        """The name of a tensor that a module owns, or that was named before."""
         return self._names.get(id(tensor))
 
     def name(self, tensor: torch.Tensor) -> str:
-        """The name of any tensor; a new one becomes a constant.  Raises Unsupported for one that cannot be held."""
+        """The name of any tensor; an unknown one becomes a constant.  Raises Unsupported where it cannot."""
         name = self._names.get(id(tensor))
         if name is None:
             self._names[id(tensor)] = name = self._constant_name(tensor)
@@ -35,18 +35,18 @@ class Attributes:
         return name
 
     def traced(self, name: str) -> torch.Tensor:
-        """The tensor of that name in the traced copy: fake, or a constant."""
+        """The tensor by name in the traced copy: fake, or a constant."""
         tensor = self.constants[name] if name in self.constants else _get(self._root, name)
         if not isinstance(tensor, FakeTensor):
             self.constants[name] = tensor
         return tensor
 
     def real(self, name: str) -> torch.Tensor:
-        """The tensor of that name with its data."""
+        """The tensor by name, with its data."""
         return self.constants[name] if name in self.constants else _get(self._original, name)
 
     def adopt_constants(self) -> None:
-        """Make the constants buffers of the traced copy, so that generated programs hold them."""
+        """Register the constants as buffers of the traced copy, so that generated programs hold them."""
         for name, tensor in self.constants.items():
             owner, _, last = name.rpartition(".")
             module = self._root.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""What each value of a captured graph is at any batch size, and which values carry a gradient to the loss."""
+"""Infer the shape of every value of a captured graph at any batch size, and which values the gradient reaches."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from splitc.errors import CaptureError
 from splitc.ir.program import SizeSpec, Spec, TensorSpec
 
 
-def spec_of(values: tuple[Any, ...], probes: tuple[int, ...]) -> Spec:
-    """The spec of a value from what it is at the batch sizes `probes` (a tensor: at the first two).
+def set_specs(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]], probes: tuple[int, ...]) -> None:
+    """Set `meta["spec"]` of every node, from its values at the batch sizes `probes`."""
+    for node in graph.nodes:
+        node.meta["spec"] = infer_spec(values[node], probes) if node in values else None
 
-    None for what is neither a tensor with one batch dimension or none, nor a whole number on a line.
+
+def infer_spec(values: tuple[Any, ...], probes: tuple[int, ...]) -> Spec:
+    """The spec of a value, from its values at the batch sizes `probes` (of a tensor: at the first two).
+
+    None unless it is a tensor with at most one batch dimension, or a whole number linear in the batch size.
     """
     first = values[0]
     if isinstance(first, torch.Tensor):
         return _tensor_spec(first, values[1], probes)
     if isinstance(first, (tuple, list)):
-        return tuple(spec_of(parts, probes) for parts in zip(*values, strict=True))
+        return tuple(infer_spec(parts, probes) for parts in zip(*values, strict=True))
     if type(first) is int and len(values) == len(probes):
         scale = (values[1] - first) // (probes[1] - probes[0])
         spec = SizeSpec(scale, first - scale * probes[0])
-        return (
-            spec
-            if all(value == scale * probe + spec.offset for value, probe in zip(values, probes, strict=True))
-            else None
-        )
+        is_linear = all(value == scale * probe + spec.offset for value, probe in zip(values, probes, strict=True))
+        return spec if is_linear else None
     return None
 
 
@@ -44,15 +47,13 @@ def _tensor_spec(first: torch.Tensor, second: torch.Tensor, probes: tuple[int, .
     dim = differing[0]
     rows, rest = divmod(shape[dim], probes[0])
     if len(differing) > 1 or rest or rows * probes[1] != second.shape[dim]:
-        return (
-            None  # the batch appears twice (a similarity matrix of examples), or in part: it can live on one rank only
-        )
+        return None  # the batch appears twice (a similarity matrix of examples), or in part: it stays on one rank
     shape[dim] = rows
     return TensorSpec(tuple(shape), first.dtype, dim, first.requires_grad)
 
 
 def prune_gradients(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]]) -> set[fx.Node]:
-    """The nodes that a gradient of the loss reaches; `requires_grad` is unset in the specs of the others."""
+    """Return the nodes that the gradient of the loss reaches; clear `requires_grad` in the specs of the others."""
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         is_read = any(user.op == "output" or user in reached for user in node.users)
@@ -69,15 +70,15 @@ def _without_grad(spec: Spec) -> Spec:
     return replace(spec, requires_grad=False) if isinstance(spec, TensorSpec) else spec
 
 
-def require_all_examples(graph: fx.Graph) -> None:
-    """Raise CaptureError for a node that takes particular examples of the batch: each rank has other ones there."""
+def require_whole_batch(graph: fx.Graph) -> None:
+    """Raise CaptureError for a node that indexes particular examples: each rank has other examples at that index."""
     for node in graph.nodes:
         value = node.args[0] if node.args else None
         spec = value.meta["spec"] if isinstance(value, fx.Node) else None
         if (
             isinstance(spec, TensorSpec)
             and spec.batch_dim is not None
-            and _takes_part(node, spec.batch_dim, len(spec.shape))
+            and _selects_rows(node, spec.batch_dim, len(spec.shape))
         ):
             raise CaptureError(
                 f"{node.meta['source']}: {node.name} takes particular examples of the batch, and each rank has other "
@@ -85,7 +86,7 @@ def require_all_examples(graph: fx.Graph) -> None:
             )
 
 
-def _takes_part(node: fx.Node, batch_dim: int, dims: int) -> bool:
+def _selects_rows(node: fx.Node, batch_dim: int, dims: int) -> bool:
     if node.target is operator.getitem:
         index = _index_at(node.args[1], batch_dim, dims)
     elif node.op == "call_method" and node.target in ("select", "narrow") and len(node.args) > 2:
@@ -101,7 +102,7 @@ def _takes_part(node: fx.Node, batch_dim: int, dims: int) -> bool:
 
 
 def _index_at(key: Any, dim: int, dims: int) -> Any:
-    """The part of an index that acts on dimension `dim`; None where that cannot be told."""
+    """The part of an index that acts on dimension `dim`; None where that is unknown."""
     parts = list(key) if isinstance(key, tuple) else [key]
     if any(isinstance(part, (fx.Node, list, bool)) for part in parts):
         return None
@@ -114,9 +115,3 @@ def _index_at(key: Any, dim: int, dims: int) -> Any:
         after = len(consuming) - len(before)
         return consuming[len(consuming) - from_end] if from_end <= after else None
     return consuming[dim] if dim < len(consuming) else None
-
-
-def specify(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]], probes: tuple[int, ...]) -> None:
-    """Set `meta["spec"]` of every node."""
-    for node in graph.nodes:
-        node.meta["spec"] = spec_of(values[node], probes) if node in values else None

@@ -1,4 +1,4 @@
-"""One operation as the user's code asks for it, before it becomes a node."""
+"""One operation as the user's code calls it, before it becomes a node."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BY_NAME = {
     F.batch_norm: ("input", "running_mean", "running_var"),
     F.instance_norm: ("input", "running_mean", "running_var"),
 }
-"""Functions whose options other passes read -> the arguments that stay positional."""
+"""Functions whose options are read from the graph -> the arguments that stay positional."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """op and target as those of an fx node; tensors are proxies.  written: the proxy that the call writes into."""
+    """op, target: as of an fx node.  args, kwargs: with proxies for tensors.  written: the proxy it writes into."""
 
     op: str
     target: Any
@@ -48,7 +48,7 @@ class Call:
 
 
 def require_recordable(call: Call) -> None:
-    """Raise Unsupported for what a graph, or its generated code, cannot hold."""
+    """Raise Unsupported for a call that a graph, or generated code, cannot represent."""
     if call.name in RANDOM:
         raise Unsupported(random_text(call.name))
     if call.name in ("register_hook", "backward"):
@@ -63,8 +63,8 @@ def require_recordable(call: Call) -> None:
         raise Unsupported(f"{call.name} is no function of torch, so generated code cannot call it; use one that is")
 
 
-def in_one_form(call: Call) -> Call:
-    """The call with its options by keyword where others look for them."""
+def normalized(call: Call) -> Call:
+    """The call with its options by keyword, for the functions of `_BY_NAME`."""
     if call.op != "call_function" or call.target not in _BY_NAME:
         return call
     options = inspect.signature(call.target).bind(*call.args, **call.kwargs).arguments
@@ -75,7 +75,7 @@ def in_one_form(call: Call) -> Call:
 
 
 def is_plain(values: tuple[Any, ...]) -> bool:
-    """Whether a value is plain Python, and the same at every batch size."""
+    """Whether a value is plain Python and the same at every batch size."""
     first = values[0]
     if not all(isinstance(leaf, (*_LITERALS, *_SETTINGS)) for leaf in leaves(first)):
         return False

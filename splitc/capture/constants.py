@@ -1,6 +1,6 @@
-"""The values of nodes that depend on no input and on nothing that is trained: sizes of masks, flags, tables.
+"""Evaluate nodes that depend neither on an input nor on a parameter: sizes of masks, flags, tables.
 
-A branch on such a value (`if self.flag > 0`, `mask.all()`) goes the same way in every step, so the trace may follow it.
+A branch on such a value (`if self.flag > 0`, `mask.all()`) is the same in every step, so the trace may follow it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.evaluate import perform
+from splitc.capture.evaluate import execute
 from splitc.capture.proxy import is_proxy, map_tree
 
 
 class NotConstant(Exception):
-    """The value depends on an input, on a parameter, or on a buffer that the model changes."""
+    """The value depends on an input, on a parameter, or on a buffer that forward updates."""
 
 
 class Constants:
-    """Computes nodes for real.
+    """Evaluates nodes on real tensors.
 
-    values: what is known of each node from the trace.  real: the model's tensor of a name, with its data.
-    changing: names of buffers that the model writes into.
+    values: of each node, from the trace.  real: the model's tensor by name, with its data.
+    changing: names of buffers that forward updates.
     """
 
     def __init__(self, values: Mapping[fx.Node, tuple[Any, ...]], real: Callable[[str], torch.Tensor]) -> None:
@@ -42,14 +42,14 @@ class Constants:
             return tensor
         if node.op in ("placeholder", "call_module"):
             raise NotConstant(f"{node.name} differs from batch to batch")
-        return perform(
+        return execute(
             node.op, node.target, fx.node.map_arg(node.args, self.value), fx.node.map_arg(node.kwargs, self.value)
         )
 
     def result(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation on traced values gives.  Raises NotConstant."""
+        """The result of an operation on traced values.  Raises NotConstant."""
 
         def look(value: Any) -> Any:
             return self.value(value._node) if is_proxy(value) else value
 
-        return perform(op, target, map_tree(args, look), map_tree(dict(kwargs), look))
+        return execute(op, target, map_tree(args, look), map_tree(dict(kwargs), look))

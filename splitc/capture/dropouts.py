@@ -1,11 +1,11 @@
-"""Operations that draw a random mask inside, written out so that the mask is a dropout of its own.
+"""Rewrite operations that drop out internally, so that the dropout is a node of its own.
 
-splitc gives every dropout a mask that depends on the examples and not on the rank, so it must see it:
+splitc seeds every dropout by its examples, not by its rank, so the dropout must be in the graph:
 
     scaled_dot_product_attention(q, k, v, dropout_p=0.1)  ->  dropout(softmax(q @ k.T / sqrt(d)), 0.1) @ v
     x.new_empty(n, 1).bernoulli_(0.9)                     ->  dropout(ones(n, 1), 0.1) * 0.9
 
-`undropped` is the other side: the same calls as they are when dropout is off.
+`without_dropout` runs the same calls with dropout off.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from splitc.capture.refusals import Unsupported
 from splitc.ir.elementwise import DROPOUTS
 
 _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-"""Attention functions -> where they take `dropout_p`."""
+"""Attention functions -> the position of `dropout_p`."""
 
 
-def drops_inside(call: Call) -> bool:
-    """Whether the call draws a mask that `written_out` makes a dropout of."""
+def has_inner_dropout(call: Call) -> bool:
+    """Whether `with_explicit_dropout` rewrites the call."""
     if call.op == "call_method":
         return bool(call.target == "bernoulli_")
     if call.op != "call_function" or call.target not in _ATTENTION:
@@ -37,18 +37,18 @@ def drops_inside(call: Call) -> bool:
     return bool(p) and call.kwargs.get("training", True) is True
 
 
-def written_out(call: Call) -> Any:
-    """The same computation in operations of which each is recorded."""
+def with_explicit_dropout(call: Call) -> Any:
+    """Compute the same by operations that are recorded one by one."""
     if call.target == "bernoulli_":
         return _bernoulli(*call.args, **call.kwargs)
     if call.target is F.scaled_dot_product_attention:
         return _attention(*call.args, **call.kwargs)
-    with mock.patch.object(F, "has_torch_function", lambda arguments: False):  # run its Python instead of recording it
+    with mock.patch.object(F, "has_torch_function", lambda arguments: False):  # trace through its Python
         return call.target(*call.args, **call.kwargs)
 
 
-def undropped(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The call with its dropout off: a dropout passes its input through, a random mask is what it is on average."""
+def without_dropout(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the call with dropout off: dropout is the identity, a random mask has its expected value."""
     if function in DROPOUTS:
         return args[0] if args else kwargs["input"]
     if function is torch.Tensor.bernoulli_:

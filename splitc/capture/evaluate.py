@@ -1,4 +1,4 @@
-"""Run operations on fake tensors at two batch sizes, and on numbers at more."""
+"""Run operations on fake tensors at two batch sizes, and on numbers at four."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from splitc.capture.source_lines import first_line
 T = TypeVar("T")
 
 DYNAMIC = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise where a result, or its shape, depends on the data."""
+"""Raised by fake tensors where a result, or its shape, depends on the data."""
 
 
 class Evaluator:
-    """Finds what a call gives at the batch sizes `batches`; numbers are followed to all `probes`.
+    """Evaluates calls at the batch sizes `batches`, and calls on numbers at all `probes`.
 
-    Two sizes show which dimension of a tensor is the batch.  Numbers need more: 4 // 2 is 5 // 2.
+    Two sizes show which dimension of a tensor is the batch.  Numbers need more: 4 // 2 equals 5 // 2.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
         self.batches = batches
         self.probes = (*batches, 2 * batches[1] + 1, 5 * batches[1] + 2)
-        self.busy = False  # while true, torch functions run as they are, unrecorded
+        self.busy = False  # while true, torch functions are not recorded
         self._root, self._graph, self._fake = root, graph, fake
 
     def values(self, call: Call) -> tuple[Any, ...]:
-        """One value for each batch size.  Raises Unsupported for what fails, and one of DYNAMIC."""
+        """One value for each batch size.  Raises Unsupported for a call that fails, or one of DYNAMIC."""
         inputs = [value for value in leaves((call.args, call.kwargs)) if is_proxy(value)]
         only_numbers = bool(inputs) and all(isinstance(value, (int, float)) for value in inputs)
         return tuple(self._value(call, k) for k in range(len(self.probes) if only_numbers else 2))
 
     def size_at_probes(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A size of a tensor at all probes: it lies on a line through the two that are known."""
+        """A size of a tensor at all probes, extrapolated linearly from the first two."""
         a, b = values
         return tuple(a + (b - a) * (probe - self.batches[0]) for probe in self.probes)
 
     def unrecorded(self, work: Callable[[], T]) -> T:
-        """`work()` with torch as it is."""
+        """Run `work()` without recording it."""
         before, self.busy = self.busy, True
         try:
             return work()
@@ -58,7 +58,7 @@ class Evaluator:
         args, kwargs = map_tree(call.args, pick), map_tree(dict(call.kwargs), pick)
         try:
             with self._fake:
-                return self.unrecorded(lambda: perform(call.op, target, args, kwargs))
+                return self.unrecorded(lambda: execute(call.op, target, args, kwargs))
         except DYNAMIC:
             raise
         except Exception as error:
@@ -83,8 +83,8 @@ class Evaluator:
         )
 
 
-def perform(op: str, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run a module, a function or a method."""
+def execute(op: str, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a module, a function or a method."""
     return getattr(args[0], target)(*args[1:], **kwargs) if op == "call_method" else target(*args, **kwargs)
 
 

@@ -1,11 +1,11 @@
 """Group the nodes of a graph into layers.
 
-A layer is a node that owns parameters, with the parameterless nodes that follow it; a parameterless node belongs to
-the topologically last layer it depends on, else, made of inputs alone, to that of its first reader.  So a max-pool
-after the last convolution is part of it, and a cut above the next layer sends the pooled activations.
+A layer is a node that owns parameters, with the parameterless nodes that follow it: a parameterless node joins the
+topologically last layer it depends on, or, if it depends on inputs alone, the layer of its first reader.  So a max-pool
+after the last convolution is part of that layer, and a cut after it sends the pooled activations.
 
-Some nodes can be computed anywhere from nothing that crosses a cut: sizes, constants, masks made of them.  They are
-marked `meta["everywhere"]` and every role that reads one gets its own copy.
+Nodes that any stage can compute by itself (sizes, constants, masks made of them) are marked `meta["everywhere"]`; every
+role that reads one has its own copy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from splitc.ir.program import Layer, Program, SizeSpec
 
 def group_layers(program: Program) -> dict[str, Any]:
     """The fields `layers` and `frozen_layers` of the program; sets `layer` and `everywhere` in every node's meta."""
-    parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
+    parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
     members: dict[str, list[fx.Node]] = {}
     index: dict[fx.Node, int] = {}
-    waiting: list[fx.Node] = []  # made of inputs alone, and not read yet
+    waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
     _mark_everywhere(program.graph, parameters)
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
@@ -39,8 +39,8 @@ def group_layers(program: Program) -> dict[str, Any]:
             continue
         members.setdefault(name, []).append(node)
         index[node] = list(members).index(name)
-        _take(node, name, members, index, waiting)
-    if waiting:  # nothing of a layer reads them
+        _join(node, name, members, index, waiting)
+    if waiting:  # no layer reads them
         name = next(iter(members), None) or _first_owner(program, parameters)
         members.setdefault(name, []).extend(waiting)
         index.update(dict.fromkeys(waiting, list(members).index(name)))
@@ -55,29 +55,29 @@ def group_layers(program: Program) -> dict[str, Any]:
     return {"layers": layers, "frozen_layers": tuple(layer.name for layer in layers if _is_frozen(program, layer))}
 
 
-def _take(
+def _join(
     reader: fx.Node,
     name: str,
     members: dict[str, list[fx.Node]],
     index: dict[fx.Node, int],
     waiting: list[fx.Node],
 ) -> None:
-    """Let what `reader` reads of the waiting nodes, and what those read, belong to its layer."""
+    """Move the waiting nodes that `reader` depends on into its layer."""
     for node in reader.all_input_nodes:
         if node in waiting:
             waiting.remove(node)
             members[name].append(node)
             index[node] = index[reader]
-            _take(node, name, members, index, waiting)
+            _join(node, name, members, index, waiting)
 
 
 def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
-    """The module whose parameters the node uses, if any."""
+    """The module whose parameters the node reads, if any."""
     if node.op == "call_module":
         module = program.root.get_submodule(str(node.target))
         return str(node.target) if any(True for _ in module.parameters()) else None
     if "writes" in node.meta and any(name.startswith(f"{node.meta['module']}.") for name in parameters):
-        return str(node.meta["module"])  # a counter belongs to the module that counts
+        return str(node.meta["module"])  # a counter belongs to its module
     for value in node.all_input_nodes:
         if value.op == "get_attr" and value.target in parameters:
             return str(value.target).rpartition(".")[0] or str(value.target)
@@ -85,7 +85,7 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
 
 
 def _label(name: str, order: list[str], before: int) -> str:
-    """The layer to join: the module's own, or a further one where layers that this node depends on lie after it."""
+    """The label of the node's layer: a new one, `name#2`, where it depends on layers after the module's first."""
     labels = [label for label in order if label.split("#")[0] == name]
     if labels and order.index(labels[-1]) >= before:
         return labels[-1]
@@ -101,17 +101,13 @@ def _layer(program: Program, name: str, nodes: list[fx.Node], parameters: set[st
     for node in nodes:
         node.meta["layer"] = name
     own = next((n for n in nodes if _owner(program, n, parameters) is not None), nodes[0])
-    return Layer(name, tuple(n.name for n in nodes), _holdings(program, nodes), own.meta["source"])
-
-
-def _holdings(program: Program, nodes: list[fx.Node]) -> tuple[str, ...]:
-    """First names of the parameters and buffers that the nodes use."""
-    return tuple(dict.fromkeys(name for node in nodes for name in holdings_of_node(program, node)))
+    tensors = dict.fromkeys(name for node in nodes for name in holdings_of_node(program, node))
+    return Layer(name, tuple(n.name for n in nodes), tuple(tensors), own.meta["source"])
 
 
 def _is_frozen(program: Program, layer: Layer) -> bool:
-    held = [program.tensors[h] for h in layer.tensors if program.tensors[h].parameter]
-    return bool(held) and not any(h.trainable for h in held)
+    parameters = [program.tensors[name] for name in layer.tensors if program.tensors[name].parameter]
+    return bool(parameters) and not any(parameter.trainable for parameter in parameters)
 
 
 def _mark_everywhere(graph: fx.Graph, parameters: set[str]) -> None:

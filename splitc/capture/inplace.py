@@ -1,7 +1,7 @@
-"""Functional forms of operations that write into a tensor.
+"""Replace operations that write into a tensor by functional ones.
 
-A graph value is computed once and never changes, so that it may be sent to another role, or kept for backward.  An
-operation that writes is recorded in the form that returns a new tensor, which the variable then stands for:
+A graph value is computed once and never changes, so that it may be sent to another role or saved for backward.  An
+in-place operation is recorded as the one that returns a new tensor, which the variable then stands for:
 
     x.mul_(2)              ->   x' = x.mul(2)
     F.relu(x, inplace=True)  ->   x' = F.relu(x)
@@ -27,14 +27,14 @@ from splitc.capture.proxy import BINARY, IN_PLACE, is_proxy
 from splitc.capture.refusals import Unsupported
 from splitc.ir.graph import assigned
 
-_FILLING = ("zero_", "fill_", "copy_")
-_COUNTING = {operator.iadd: "add_", operator.isub: "sub_", operator.imul: "mul_"}
+_FILLS = ("zero_", "fill_", "copy_")
+_COUNTER_METHODS = {operator.iadd: "add_", operator.isub: "sub_", operator.imul: "mul_"}
 
 
 def functional(call: Call) -> Call:
-    """The call in the form that returns a new tensor; `written` names the one it would have changed.
+    """The call that returns a new tensor instead; `written` is the tensor that it would have changed.
 
-    Raises Unsupported for one that has no such form.
+    Raises Unsupported where there is none.
     """
     first = call.args[0] if call.args else call.kwargs.get("input")
     if call.target is operator.setitem:
@@ -43,23 +43,23 @@ def functional(call: Call) -> Call:
         return replace(call, target=IN_PLACE[call.target], written=first if isinstance(first, torch.Tensor) else None)
     if call.kwargs.get("out") is not None:
         return replace(call, kwargs=_without(call.kwargs, "out"), written=call.kwargs["out"])
-    if call.op == "call_method" and call.target in _FILLING:
+    if call.op == "call_method" and call.target in _FILLS:
         value = call.args[1] if len(call.args) > 1 else 0
         return Call("call_function", assigned, (first, ..., value), {}, first)
     if call.name.endswith("_") and not call.name.endswith("__") and call.target not in BINARY.values():
-        return replace(call, target=_returning(call), written=first)
+        return replace(call, target=_out_of_place(call), written=first)
     return _without_inplace(call, first)
 
 
-def counting(call: Call) -> Call | None:
-    """The call as a method that changes a buffer in place, such as `add_`; None for other calls."""
-    if call.target in _COUNTING:
-        return replace(call, op="call_method", target=_COUNTING[call.target])
+def counter_update(call: Call) -> Call | None:
+    """The call as an in-place method on a buffer, such as `add_`; None for other calls."""
+    if call.target in _COUNTER_METHODS:
+        return replace(call, op="call_method", target=_COUNTER_METHODS[call.target])
     is_method = call.op == "call_method" and call.name.endswith("_")
     return call if is_method else None
 
 
-def _returning(call: Call) -> Any:
+def _out_of_place(call: Call) -> Any:
     plain = call.name[:-1]
     places = (torch.Tensor,) if call.op == "call_method" else (F, torch)
     found = next((getattr(place, plain) for place in places if hasattr(place, plain)), None)
@@ -71,7 +71,7 @@ def _returning(call: Call) -> Any:
 
 
 def _without_inplace(call: Call, first: Any) -> Call:
-    """The call without its argument `inplace`, wherever it stands."""
+    """The call without its argument `inplace`."""
     position = _inplace_position(call.target) if call.op == "call_function" else None
     if position is None or not is_proxy(first):
         return call
@@ -83,10 +83,10 @@ def _without_inplace(call: Call, first: Any) -> Call:
 
 @cache
 def _inplace_position(function: Callable[..., Any]) -> int | None:
-    """Where a function takes `inplace`, which is always its last argument."""
+    """The position of the argument `inplace`, which is always the last one; None where there is none."""
     try:
         names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C; none of those takes `inplace`
+    except (TypeError, ValueError):  # a built-in function; none of those takes `inplace`
         return None
     return names.index("inplace") if "inplace" in names else None
 
@@ -95,28 +95,28 @@ def _without(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != name}
 
 
-class Sharing:
-    """Which nodes share memory, and which of them must not be read any more because another one was written into."""
+class Aliasing:
+    """Which nodes share a storage, and which of them are stale because another one was written into."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, list[fx.Node]] = defaultdict(list)
         self._stale: dict[fx.Node, str] = {}
 
-    def add(self, node: fx.Node, memory: int) -> None:
-        """What `node` makes lies in `memory`, which stays alive."""
-        self._nodes[memory].append(node)
+    def add(self, node: fx.Node, storage: int) -> None:
+        """The value of `node` lies in `storage`, which stays alive."""
+        self._nodes[storage].append(node)
 
-    def owner(self, memory: int) -> fx.Node | None:
-        """The parameter, buffer or constant that lies in `memory`."""
-        return next((node for node in self._nodes[memory] if node.op == "get_attr"), None)
+    def owner(self, storage: int) -> fx.Node | None:
+        """The parameter, buffer or constant that lies in `storage`."""
+        return next((node for node in self._nodes[storage] if node.op == "get_attr"), None)
 
-    def write(self, node: fx.Node, memory: int, line: str) -> None:
-        """`line` writes into `node`, whose value lies in `memory`: what else lies there is stale from here on."""
-        for other in self._nodes[memory]:
+    def write(self, node: fx.Node, storage: int, line: str) -> None:
+        """Mark every value in `storage` stale: `line` writes into `node`, which lies there."""
+        for other in self._nodes[storage]:
             self._stale.setdefault(other, f"{node.name}, into which {line} writes")
 
     def require_fresh(self, node: fx.Node) -> None:
-        """Raise Unsupported for a node whose memory was written into under another name."""
+        """Raise Unsupported for a node whose storage was written into through another tensor."""
         if node in self._stale:
             raise Unsupported(
                 f"{node.name} ({node.meta['source']}) shares memory with {self._stale[node]}; values of a graph never "

@@ -1,20 +1,19 @@
-"""How a loss adds up over parts of the batch: the scalars it is a linear function of, each a sum or a mean.
+"""Decompose a loss into terms: the scalars that it is a linear function of, each a sum or a mean over examples.
 
     loss = cross_entropy(out, target) + 0.1 * activations.mean()     two terms
     loss = (per_example * mask).sum() / mask.sum()                   a term and its denominator
 
-Whether a term is a sum or a mean over examples is measured: on three examples, on one of them and on the other two (see
-`loss_parts`).
+Whether a term is a sum or a mean is measured: on three examples, on the first and on the other two (see `loss_parts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from torch import fx, nn
 
-from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, measure, misses, tolerance, weighted_mean
+from splitc.capture.example import Example
+from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, is_weighted_mean, measure, sum_errors, tolerance
 from splitc.errors import CaptureError
 from splitc.ir.program import LossTerm, Program, TensorSpec
 
@@ -38,8 +37,8 @@ _CURVED = {
 }
 
 
-def loss_terms(program: Program, root: nn.Module, example: Mapping[str, Any], steady: Steady) -> tuple[LossTerm, ...]:
-    """The terms of the loss, measured on rows of `example` with the modules of `root` while `steady()` holds.
+def loss_terms(program: Program, root: nn.Module, example: Example, steady: Steady) -> tuple[LossTerm, ...]:
+    """The terms of the loss, measured on rows of `example` with the modules of `root`, under `steady()`.
 
     Raises CaptureError for a term that is neither a sum nor a mean over examples.
     """
@@ -53,7 +52,7 @@ def loss_terms(program: Program, root: nn.Module, example: Mapping[str, Any], st
 
 
 def isolate_terms(graph: fx.Graph) -> None:
-    """Copy what does not depend on the batch where the loss adds it: scaling the term must leave other readers alone.
+    """Clone terms that do not depend on the batch, so that scaling one leaves its other readers unchanged.
 
     loss = task * exp(-s) + s   ->   loss = task * exp(-s) + s.clone()
     """
@@ -69,9 +68,10 @@ def isolate_terms(graph: fx.Graph) -> None:
 
 
 class _Terms:
-    """`uses`: the scalars that the loss is a linear function of ("term"), and denominators of quotients of sums.
+    """The decomposition of a loss.
 
-    `sums` are the nodes that add or subtract terms.
+    uses: its terms, and the denominators of quotients, each "term" or "denominator".  sums: nodes that add or subtract
+    terms.  batched: nodes that depend on the batch.
     """
 
     def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
@@ -82,7 +82,7 @@ class _Terms:
         self._walk(loss)
 
     def require_apart(self) -> None:
-        """Raise CaptureError for a term that is read by more than the sum it is a term of."""
+        """Raise CaptureError for a term that anything but its sum reads."""
         for node in self.uses:
             others = [user for user in node.users if user not in self._linear and user.op != "output"]
             if others:
@@ -112,7 +112,7 @@ class _Terms:
             self._denominator(parts[-1])
 
     def _term(self, node: fx.Node) -> None:
-        hidden = next((n for n in _ancestors(node) if weighted_mean(n) or self._is_quotient(n)), None)
+        hidden = next((n for n in _ancestors(node) if is_weighted_mean(n) or self._is_quotient(n)), None)
         if hidden is not None:
             number = _added_number(node)
             what = f"{node.name} adds {number:g} to" if number else f"{node.name} is no sum of"
@@ -148,33 +148,33 @@ class _Terms:
 
 
 def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first: LossPart, rest: LossPart) -> str:
-    """`LossTerm.kind` of a term, from what it is on three examples, on one and on the other two."""
+    """`LossTerm.kind` of a term, from its measurements on three examples, the first and the other two."""
     if node not in batched:
-        return "mean"  # the same on every rank: each counts by its share
+        return "mean"  # the same on every rank, which counts by its share of the batch
     allowed = tolerance(node.meta["spec"].dtype)
     suffix = "" if use == "term" else " denominator"
-    if weighted_mean(node):
-        total, *parts = (p.times(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
-        off = {"weighted": misses(total, parts[0], parts[1], allowed)}
-    elif whole.value == first.value == rest.value == 0 == whole.size:
+    if is_weighted_mean(node):
+        total, *parts = (p.scaled(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
+        errors = {"weighted": sum_errors(total, parts[0], parts[1], allowed)}
+    elif whole.value == first.value == rest.value == 0 == whole.gradient_norm:
         return ("sum" if _name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix
     else:
-        shares = first.times(1 / EXAMPLES), rest.times(1 - 1 / EXAMPLES)
-        off = {"mean": misses(whole, *shares, allowed), "sum": misses(whole, first, rest, allowed)}
-    kind = min(off, key=lambda name: max(off[name]))
-    if max(off[kind]) <= 1:
+        shares = first.scaled(1 / EXAMPLES), rest.scaled(1 - 1 / EXAMPLES)
+        errors = {"mean": sum_errors(whole, *shares, allowed), "sum": sum_errors(whole, first, rest, allowed)}
+    kind = min(errors, key=lambda name: max(errors[name]))
+    if max(errors[kind]) <= 1:
         return kind + suffix
     a, b, c = whole.value, first.value, rest.value
     raise CaptureError(
         f"{node.meta['source']}: the loss couples examples: {node.name} is {a:.6g} over 3 examples, {b:.6g} over the "
-        f"first and {c:.6g} over the other two, {'' if off[kind][0] > 1 else 'and its gradient is '}neither their "
+        f"first and {c:.6g} over the other two, {'' if errors[kind][0] > 1 else 'and its gradient is '}neither their "
         f"sum nor their mean; a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean "
         f"or a weighted mean over examples)"
     )
 
 
 def _batched(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value depends on the batch."""
+    """Nodes that depend on the batch."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
@@ -194,7 +194,7 @@ def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _added_number(node: fx.Node) -> float:
-    """The plain number that a sum adds; 0 where there is none."""
+    """The Python number that a sum adds; 0 where there is none."""
     numbers = [value for value in node.args if isinstance(value, (int, float))]
     return float(numbers[0]) if numbers and _name(node) in _SUMS else 0.0
 

@@ -1,10 +1,11 @@
-"""Lead what the user's forward does to the tracer: calls of modules, parameters, torch functions, tensor factories."""
+"""Patch torch so that a tracer records module calls, reads of parameters, torch functions and tensor factories."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,36 +42,83 @@ _FACTORIES = (
     "triu_indices",
     "zeros",
 )
+_TRANSFORM = "torch.vmap and torch.func are not traced; write it with operations over the whole batch"
 _TENSORS = ("H", "T", "data", "grad", "imag", "mH", "mT", "real")  # attributes that are tensors themselves
 
 
 @contextmanager
-def intercepted(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str]) -> Iterator[None]:
-    """While this holds, `tracer` records.  paths: the model's modules; those of `leaf_paths` stay one node each."""
-    call, get, put = nn.Module.__call__, nn.Module.__getattr__, nn.Module.__setattr__
-    evaluator = tracer.evaluator
+def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str]) -> Iterator[None]:
+    """Let `tracer` record what runs inside.  paths: of the model's modules; those in `leaf_paths` are one node each."""
+    refused = partial(_refused, tracer)
+    with ExitStack() as stack:
+
+        def patch(place: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(place, name, value))
+
+        patch(nn.Module, "__call__", _module_call(tracer, paths, leaf_paths))
+        patch(nn.Module, "__getattr__", _module_getattr(tracer))
+        patch(nn.Module, "__setattr__", _module_setattr(tracer))
+        patch(torch.autograd.Function, "apply", _autograd_function(tracer))
+        patch(torch.autograd, "grad", refused(hook_text("torch.autograd.grad")))
+        patch(torch, "vmap", refused(_TRANSFORM))
+        for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
+            patch(torch.func, name, refused(_TRANSFORM))
+        patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
+        patch(
+            torch.compiler, "is_compiling", lambda: not tracer.evaluator.busy
+        )  # libraries then skip data-dependent checks
+        # checkpointed functions are traced through
+        patch(checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter((None,)))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # torch.compile'd code runs as its Python
+        for name in _FACTORIES:
+            patch(torch, name, _factory(tracer, getattr(torch, name)))
+        stack.enter_context(_TorchFunctions(tracer))
+        yield
+
+
+def _refused(tracer: Tracer, text: str) -> Callable[..., Any]:
+    """A function whose call is a CaptureError with this text."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise tracer.refused(Unsupported(text))
+
+    return refuse
+
+
+def _module_call(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str]) -> Callable[..., Any]:
+    call = nn.Module.__call__
 
     def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(module)
-        if evaluator.busy or path is None:
+        if tracer.evaluator.busy or path is None:
             return call(module, *args, **kwargs)
         if path in leaf_paths:
             return tracer.record("call_module", path, args, kwargs, name=identifier(path, module))
-        tracer.modules.append((path, module))
-        try:
+        with tracer.running(path, module):
             return call(module, *args, **kwargs)
-        finally:
-            tracer.modules.pop()
+
+    return module_call
+
+
+def _module_getattr(tracer: Tracer) -> Callable[..., Any]:
+    get = nn.Module.__getattr__
 
     def module_getattr(module: nn.Module, name: str) -> Any:
         value = get(module, name)
-        return tracer.attribute_of(value) if isinstance(value, torch.Tensor) and not evaluator.busy else value
+        return tracer.attribute_of(value) if isinstance(value, torch.Tensor) and not tracer.evaluator.busy else value
+
+    return module_getattr
+
+
+def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
+    put = nn.Module.__setattr__
 
     def module_setattr(module: nn.Module, name: str, value: Any) -> None:
         held = {**module._parameters, **module._buffers}.get(name)
-        if held is not None and not evaluator.busy:
-            if tracer.attribute_of(held) is value:
-                return  # `self.steps += 1` has counted already
+        if held is None or tracer.evaluator.busy:
+            put(module, name, value)
+        elif tracer.attribute_of(held) is not value:  # `self.steps += 1` has written into the buffer already
             raise tracer.refused(
                 Unsupported(
                     f"assigns to {name} of {type(module).__name__} while the model runs: ranks see different "
@@ -78,9 +126,12 @@ def intercepted(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[
                     f"forward computes anew, or change it outside of forward"
                 )
             )
-        put(module, name, value)
 
-    def autograd_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return module_setattr
+
+
+def _autograd_function(tracer: Tracer) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)
@@ -91,15 +142,11 @@ def intercepted(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[
             )
         )
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        raise tracer.refused(Unsupported(hook_text("torch.autograd.grad")))
+    return classmethod(apply)
 
-    def transform(*args: Any, **kwargs: Any) -> Any:
-        raise tracer.refused(
-            Unsupported("torch.vmap and torch.func are not traced; write it with operations over the whole batch")
-        )
 
-    def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _script_function(tracer: Tracer) -> Callable[..., Any]:
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise tracer.refused(
             Unsupported(
                 f"{getattr(function, 'name', 'a function')} is compiled by torch.jit.script and cannot be traced; "
@@ -107,44 +154,23 @@ def intercepted(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[
             )
         )
 
-    def factory(function: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **kwargs: Any) -> Any:
-            if evaluator.busy or any(
-                type(value).__module__ == "numpy" for value in leaves((args, kwargs)) if not is_proxy(value)
-            ):
-                return function(*args, **kwargs)
-            return tracer.record("call_function", function, args, kwargs)
-
-        return made
-
-    with ExitStack() as stack:
-
-        def patch(place: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(place, name, value))
-
-        patch(nn.Module, "__call__", module_call)
-        patch(nn.Module, "__getattr__", module_getattr)
-        patch(nn.Module, "__setattr__", module_setattr)
-        patch(torch.autograd.Function, "apply", classmethod(autograd_function))
-        patch(torch.autograd, "grad", gradient)
-        patch(torch, "vmap", transform)
-        patch(torch.compiler, "is_compiling", lambda: not evaluator.busy)  # libraries then leave out looks at the data
-        for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
-            patch(torch.func, name, transform)
-        patch(
-            checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter((None,))
-        )  # traced through
-        patch(torch.jit.ScriptFunction, "__call__", scripted)
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # what the user compiled runs as its Python
-        for name in _FACTORIES:
-            patch(torch, name, factory(getattr(torch, name)))
-        stack.enter_context(_Mode(tracer))
-        yield
+    return call
 
 
-class _Mode(TorchFunctionMode):
-    """Catches torch calls on tensors that are no proxies, such as parameters reached by iteration."""
+def _factory(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.zeros` and the like, recorded unless they are given numpy data."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        from_numpy = any(type(v).__module__ == "numpy" for v in leaves((args, kwargs)) if not is_proxy(v))
+        if tracer.evaluator.busy or from_numpy:
+            return function(*args, **kwargs)
+        return tracer.record("call_function", function, args, kwargs)
+
+    return make
+
+
+class _TorchFunctions(TorchFunctionMode):
+    """Records torch calls on tensors that are no proxies, such as parameters reached by iteration."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Values that stand for tensors and batch-dependent numbers while a model's own Python runs.
+"""Proxies of tensors and of batch-dependent numbers, on which a model's Python runs.
 
-A proxy knows its node in the graph and what it is at the batch sizes of the trace, so `x.shape`, `isinstance`,
-unpacking and branches on shapes have their real results; whatever it takes part in is recorded by its tracer.
+A proxy holds its node and its values at the batch sizes of the trace, so `x.shape`, `isinstance`, unpacking and
+branches on shapes have their real results; its tracer records every operation on it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _UNARY = {name: getattr(operator, name) for name in ("neg", "pos", "invert", "ab
 _ITEMS = {"getitem": operator.getitem, "setitem": operator.setitem}
 _DUNDERS = {f"__{name}__": function for name, function in (BINARY | _COMPARISONS | _UNARY | _ITEMS).items()}
 _REFLECTED = {f"__r{name}__": function for name, function in (*BINARY.items(), ("div", operator.truediv))}
-_METHODS = {"div": operator.truediv, "remainder": operator.mod}  # what `/` and `%` call on a tensor that is no proxy
+_METHODS = {"div": operator.truediv, "remainder": operator.mod}  # what `/` and `%` call on a plain tensor
 
 
-class Answering(Protocol):
-    """What knows sizes and attributes."""
+class QueryTable(Protocol):
+    """Answers queries about sizes and attributes."""
 
     def peek(self, value: Any, name: str) -> Any: ...
 
@@ -42,7 +42,7 @@ class Answering(Protocol):
 
 
 class Recorder(Protocol):
-    """What a proxy needs of its tracer."""
+    """The interface of a tracer that proxies use."""
 
     def record(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
@@ -51,13 +51,13 @@ class Recorder(Protocol):
     def plain(self, proxy: Any, what: str) -> Any: ...
 
     @property
-    def answers(self) -> Answering: ...
+    def queries(self) -> QueryTable: ...
 
     def lost(self, function: Any) -> NoReturn: ...
 
 
 class Traced:
-    """A value of the trace.  `_values` are what it is at each batch size: two for a tensor, more for a number."""
+    """A traced value.  `_values`: one for each batch size, two of a tensor, more of a number."""
 
     _tracer: Recorder
     _node: fx.Node
@@ -72,8 +72,8 @@ class Traced:
         if name in ("_tracer", "_node", "_values") or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
         if name == "shape" and type(self) is TracedTensor:
-            return self._tracer.answers.sizes(self)
-        found = self._tracer.answers.peek(self._values[0], name)
+            return self._tracer.queries.sizes(self)
+        found = self._tracer.queries.peek(self._values[0], name)
         if callable(found) and not isinstance(found, torch.Tensor):
             return lambda *args, **kwargs: self._tracer.record("call_method", name, (self, *args), kwargs)
         return self._tracer.record("call_function", getattr, (self, name), {})
@@ -118,7 +118,7 @@ for _name, _function in BINARY.items():
 
 
 class TracedTensor(Traced, torch.Tensor):  # type: ignore[misc]
-    """A tensor of the trace, without data: code in C++ that would read it past the tracer is refused."""
+    """A traced tensor without data; C++ code that would read it without the tracer is refused."""
 
     @staticmethod
     def __new__(
@@ -139,7 +139,7 @@ class TracedTensor(Traced, torch.Tensor):  # type: ignore[misc]
         self._tracer.record("call_function", setattr, (self, name, value), {})
 
     def __len__(self) -> int:
-        return int(self._tracer.plain(self._tracer.answers.sizes(self)[0], "len()"))
+        return int(self._tracer.plain(self._tracer.queries.sizes(self)[0], "len()"))
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self[i] for i in range(len(self))])
@@ -152,7 +152,7 @@ class TracedTensor(Traced, torch.Tensor):  # type: ignore[misc]
 
 
 class TracedNumber(Traced):
-    """A number that depends on the batch, or the device of a tensor."""
+    """A number that depends on the batch size, or the device of a tensor."""
 
     def __init__(self, tracer: Recorder, node: fx.Node, values: tuple[Any, ...]) -> None:
         self.__dict__.update(_tracer=tracer, _node=node, _values=values)
@@ -167,7 +167,7 @@ class TracedNumber(Traced):
 
 
 class Sizes(tuple[Any, ...]):
-    """A `torch.Size` of which some entries depend on the batch."""
+    """A `torch.Size` with entries that depend on the batch."""
 
     __slots__ = ()
 
@@ -189,7 +189,7 @@ class Sizes(tuple[Any, ...]):
 
 
 def operation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, Any, tuple[Any, ...]]:
-    """op, target and arguments of the node for a function that `__torch_function__` was called for."""
+    """op, target and arguments of the node for a function that `__torch_function__` received."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return (
@@ -208,7 +208,7 @@ def operation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def is_proxy(value: Any) -> bool:
-    """Whether the value is of the trace; `isinstance` would see what a number stands for."""
+    """Whether the value is a proxy; `isinstance` would see the type that a TracedNumber stands for."""
     return type(value) in (TracedTensor, TracedNumber)
 
 

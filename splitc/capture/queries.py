@@ -1,4 +1,4 @@
-"""Answers to what a model's Python asks about traced values: their sizes, and values that are no data of the batch."""
+"""Answer what a model's Python asks about traced values: their sizes, and values that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from splitc.capture.calls import Call
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import Evaluator
 from splitc.capture.proxy import Sizes, TracedTensor, is_proxy
-from splitc.capture.refusals import ASKED, DATA, REMEDIES, Unsupported
+from splitc.capture.refusals import DATA, DATA_ACCESSES, REMEDIES, Unsupported
 
 
-class Answers:
-    """constants: computes what depends on no input.  size_node: makes the node of one size, from its values."""
+class Queries:
+    """constants: evaluates nodes that depend on no input.  size_node: makes the node of one size, from its values."""
 
     def __init__(
         self, evaluator: Evaluator, constants: Constants, size_node: Callable[[Call, tuple[int, ...]], Any]
@@ -26,7 +26,7 @@ class Answers:
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
 
     def answer(self, call: Call) -> Any:
-        """The answer to a question about a tensor; NotImplemented for an operation."""
+        """The answer to a query about a tensor; NotImplemented for an operation."""
         tensor = call.args[0] if call.args else None
         if type(tensor) is not TracedTensor:
             return NotImplemented
@@ -45,23 +45,23 @@ class Answers:
             return self.plain(self.sizes(tensor)[0], "len()")
         if call.target in ("requires_grad_", "retain_grad"):
             return tensor
-        if call.target in ASKED:
-            return getattr(self.plain(tensor, ASKED[call.target]), call.target)()
+        if call.target in DATA_ACCESSES:
+            return getattr(self.plain(tensor, DATA_ACCESSES[call.target]), call.target)()
         return NotImplemented
 
     def sizes(self, proxy: TracedTensor) -> Any:
-        """The shape: a torch.Size, or Sizes with a node for every entry that depends on the batch."""
+        """The shape: a torch.Size, or Sizes with a proxy for every entry that depends on the batch."""
         entries = tuple(self._size(proxy, dim) for dim in range(len(proxy._values[0].shape)))
         return Sizes(entries) if any(map(is_proxy, entries)) else torch.Size(entries)
 
     def peek(self, value: Any, name: str) -> Any:
-        """The attribute of a value of the trace.  Raises AttributeError as the value does."""
+        """An attribute of a traced value.  Raises AttributeError as the value does."""
         return self._evaluator.unrecorded(lambda: getattr(value, name))
 
     def plain(self, proxy: Any, what: str) -> Any:
         """The value, when it is the same for every batch: a number, or a real tensor that depends on no input.
 
-        what: the Python that asks for it, as messages call it.  Raises Unsupported.
+        what: the Python construct that needs it, for messages.  Raises Unsupported.
         """
         if not is_proxy(proxy):
             return proxy

@@ -1,4 +1,4 @@
-"""What no graph can hold, and what to do instead."""
+"""Refuse what a graph cannot represent, with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.errors import CaptureError, bullets
 
 
 class Unsupported(Exception):
-    """What a graph cannot hold.  The tracer raises it as a CaptureError at `line`, or else at the user's own."""
+    """A graph cannot represent this.  The tracer turns it into a CaptureError at `line`, by default the current one."""
 
     def __init__(self, text: str, line: str | None = None) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ DATA = (
     "operations over the whole batch"
 )
 
-ASKED = {
+DATA_ACCESSES = {
     "item": "item()",
     "tolist": "tolist()",
     "numpy": "numpy()",
@@ -70,22 +70,22 @@ ASKED = {
     "__float__": "float()",
     "__index__": "an index",
 }
-"""Methods that ask for the data of a tensor -> how messages call them."""
+"""Methods that read the data of a tensor -> how messages name them."""
 
 REMEDIES = {
     "len()": "write x.size(0) instead, which stays in the graph",
     "a branch": "leave the branch out, or let it depend on other sizes",
     "range() or an index": "write operations over the whole batch instead of a loop",
 }
-"""What to do instead of asking for a number that depends on the batch."""
+"""What to do instead of reading a number that depends on the batch."""
 
-_INSIDE = {
+_WRAPPED = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
-"""Modules that hide the model -> the attribute that is the model."""
+"""Wrappers of a model -> their attribute that holds it."""
 
 
 def random_text(name: str) -> str:
@@ -109,8 +109,8 @@ def writes_text(what: str, name: str) -> str:
     )
 
 
-def autocast_text(own: torch.dtype | None, around: torch.dtype | None) -> str:
-    """Why a region of autocast to `own` inside a forward that is captured under `around` is refused."""
+def autocast_text(own: torch.dtype | None) -> str:
+    """Why a forward that enters torch.autocast to `own` (None: turns it off) is refused."""
     if own is None:
         return (
             "forward turns torch.autocast off for a part of itself, and a program has it around the whole forward of "
@@ -124,13 +124,13 @@ def autocast_text(own: torch.dtype | None, around: torch.dtype | None) -> str:
 
 @contextmanager
 def no_other_autocast(around: torch.dtype | None, is_ours: Callable[[], bool]) -> Iterator[None]:
-    """Raise Unsupported when what runs inside enters an autocast other than `around`, unless it `is_ours`."""
+    """Raise Unsupported when the code inside enters an autocast other than `around`, except while `is_ours()`."""
     enter = torch.autocast.__enter__
 
     def entered(region: torch.autocast) -> Any:
         own = region.fast_dtype if region._enabled else None
         if own != around and not is_ours():
-            raise Unsupported(autocast_text(own, around), user_line())
+            raise Unsupported(autocast_text(own), user_line())
         return enter(region)  # type: ignore[no-untyped-call]
 
     with mock.patch.object(torch.autocast, "__enter__", entered):
@@ -138,10 +138,10 @@ def no_other_autocast(around: torch.dtype | None, is_ours: Callable[[], bool]) -
 
 
 def refuse_model(model: nn.Module, loss: Any) -> None:
-    """Raise CaptureError that lists what of the model a graph would lose; also for a model that a tool has wrapped."""
+    """Raise CaptureError listing all that a graph of the model would lose, or for a wrapped model."""
     kind = type(model).__name__
-    if kind in _INSIDE:
-        raise CaptureError(f"{kind} hides the model: give compile() what is inside it, model.{_INSIDE[kind]}")
+    if kind in _WRAPPED:
+        raise CaptureError(f"{kind} hides the model: give compile() what is inside it, model.{_WRAPPED[kind]}")
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(f"{kind} has no Python to trace: give compile() the model it was made from")
     problems = [problem for path, module in model.named_modules() for problem in _module_problems(path or kind, module)]
@@ -196,7 +196,7 @@ def _embedding_problems(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[str]
 
 @contextmanager
 def no_python_randomness(name: str) -> Iterator[None]:
-    """Raise Unsupported when what runs inside draws numbers from Python's or numpy's random generators."""
+    """Raise Unsupported when the code inside draws from the random generators of Python or numpy."""
     before = _generator_states()
     yield
     drawn = [name for name, state in _generator_states().items() if state != before[name]]

@@ -1,6 +1,6 @@
-"""Where in the user's own files something happens: `alexnet.py:30`.
+"""Find the line of the user's code that runs an operation or raises: `alexnet.py:30`.
 
-The user's code is every frame between the operation and `capture` that is neither Python's, nor torch's, nor splitc's.
+The user's frames are those between the operation and `capture` that belong neither to Python, torch nor splitc.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def line_of(error: BaseException) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, without the explanations that may follow."""
+    """The first line of an error's text."""
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def name_in_user_code(value: object) -> str | None:
-    """The variable, local or global, by which the user's code knows `value`."""
+    """The local or global variable of the user's code that holds `value`."""
     for frame in _user_frames():
         for variables in (frame.f_locals, frame.f_globals):
             for name, other in variables.items():

@@ -1,15 +1,16 @@
 """Record what a model's Python does as a torch.fx graph, on fake tensors of two batch sizes at once.
 
 Every operation runs on both.  A number that is the same at all batch sizes is a constant; one that differs stays in
-the graph, and Python that needs it as a plain one (`range(x.size(0))`) is refused at that line, so that the example's
-batch size is not baked into the program.
+the graph, and Python that needs its value (`range(x.size(0))`) is refused at that line, so that the example's batch
+size is not baked into the program.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -17,13 +18,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.attributes import Attributes
-from splitc.capture.calls import Call, in_one_form, is_plain, require_recordable
+from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
-from splitc.capture.dropouts import drops_inside, written_out
+from splitc.capture.dropouts import has_inner_dropout, with_explicit_dropout
 from splitc.capture.evaluate import DYNAMIC, Evaluator
-from splitc.capture.inplace import Sharing, counting, functional
+from splitc.capture.inplace import Aliasing, counter_update, functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
-from splitc.capture.queries import Answers
+from splitc.capture.queries import Queries
 from splitc.capture.refusals import DATA, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
@@ -33,9 +34,8 @@ from splitc.ir.graph import assigned
 class Tracer:
     """Traces one call.
 
-    After the trace, `graph` is the recording, and `values` maps each node to what it is at the batch sizes of
-    `evaluator`.  modules: path and module of each forward that is running.  elsewhere: what stands for the user's line
-    where torch's own code was called.
+    After the trace, `graph` is the recording, and `values` maps each node to its values at the batch sizes of
+    `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
@@ -43,12 +43,12 @@ class Tracer:
         self.values: dict[fx.Node, tuple[Any, ...]] = {}
         self.evaluator = Evaluator(root, self.graph, fake, batches)
         self.attributes = Attributes(root, original)
-        self.modules: list[tuple[str, nn.Module]] = [("", root)]
-        self.elsewhere = type(root).__name__
+        self.origin = type(root).__name__
+        self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self._root, self._fake = root, fake
         self._constants = Constants(self.values, self.attributes.real)
-        self.answers = Answers(self.evaluator, self._constants, self._result)
-        self._sharing = Sharing()
+        self.queries = Queries(self.evaluator, self._constants, self._result)
+        self._aliasing = Aliasing()
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._batched: set[fx.Node] = set()
@@ -59,16 +59,29 @@ class Tracer:
         self._batched.add(node)
         return self._proxy(node, values)
 
+    @contextmanager
+    def running(self, path: str, module: nn.Module) -> Iterator[None]:
+        """While this holds, what is recorded belongs to the forward of this module."""
+        self._running.append((path, module))
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def begin_loss(self) -> None:
+        """The model has run; from here on the loss does."""
+        self.origin = "loss"
+
     def output(self, value: Any) -> None:
         self.graph.output(map_tree(value, self._argument)).meta["source"] = "output"
 
     def record(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
     ) -> Any:
-        """Make a node and run it at the batch sizes; what is plain Python at all of them comes back as that."""
+        """Run a call at all batch sizes and make its node; plain Python that is the same at all of them is returned."""
         try:
             call = Call(op, target, map_tree(tuple(args), self._traced), map_tree(dict(kwargs), self._traced))
-            answer = self.answers.answer(call)
+            answer = self.queries.answer(call)
             return self._record(call, name) if answer is NotImplemented else answer
         except Unsupported as error:
             raise self.refused(error) from error.__cause__
@@ -81,12 +94,12 @@ class Tracer:
         return self.record(op, target, args, kwargs)
 
     def _record(self, call: Call, name: str | None) -> Any:
-        if drops_inside(call):
-            return written_out(call)
+        if has_inner_dropout(call):
+            return with_explicit_dropout(call)
         self._require_recordable(call)
-        new = functional(in_one_form(call))
+        new = functional(normalized(call))
         if new.written is not None and new.written._node.op == "get_attr":
-            return self._count(call, new.written)
+            return self._update_counter(call, new.written)
         if new.target is assigned and self._is_assigned(new):
             return new.written
         try:
@@ -101,7 +114,7 @@ class Tracer:
         self.evaluator.unrecorded(lambda: require_recordable(call))
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
-        """Plain Python, or a node for the value; a tuple comes back as a tuple of those."""
+        """The value as plain Python, or a proxy of a new node; a tuple of these for a tuple."""
         inputs = call.inputs
         if is_plain(values) or not (inputs or isinstance(values[0], torch.Tensor)):
             return values[0]
@@ -112,7 +125,7 @@ class Tracer:
         return self._wrapped(node, values)
 
     def _wrapped(self, node: fx.Node, values: tuple[Any, ...]) -> Any:
-        """What the user's code gets for a node."""
+        """The proxy, or the tuple of proxies, that the user's code receives for a node."""
         first = values[0]
         if isinstance(first, (tuple, list)):
             self.values[node] = values
@@ -142,13 +155,13 @@ class Tracer:
         return self._wrapped(part, values)
 
     def _hides_gradient(self, node: fx.Node) -> bool:
-        """Whether the value would carry a gradient if it were not made under `no_grad`."""
+        """Whether the value would require a gradient outside of `no_grad`."""
         module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
         inputs = [*(self.values[n][0] for n in node.all_input_nodes), *module.parameters()]
         return any(getattr(value, "requires_grad", False) for value in inputs)
 
     def _constant(self, call: Call, error: Exception) -> Any:
-        """The result of a call whose shape or value depends on data, of constants."""
+        """The result of a data-dependent call, when its inputs are constants.  Raises Unsupported otherwise."""
         try:
             result = self.evaluator.unrecorded(
                 lambda: self._constants.result(call.op, call.target, call.args, call.kwargs)
@@ -158,7 +171,7 @@ class Tracer:
         return self._traced(result)
 
     def _write(self, old: TracedTensor, new: TracedTensor) -> TracedTensor:
-        """From here on every variable that holds `old` stands for `new`; so does the tensor of which it is a part."""
+        """Let every variable that holds `old` stand for `new`; where `old` is a view, write it back into its base."""
         node, before = old._node, old._values[0]
         if new._values[0].dtype != before.dtype:
             new = self.record("call_method", "to", (new, before.dtype), {})
@@ -166,23 +179,23 @@ class Tracer:
         if base is not None and self._memory(before) == self._memory(base._values[0]):
             key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
             self.record("call_function", operator.setitem, (base, key, new), {})
-        owner = self._sharing.owner(self._memory(before))
+        owner = self._aliasing.owner(self._memory(before))
         if owner is not None:
             raise Unsupported(writes_text("this", str(owner.target)))
-        self._sharing.write(node, self._memory(before), self.source())
+        self._aliasing.write(node, self._memory(before), self.source())
         old.__dict__.update(_node=new._node, _values=new._values)
         self._proxies[new._node] = old
         return old
 
     def _is_assigned(self, call: Call) -> bool:
-        """`x[k] *= 2` writes into the part, and then the part into x, which has it already."""
+        """Whether x holds the value already: `x[k] *= 2` writes into the view, and then the view into x."""
         node = call.args[0]._node
         parts = map_tree(call.args[1:], lambda value: value._node if is_proxy(value) else value)
         return node.target is assigned and node.args[1:] == parts
 
-    def _count(self, call: Call, buffer: TracedTensor) -> TracedTensor:
-        """A buffer that counts steps: changed in place, by nothing that depends on the batch."""
-        name, method = str(buffer._node.target), counting(call)
+    def _update_counter(self, call: Call, buffer: TracedTensor) -> TracedTensor:
+        """Record an in-place update of a buffer that counts steps.  Raises Unsupported when it depends on the batch."""
+        name, method = str(buffer._node.target), counter_update(call)
         from_batch = any(value._node in self._batched for value in call.inputs)
         if method is None or isinstance(buffer, nn.Parameter) or from_batch:
             raise Unsupported(writes_text(call.name, name))
@@ -193,18 +206,18 @@ class Tracer:
         return buffer
 
     def _memory(self, tensor: torch.Tensor) -> int:
-        """A number that is the same for all views of one tensor."""
+        """The identity of a tensor's storage, which all its views share."""
         return self.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
 
     def _node(self, call: Call, name: str | None = None) -> fx.Node:
         args, kwargs = map_tree(call.args, self._argument), map_tree(dict(call.kwargs), self._argument)
         node = self.graph.create_node(call.op, call.target, args, kwargs, name or self._node_name(call))
         node.meta["source"] = self.source()
-        node.meta["module"] = call.target if call.op == "call_module" else self.modules[-1][0]
+        node.meta["module"] = call.target if call.op == "call_module" else self._running[-1][0]
         return node
 
     def _node_name(self, call: Call) -> str:
-        path, module = self.modules[-1]
+        path, module = self._running[-1]
         if call.target is getattr:
             return identifier(str(call.args[1]))
         if call.target is assigned:
@@ -216,19 +229,19 @@ class Tracer:
         self.values[node] = values
         if not isinstance(values[0], torch.Tensor):
             return TracedNumber(self, node, values)
-        self._sharing.add(node, self._memory(values[0]))
+        self._aliasing.add(node, self._memory(values[0]))
         self._proxies[node] = self.evaluator.unrecorded(lambda: TracedTensor(self, node, values))
         return self._proxies[node]
 
     def _argument(self, value: Any) -> Any:
-        """A leaf of the arguments as the graph holds it."""
+        """A leaf of the arguments as an argument of a node."""
         if is_proxy(value):
-            self._sharing.require_fresh(value._node)
+            self._aliasing.require_fresh(value._node)
             return value._node
         return value
 
     def _traced(self, value: Any) -> Any:
-        """A leaf of the arguments with every tensor as a proxy and every number as Python's own."""
+        """A leaf of the arguments with tensors as proxies and numpy numbers as Python's."""
         if is_proxy(value):
             return value
         if isinstance(value, torch.Tensor):
@@ -238,7 +251,7 @@ class Tracer:
         return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
 
     def attribute_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the model as its proxy; another one as it is."""
+        """The proxy of a tensor that the model owns; any other tensor unchanged."""
         name = self.attributes.known(tensor)
         return tensor if name is None else self._attribute(name)
 
@@ -251,22 +264,22 @@ class Tracer:
         return self._proxies[self._attribute_nodes[name]]
 
     def source(self) -> str:
-        """The user's line; where torch's own code was called, what it is."""
-        return user_line() or self.elsewhere
+        """The user's file and line, or `origin` where torch's own code was called."""
+        return user_line() or self.origin
 
     def plain(self, proxy: Any, what: str) -> Any:
-        """A value that is the same for every batch (see `Answers.plain`)."""
+        """A value that is the same for every batch (see `Queries.plain`).  Raises CaptureError."""
         try:
-            return self.answers.plain(proxy, what)
+            return self.queries.plain(proxy, what)
         except Unsupported as error:
             raise self.refused(error) from None
 
     def refused(self, error: Unsupported) -> CaptureError:
-        """The error that the user gets, with his line."""
+        """The error for the user, with the file and line."""
         return CaptureError(f"{error.line or self.source()}: {error}")
 
     def lost(self, function: Any) -> NoReturn:
-        """Refuse what handed a traced tensor to C++ code past the tracer."""
+        """Refuse a call that handed a traced tensor to C++ code without `__torch_function__`."""
         raise self.refused(
             Unsupported(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")
         )

@@ -1,14 +1,14 @@
-"""Compare what was captured with the model itself, and find how its loss adds up over parts of the batch.
+"""Compare a captured graph with its model, and find how the loss adds up over parts of the batch.
 
-Both are measured on a few real examples, with dropout off and BatchNorm in evaluation mode: a tracer that loses a
-gradient, or a loss that couples examples, shows here and not after a week of training.
+Both run on a few real examples, with dropout off and BatchNorm in evaluation mode: a tracer that loses a gradient, or a
+loss that couples examples, is found here and not after a week of training.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,27 +17,26 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.capture import Loss, as_arguments, step_root, target_names
-from splitc.capture.dropouts import undropped
+from splitc.capture.dropouts import without_dropout
+from splitc.capture.example import Example
 from splitc.capture.loss_parts import tolerance
 from splitc.capture.loss_terms import loss_terms
 from splitc.capture.proxy import map_tree
 from splitc.capture.source_lines import line_of
 from splitc.errors import CaptureError
-from splitc.ir.elementwise import DROPOUTS as DROPOUTS
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.program import LossTerm, Program, under_autocast
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout passes its input through."""
+    """Makes dropout the identity."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return undropped(func, args, kwargs or {})
+        return without_dropout(func, args, kwargs or {})
 
 
 class _Steady(NoDropout):
-    """Besides, BatchNorm uses running statistics, or none, so that examples are independent of each other."""
+    """Also makes BatchNorm use running statistics, or none, so that examples are independent of each other."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
@@ -54,7 +53,7 @@ class _Steady(NoDropout):
 
 
 class _InFloat32(TorchFunctionMode):
-    """What the graph casts to the dtype of autocast becomes float32, in which all else is without autocast."""
+    """Turns casts to the dtype of autocast into casts to float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class _InFloat32(TorchFunctionMode):
 
 @contextmanager
 def steady(model: nn.Module) -> Iterator[None]:
-    """Dropout off and BatchNorm by running statistics; afterwards attributes and buffers are as they were."""
+    """Turn dropout off and let BatchNorm use running statistics; restore attributes and buffers afterwards."""
     tensors = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     for module in model.modules():
@@ -90,48 +89,41 @@ def steady(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def validate_capture(program: Program, model: nn.Module, example: Any, target: Any, loss: Loss) -> tuple[LossTerm, ...]:
-    """The terms of the loss, after the captured graph was seen to compute the model's own loss and gradients.
+def validate_capture(program: Program, model: nn.Module, example: Example) -> tuple[LossTerm, ...]:
+    """Check that the captured graph computes the model's loss and gradients; return the terms of the loss.
 
-    Raises CaptureError when a gradient or the loss differs, or when a term is no sum or mean over examples.
+    Raises CaptureError when the loss or a gradient differs, or for a term that is no sum or mean over examples.
     """
-    inputs = as_arguments(model, example)
-    targets = target_names(target, inputs)
-    everything = {**inputs, **targets}
-    root = step_root(model, loss)
+    root = real_root(program, model, example)
+    _compare(program, root, model, example)
+    return loss_terms(program, root, example, lambda: _steady_float32(program, model))
+
+
+def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:
+    """The modules and tensors that the captured graph reads, with their data."""
+    root = example.root(model)
     for name, constant in program.root.named_buffers(recurse=False):
         if name not in root._buffers and not hasattr(model, name):
             root._buffers = {**root._buffers, name: constant}
-    _compare(program, root, model, everything, inputs, targets, loss)
-    return loss_terms(program, root, everything, lambda: _exactly(program, model))
+    return root
 
 
 @contextmanager
-def _exactly(program: Program, model: nn.Module) -> Iterator[None]:
-    """`steady`, without autocast: how terms add up is algebra, which rounding to eight bits would blur."""
+def _steady_float32(program: Program, model: nn.Module) -> Iterator[None]:
+    """`steady` without autocast: how terms add up is algebra, which rounding to 8 bits would blur."""
     widened = nullcontext() if program.autocast is None else _InFloat32(program.autocast)
     with steady(model), under_autocast(model, None), widened:
         yield
 
 
-def _compare(
-    program: Program,
-    root: nn.Module,
-    model: nn.Module,
-    everything: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    targets: Mapping[str, Any],
-    loss: Loss,
-) -> None:
-    two = {name: value[:2].detach() if isinstance(value, torch.Tensor) else value for name, value in everything.items()}
-    positional = [
-        n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_ONLY and n in inputs
-    ]
+def _compare(program: Program, root: nn.Module, model: nn.Module, example: Example) -> None:
+    """Run the model and its graph on two examples.  Raises CaptureError when loss or gradients differ."""
+    values = example.rows(slice(2))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def model_loss() -> torch.Tensor:
-        value = model(*(two[n] for n in positional), **{n: two[n] for n in inputs if n not in positional})
-        return value if loss is None else loss(value, *(two[name] for name in targets))
+        loss: torch.Tensor = example.loss_of(example.output(model, values), values)
+        return loss
 
     with steady(model):
         with under_autocast(model, program.autocast):
@@ -139,7 +131,7 @@ def _compare(
         expected = _gradients(program.name, own, list(parameters.values()))
     with steady(model):
         with under_autocast(model, program.autocast):
-            captured = NodeRunner(root, program.graph).run_named(two)
+            captured = NodeRunner(root, program.graph).run_named(values)
         got = _gradients(program.name, captured, list(parameters.values()))
     allowed, noise = tolerance(program.autocast or own.dtype), _noise(expected, program.autocast)
     if not torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
@@ -163,7 +155,7 @@ def _gradients(name: str, loss: torch.Tensor, parameters: list[torch.Tensor]) ->
 
 
 def _without_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`run()`.  Raises CaptureError when it fails, and for a number of the model that every call changes."""
+    """Call `run`.  Raises CaptureError when it fails, or when every call changes a number of the model."""
     before = _numbers(model)
     try:
         value = run()
@@ -188,7 +180,7 @@ def _without_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> torc
 
 
 def _numbers(model: nn.Module) -> dict[str, object]:
-    """Plain numbers that are attributes of the model's modules."""
+    """Python numbers that are attributes of the model's modules."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
@@ -198,10 +190,10 @@ def _numbers(model: nn.Module) -> dict[str, object]:
 
 
 def _noise(gradients: tuple[torch.Tensor | None, ...], autocast: torch.dtype | None) -> float:
-    """How far rounding may move one number of a gradient, whatever its size.
+    """The absolute rounding error allowed in each element of a gradient.
 
-    It moves a gradient that is zero by mathematics, as that of an attention's key bias, from one rounding error to
-    another: a few units in the last place of what cancels there, for which the other gradients stand.
+    A gradient that is mathematically zero (of an attention's key bias) is a rounding error of terms that cancel; the
+    RMS of all gradients stands for the size of those terms.
     """
     found = [g for g in gradients if g is not None]
     if not found:
@@ -211,13 +203,13 @@ def _noise(gradients: tuple[torch.Tensor | None, ...], autocast: torch.dtype | N
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, relative: float, noise: float) -> bool:
-    """Whether two gradients are the same up to rounding; one that is not finite must be so at the same places."""
+    """Whether two gradients agree up to rounding, and are not finite at the same elements."""
     if not torch.equal(a.isfinite(), b.isfinite()):
         return False
     return _norm(a - b) <= relative * _norm(a) + noise * math.sqrt(a.numel())
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    """The L2 norm of the finite numbers, summed in float32 at least."""
+    """The L2 norm of the finite elements, summed in float32 at least."""
     finite = torch.where(tensor.isfinite(), tensor, 0)
     return float(torch.linalg.vector_norm(finite, dtype=torch.promote_types(tensor.dtype, torch.float32)))

@@ -1,4 +1,4 @@
-"""Run a model as it is, when splitc could not trace it: a model that fails by itself is not a bug of splitc."""
+"""Run a model eagerly when splitc could not trace it: a model that fails by itself is no bug of splitc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import splitc
-from splitc.capture.capture import as_arguments, target_names
 from splitc.cli.model_file import ModelFile
 from splitc.errors import CaptureError
 from splitc.ir.program import under_autocast
@@ -20,20 +19,17 @@ _LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, splitc.__
 
 
 def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:
-    """None when model and loss run on a few of the example's rows; else what they fail with, and where."""
-    model, loss = file.model, file.loss
-    inputs = as_arguments(model, file.example)
-    targets = target_names(file.target, inputs)
-    few = {name: _few(value) for name, value in inputs.items()}
+    """None when model and loss run on two rows of the example; else their error, with the user's line."""
+    model, example = file.model, file.example
+    values = example.rows(slice(2))
     what = "the model"
     try:
         with under_autocast(model, autocast):
-            value = model(**few)
-            if loss is not None:
-                what = "the loss"
-                value = loss(value, *(_few(target) for target in targets.values()))
+            output = example.output(model, values)
+            what = "the loss"
+            loss = example.loss_of(output, values)
         what = "the backward pass"
-        value.sum().backward()
+        loss.sum().backward()
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
         where = user_line(error)
@@ -41,7 +37,8 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
         under = "" if autocast is None else " under autocast"
         return CaptureError(
             f"{what} of {file.name} does not run on its example{under}{at}: {type(error).__name__}: {text}\n"
-            f"  example: {_described(inputs)}" + (f"; target: {_described(targets)}" if targets else "")
+            f"  example: {_described(example.inputs)}"
+            + (f"; target: {_described(example.targets)}" if example.targets else "")
         )
     finally:
         model.zero_grad(set_to_none=True)
@@ -49,16 +46,12 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
 
 
 def user_line(error: BaseException) -> str:
-    """`net.py:12 (return self.fc(x))`: the innermost line of the user's own."""
+    """The innermost line of the user's code: `net.py:12 (return self.fc(x))`."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*_LIBRARIES, "<")) and "site-packages" not in frame.filename:
             line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
             return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({line})" if line else "")
     return ""
-
-
-def _few(value: Any) -> Any:
-    return value[:2] if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _described(values: Mapping[str, Any]) -> str:

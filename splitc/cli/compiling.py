@@ -57,7 +57,7 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
         program = _analysed(file, args.verbose, settings)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
         placed = specialise(program, settings, plan, observer)
-    return CompiledProgram(placed, file.model, file.loss, file.example, file.target, settings)
+    return CompiledProgram(placed, file.model, file.example, settings)
 
 
 def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
@@ -67,8 +67,6 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
         return analyse(
             file.model,
             file.example,
-            file.target,
-            file.loss,
             name=file.name,
             watch=watch if verbose else None,
             autocast=settings.autocast,

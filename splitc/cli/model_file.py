@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from splitc.capture.example import Example
 from splitc.cli.example_input import check_example, check_target, made, parse_sizes, resized, rows, takes_batch
 from splitc.errors import CaptureError
 from splitc.ir.names import near_name
@@ -29,13 +30,11 @@ _TAKEN = (*sys.stdlib_module_names, "torch", "numpy", "splitc")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file offers, ready for `compile`."""
+    """What a model file offers, ready to be compiled."""
 
     name: str
     model: nn.Module
-    example: Any
-    target: Any
-    loss: Any
+    example: Example
 
 
 def load_model(argument: str, sizes: str | None = None) -> ModelFile:
@@ -47,7 +46,7 @@ def load_model(argument: str, sizes: str | None = None) -> ModelFile:
     module, attribute, where = _import(argument)
     model = _model(module, attribute, argument, where)
     loss = _loss(getattr(module, "loss", None), where)
-    example, target = _data(module, where, model, asked)
+    inputs, target = _data(module, where, model, asked)
     if loss is not None and target is None:
         raise CaptureError(
             f"{where} has a `loss` but no `target`; add one: a tensor with a row for each example, or a function of "
@@ -58,7 +57,7 @@ def load_model(argument: str, sizes: str | None = None) -> ModelFile:
             f"{where} has a `target` but no `loss`; add one, `loss = torch.nn.functional.cross_entropy` for example; "
             f"or let the model return the loss, and make the target a part of `example`"
         )
-    return ModelFile(_title(model, module), model, example, target, loss)
+    return ModelFile(_title(model, module), model, Example.bind(model, inputs, target, loss))
 
 
 # -- what the module offers --------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def simulate(args: argparse.Namespace) -> int:
     for model in args.models:
         file = load_model(model, args.input)
         with Step(f"tracing {file.name}", args.quiet):
-            program = analyse(file.model, file.example, file.target, file.loss, name=file.name)
+            program = analyse(file.model, file.example, name=file.name)
         cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
         total = len(worlds) * len(bandwidths) * len(strategies)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):

@@ -1,4 +1,4 @@
-"""Train the user's own model in this process, as the reference that `verify` compares the ranks with.
+"""Train the user's model in this process, as the reference that `verify` compares the ranks with.
 
 Dropout is off, and each BatchNorm normalises over the groups of examples that the ranks form, replayed call by call.
 """
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.capture import Loss
-from splitc.capture.dropouts import undropped
+from splitc.capture.dropouts import without_dropout
+from splitc.capture.example import Example
 from splitc.ir import comm_ops
 from splitc.ir.plan import Grouping, piece
 from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
@@ -29,21 +29,17 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 @dataclass(frozen=True)
 class NormGroup:
-    """Rows of a batch that one BatchNorm normalises over together.
+    """Rows of a batch that one BatchNorm call normalises over together.
 
-    counts: whether it changes the running statistics, which are the first replica's.
+    counts: whether they update the running statistics, as those of the first replica do.
     """
 
     rows: Tensor
     counts: bool
 
-    @property
-    def size(self) -> int:
-        return len(self.rows)
-
 
 class _Replay(TorchFunctionMode):
-    """Runs the user's model with dropout off and each BatchNorm over the groups of examples that the ranks form."""
+    """Turns dropout off and lets each BatchNorm normalise over the groups of examples that the ranks form."""
 
     def __init__(self, groups: Sequence[Sequence[NormGroup]]) -> None:
         super().__init__()
@@ -51,12 +47,13 @@ class _Replay(TorchFunctionMode):
         self._call = 0
 
     def start(self) -> None:
+        """Begin a step: the next BatchNorm call is the first of the model."""
         self._call = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.batch_norm:
-            return undropped(func, args, kwargs)
+            return without_dropout(func, args, kwargs)
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
@@ -72,34 +69,34 @@ class _Replay(TorchFunctionMode):
         return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
 
 
-def norm_groups(program: PlacedProgram, sizes: Sequence[int]) -> list[list[NormGroup]]:
-    """For every batch_norm call of the model in order: the groups it normalises over."""
+def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[list[NormGroup]]:
+    """The groups of every batch_norm call of the model, in order."""
     found = []
     for node in _norms(program):
         role = program.plan.placements[node.meta["layer"]].role
         assert role is not None
         spec = node.meta["spec"]
-        found.append(_groups(program, role, sizes, spec.rows if isinstance(spec, TensorSpec) else 1))
+        found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
     return found
 
 
 def _norms(program: Program) -> Iterator[fx.Node]:
-    """The nodes that are BatchNorms."""
+    """The BatchNorm nodes."""
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
         if isinstance(module, nn.modules.batchnorm._NormBase) or node.target in (F.batch_norm, comm_ops.batch_norm):
             yield node
 
 
-def _groups(program: PlacedProgram, role: str, sizes: Sequence[int], rows: int) -> list[NormGroup]:
-    """What the ranks of a role have before them at once: of each group in each turn."""
+def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int) -> list[NormGroup]:
+    """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
     plan = program.plan
     now = Rank(0, 1, bounds=plan.batch_offsets[plan.reader])
-    now.begin(sizes)
+    now.begin(local_batches)
     ranks = plan.roles[role]
     grouping = plan.groups.get(role, Grouping(1, "BK"))
     if plan.synchronised:
-        return [NormGroup(torch.arange(sum(sizes) * rows), counts=True)]
+        return [NormGroup(torch.arange(sum(local_batches) * rows), counts=True)]
     found = []
     for first in range(0, len(ranks), grouping.size):
         members = ranks[first : first + grouping.size]
@@ -114,10 +111,10 @@ def _groups(program: PlacedProgram, role: str, sizes: Sequence[int], rows: int) 
     return found
 
 
-def _further_turns(program: PlacedProgram, sizes: Sequence[int]) -> dict[str, int]:
-    """BatchNorm module -> how often more than once the first replica runs it in a step: once for each further turn."""
+def _further_calls(program: PlacedProgram, local_batches: Sequence[int]) -> dict[str, int]:
+    """BatchNorm module -> its calls in a step on the first replica after the first: one for each further microbatch."""
     found: dict[str, int] = {}
-    calls = iter(norm_groups(program, sizes))
+    calls = iter(norm_groups(program, local_batches))
     for node in _norms(program):
         more = sum(group.counts for group in next(calls)) - 1
         if more > 0 and node.op == "call_module":
@@ -125,8 +122,8 @@ def _further_turns(program: PlacedProgram, sizes: Sequence[int]) -> dict[str, in
     return found
 
 
-def _count(module: nn.Module, batches: int) -> None:
-    """Let a BatchNorm that counts its batches count some more."""
+def _count_batches(module: nn.Module, batches: int) -> None:
+    """Add to the counter of a BatchNorm that counts its batches."""
     counter = getattr(module, "num_batches_tracked", None)
     if isinstance(counter, Tensor) and module.training:
         counter += batches
@@ -135,52 +132,43 @@ def _count(module: nn.Module, batches: int) -> None:
 def reference(
     program: PlacedProgram,
     model: nn.Module,
-    loss: Loss,
+    example: Example,
     batches: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
+    local_batches: Sequence[int],
     states: Sequence[Mapping[str, Tensor]] = (),
 ) -> Trial:
-    """The same steps in this process, on the whole global batch; step k + 1 starts from `states[k]` where given."""
-    model, loss = copy.deepcopy(model), copy.deepcopy(loss)
-    targets = [i.name for i in program.inputs if i.target]
+    """Train the same steps in this process, on global batches; step k + 1 starts from `states[k]` where given."""
+    model, example = copy.deepcopy(model), replace(example, loss=copy.deepcopy(example.loss))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     trial = Trial()
-    replay = _Replay(norm_groups(program, sizes))
-    turns = _further_turns(program, sizes)
+    replay = _Replay(norm_groups(program, local_batches))
+    further_calls = _further_calls(program, local_batches)
     for step, batch in enumerate(batches):
         if step and states:
             model.load_state_dict(states[step - 1])
         optimizer.zero_grad()
         replay.start()
         with replay, under_autocast(model, program.autocast):
-            value = _call(model, {k: v for k, v in batch.items() if k not in targets})
-            if loss is not None:
-                value = loss(value, *(batch[name] for name in targets))
-        value.backward()
-        trial.losses.append(float(value.detach()))
+            loss: Tensor = example.loss_of(example.output(model, batch), batch)
+        loss.backward()
+        trial.losses.append(float(loss.detach()))
         trial.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
-        for path, more in turns.items():
-            _count(model.get_submodule(path), more)
+        for path, calls in further_calls.items():
+            _count_batches(model.get_submodule(path), calls)
         trial.states.append({k: v.detach().clone() for k, v in model.state_dict().items()})
     return trial
 
 
-def in_double(
+def exact_reference(
     program: PlacedProgram,
     model: nn.Module,
-    loss: Loss,
+    example: Example,
     batches: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
+    local_batches: Sequence[int],
     states: Sequence[Mapping[str, Tensor]] = (),
 ) -> Trial:
-    """The reference in float64, without autocast: what it would be without rounding."""
+    """The reference in float64 without autocast: the same steps without rounding."""
     wide = [{k: v.double() if v.dtype.is_floating_point else v for k, v in batch.items()} for batch in batches]
-    loss = copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
-    return reference(replace(program, autocast=None), copy.deepcopy(model).double(), loss, wide, sizes, states)
-
-
-def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    parameters = inspect.signature(model.forward).parameters
-    positional = [n for n in inputs if n in parameters and parameters[n].kind is inspect.Parameter.POSITIONAL_ONLY]
-    return model(*(inputs[n] for n in positional), **{n: v for n, v in inputs.items() if n not in positional})
+    model, example = copy.deepcopy(model).double(), example.to(torch.float64)
+    return reference(replace(program, autocast=None), model, example, wide, local_batches, states)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tests.support.models
-from splitc.capture.capture import as_arguments, capture
+from splitc.capture.example import Example
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.program import SizeSpec, TensorSpec
-from tests.support.capturing import captured, node
+from tests.support.capturing import capture, captured, node
 from tests.support.models import BATCH, CASES, CLASSES, Made, Recurrent, SmallVGG, images, labels, sequences, vectors
 
 
@@ -131,7 +131,7 @@ def test_positional_only_and_catch_all_keywords_are_taken() -> None:
         def forward(self, x: Tensor, /, **others: Tensor) -> Tensor:
             return self.fc(x + others["y"])
 
-    assert list(as_arguments(Net(), (vectors()(),))) == ["x"]
+    assert list(Example.bind(Net(), (vectors()(),)).inputs) == ["x"]
     program = captured(KeywordsOnly(), {"x": vectors()(), "y": vectors()()}, labels()(), F.cross_entropy)
     assert [i.name for i in program.inputs] == ["x", "y", "target"]
 

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.capture import capture
 from splitc.ir.constructors import construction
 from splitc.ir.graph import holdings_of_node
 from splitc.ir.program import Program
-from tests.support.capturing import node
+from tests.support.capturing import capture, node
 from tests.support.models import CASES, CLASSES, Attention, Made, images, labels, sequences, tokens, vectors
 
 

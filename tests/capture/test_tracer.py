@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from splitc.capture.capture import capture
-from splitc.capture.validate import validate_capture
-from tests.support.capturing import captured, forward_lines, node
+from tests.support.capturing import captured, forward_lines, node, validated
 from tests.support.models import BATCH, Encoder, labels, made, padded
 
 Run = Callable[..., Any]
@@ -285,14 +283,8 @@ def test_a_loss_may_close_over_the_models_parameters() -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out, y) + 1e-2 * sum(p.pow(2).sum() for p in net.parameters())
 
-    program = captured_without_copies(net, loss)
+    program = validated(net, batch(), labels()(), loss)
     assert any(n.op == "get_attr" and n.target == "fc.weight" for n in program.graph.nodes)
-
-
-def captured_without_copies(net: nn.Module, loss: Any) -> Any:
-    program = capture(net, batch(), y := labels()(), loss)
-    validate_capture(program, net, batch(), y, loss)
-    return program
 
 
 def test_a_value_that_depends_on_the_batch_by_a_quotient_is_no_constant() -> None:

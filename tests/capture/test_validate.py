@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.capture import capture
-from splitc.capture.dropouts import undropped
-from splitc.capture.validate import steady, validate_capture
-from tests.support.capturing import captured, refusal
+from splitc.capture.dropouts import without_dropout
+from splitc.capture.validate import steady
+from tests.support.capturing import captured, refusal, validated
 from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -121,13 +120,12 @@ def test_a_parameter_that_is_a_term_and_a_factor_is_copied_for_the_term() -> Non
 
 def test_the_first_examples_may_all_be_ignored() -> None:
     target = torch.tensor([-100, -100, -100, 1, 2, 3])
-    program = capture(net(), rows(), target, CE)
-    assert [term.kind for term in validate_capture(program, net(), rows(), target, CE)] == ["weighted"]
+    assert [term.kind for term in validated(net(), rows(), target, CE).loss_terms] == ["weighted"]
 
 
 def test_the_example_that_is_measured_by_itself_may_be_ignored() -> None:
-    program = capture(net(), rows(), target := torch.tensor([-100, 1, 2, 3, 4, 0]), CE)
-    assert [term.kind for term in validate_capture(program, net(), rows(), target, CE)] == ["weighted"]
+    target = torch.tensor([-100, 1, 2, 3, 4, 0])
+    assert [term.kind for term in validated(net(), rows(), target, CE).loss_terms] == ["weighted"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,7 +134,7 @@ def test_sums_and_means_of_numbers_that_cancel_are_told_apart_in_half_precision(
     for _ in range(5):
         x, y = rows().to(dtype), torch.randn(6, 64).to(dtype)
         for loss, kind in ((lambda o, y: (o * y).mean(), "mean"), (lambda o, y: (o * y).sum(), "sum")):
-            assert [term.kind for term in validate_capture(capture(model, x, y, loss), model, x, y, loss)] == [kind]
+            assert [term.kind for term in validated(model, x, y, loss).loss_terms] == [kind]
 
 
 def test_a_weighted_mean_in_half_precision_is_recognised() -> None:
@@ -278,10 +276,10 @@ def test_a_steady_model_drops_nothing_counts_nothing_and_is_given_back_as_it_was
 
 def test_dropout_that_is_off_is_what_it_is_on_average() -> None:
     x = rows()
-    assert undropped(F.dropout, (x, 0.5), {}) is x
-    assert torch.equal(undropped(torch.Tensor.bernoulli_, (x.clone(), 0.25), {}), torch.full_like(x, 0.25))
+    assert without_dropout(F.dropout, (x, 0.5), {}) is x
+    assert torch.equal(without_dropout(torch.Tensor.bernoulli_, (x.clone(), 0.25), {}), torch.full_like(x, 0.25))
     q = torch.randn(2, 3, 4)
-    off = undropped(F.scaled_dot_product_attention, (q, q, q), {"dropout_p": 0.9})
+    off = without_dropout(F.scaled_dot_product_attention, (q, q, q), {"dropout_p": 0.9})
     torch.testing.assert_close(off, F.scaled_dot_product_attention(q, q, q))
 
 
@@ -293,11 +291,10 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype:
     for _ in range(5):
         children = {name: nn.Linear(8, 8) for name in "qkv"}
         model, x, y = Made(run, fc=nn.Linear(8, CLASSES), **children).to(dtype), torch.randn(BATCH, 6, 8), labels()()
-        validate_capture(capture(model, x.to(dtype), y, CE), model, x.to(dtype), y, CE)
+        validated(model, x.to(dtype), y, CE)
 
 
 def test_attention_with_dropout_equals_torchs_own() -> None:
     model = Encoder(0.3)
-    program = capture(model, padded(), labels()(), CE)
+    program = validated(model, padded(), labels()(), CE)
     assert sum(n.target is F.dropout for n in program.graph.nodes) == 8
-    validate_capture(program, model, padded(), labels()(), CE)

@@ -206,7 +206,7 @@ def test_verify_says_that_it_holds_and_ends_with_0(capsys: Capture) -> None:
 
 def test_verify_ends_with_1_when_it_does_not_hold(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.verify.verify.TOLERANCES", {})
-    monkeypatch.setattr("splitc.verify.verify._loss_error", lambda *_: 1.0)
+    monkeypatch.setattr("splitc.verify.verify.Comparison.loss_error", lambda *_: 1.0)
     done = splitc(capsys, "verify net.py --world 2 --strategy data_parallel")
     assert done.code == 1 and "DOES NOT HOLD" in done.out
 

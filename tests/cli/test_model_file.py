@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.cli.example_input import parse_sizes, rows
-from splitc.cli.model_file import load_model
+from splitc.cli.model_file import ModelFile, load_model
 from splitc.errors import CaptureError
 from tests.support.command import NET, edited
 
@@ -29,13 +29,17 @@ def write(text: str, name: str = "net.py") -> str:
     return name
 
 
+def shapes(file: ModelFile) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in file.example.tensors.items()}
+
+
 @pytest.mark.parametrize(
     "model", ["model = Net", "model = Net()", "def model():\n    return Net()", "model = lambda: Net()"]
 )
 def test_a_model_is_a_module_a_class_or_a_function(model: str) -> None:
     file = load_model(write(edited(model=model)))
     assert type(file.model).__name__ == "Net" and file.name == "Net"
-    assert file.example[0].shape == (4, 6) and file.target.shape == (4,) and callable(file.loss)
+    assert shapes(file) == {"x": (4, 6), "target": (4,)} and callable(file.example.loss)
 
 
 def test_a_model_of_another_name_and_of_a_package() -> None:
@@ -57,20 +61,20 @@ def test_a_file_may_have_the_name_of_a_module_of_python() -> None:
 
 
 def test_a_file_is_read_anew_every_time() -> None:
-    assert load_model(write(NET)).example[0].shape == (4, 6)
-    assert load_model(write(NET.replace("batch=4", "batch=5"))).example[0].shape == (5, 6)
+    assert shapes(load_model(write(NET)))["x"] == (4, 6)
+    assert shapes(load_model(write(NET.replace("batch=4", "batch=5"))))["x"] == (5, 6)
 
 
 @pytest.mark.parametrize("loss", ["loss = nn.CrossEntropyLoss", "loss = nn.CrossEntropyLoss()"])
 def test_a_loss_may_be_a_module_or_its_class(loss: str) -> None:
-    assert isinstance(load_model(write(edited(loss=loss))).loss, nn.CrossEntropyLoss)
+    assert isinstance(load_model(write(edited(loss=loss))).example.loss, nn.CrossEntropyLoss)
 
 
 @pytest.mark.parametrize(
     "example", ["example = torch.randn(4, 6)", "example = [torch.randn(4, 6)]", "example = {'x': torch.randn(4, 6)}"]
 )
 def test_an_example_is_a_tensor_several_or_named_ones(example: str) -> None:
-    assert load_model(write(edited(example=example))).example is not None
+    assert shapes(load_model(write(edited(example=example)))) == {"x": (4, 6), "target": (4,)}
 
 
 # -- --input -----------------------------------------------------------------------------------------------------------
@@ -84,22 +88,23 @@ def test_sizes_are_read_for_one_or_several_inputs() -> None:
 
 def test_functions_of_batch_make_the_batch_that_is_asked_for() -> None:
     file = load_model(write(NET), "7x6")
-    assert file.example[0].shape == (7, 6) and file.target.shape == (7,)
+    assert shapes(file) == {"x": (7, 6), "target": (7,)}
     file = load_model(write(NET), "7")
-    assert file.example[0].shape == (7, 6) and file.target.shape == (7,)
+    assert shapes(file) == {"x": (7, 6), "target": (7,)}
 
 
 @pytest.mark.parametrize(("batch", "expected"), [(3, [0, 1, 2]), (6, [0, 1, 2, 0, 1, 2])])
 @pytest.mark.parametrize("form", ["target = {}", "def target():\n    return {}"])
 def test_a_target_that_is_there_is_cut_or_repeated(batch: int, expected: list[int], form: str) -> None:
     text = edited(target=form.format("torch.tensor([0, 1, 2])"), example="example = torch.randn(3, 6)")
-    assert load_model(write(text), f"{batch}x6").target.tolist() == expected
-    assert load_model(write(text), f"{batch}").example[0].shape == (batch, 6)
+    assert load_model(write(text), f"{batch}x6").example.targets["target"].tolist() == expected
+    assert shapes(load_model(write(text), f"{batch}"))["x"] == (batch, 6)
 
 
 def test_an_example_of_other_sizes_is_like_the_files_own() -> None:
     text = edited(example="example = {'x': torch.randn(4, 6), 'ids': torch.full((4, 2), 9), 'flag': True}")
-    example = load_model(write(text), "5x6,5x3").example
+    text = text.replace("def forward(self, x)", "def forward(self, x, ids, flag)")
+    example = load_model(write(text), "5x6,5x3").example.inputs
     assert list(example) == ["x", "ids", "flag"] and example["flag"] is True
     assert example["x"].shape == (5, 6) and example["x"].dtype == torch.float32
     assert example["ids"].shape == (5, 3) and example["ids"].dtype == torch.int64
@@ -108,8 +113,8 @@ def test_an_example_of_other_sizes_is_like_the_files_own() -> None:
 
 def test_input_stands_in_for_an_example_that_is_not_there() -> None:
     text = edited(example="", model="model = Net().double()")
-    example = load_model(write(text), "5x6").example
-    assert example[0].shape == (5, 6) and example[0].dtype == torch.float64
+    x = load_model(write(text), "5x6").example.inputs["x"]
+    assert x.shape == (5, 6) and x.dtype == torch.float64
     with pytest.raises(CaptureError, match="give all sizes"):
         load_model(write(text), "5")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import splitc
 from splitc.cli.plan_file import read_plan_file
-from splitc.compiled import CompiledProgram, analyse, fingerprint
+from splitc.compiled import CompiledProgram, fingerprint
 from splitc.deferred import DeferredProgram
 from splitc.errors import CaptureError, LaunchError
 from splitc.ir.program import Program, TensorSpec
@@ -27,7 +27,7 @@ from splitc.runtime.worker import Worker
 from tests.support.capturing import here, node
 from tests.support.command import NET, edited
 from tests.support.command import splitc as command
-from tests.support.compiled import CLUSTER, compiled, with_files
+from tests.support.compiled import CLUSTER, analyse, compiled, with_files
 from tests.support.models import made, vectors
 from tests.support.ranks import PINS, SEPARATION, Net, batch_of, on_ranks, on_workers, part_of, worker_of
 

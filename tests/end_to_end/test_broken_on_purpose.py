@@ -8,7 +8,6 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from splitc.capture.capture import capture
 from splitc.checks.graph import (
     buckets_hold_every_gradient,
     cuts_are_communicated,
@@ -25,6 +24,7 @@ from splitc.passes.insert_comm import InsertComm
 from splitc.passes.schedule import Schedule
 from splitc.passes.split_ranks import SplitRanks
 from splitc.runtime.transport.base import Deadlock
+from tests.support.capturing import capture
 from tests.support.compiled import actions_of, class_batch, compiled, with_actions, with_files
 
 

@@ -111,7 +111,7 @@ def test_a_flag_that_says_the_wrong_of_a_gradient_does_not_leave_the_compiler(fe
 
 def rewritten_by(whole: CompiledProgram, broken: ShardLayers) -> PlacedProgram:
     """The program, from its plan on, with a broken pass in place of its own."""
-    fresh = capture(whole._model, whole._example, whole._target, whole._loss)
+    fresh = capture(whole._model, whole._example)
     fresh = replace(fresh, loss_terms=whole.program.loss_terms, costs=whole.program.costs)
     passes = [broken if isinstance(each, ShardLayers) else each for each in ON_THE_GRAPH]
     return run_passes(fresh.placed(whole.plan), passes)

@@ -17,9 +17,9 @@ from examples.alexnet import alexnet
 from examples.mlp import mlp
 from examples.resnet import resnet18
 from examples.vgg16 import vgg16
-from splitc.compiled import CompiledProgram, analyse
+from splitc.compiled import CompiledProgram
 from splitc.ir.program import Program
-from tests.support.compiled import class_batch, compiled
+from tests.support.compiled import analyse, class_batch, compiled
 
 SPLITS = list(itertools.product((1, 2, 3, 5), (1, 2)))
 

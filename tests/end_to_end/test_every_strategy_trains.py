@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.transformer import next_token_loss, transformer
-from splitc.compiled import CompiledProgram, analyse
+from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.ir.program import Program
 from splitc.runtime.launch.loader import load_rank
@@ -22,7 +22,7 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
-from tests.support.compiled import compiled
+from tests.support.compiled import analyse, compiled
 from tests.support.every_strategy import Asked, Small, analysed, every_strategy, images, planned
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
 

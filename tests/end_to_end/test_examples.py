@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from examples.recommender import recommender
 from examples.transformer import next_token_loss, transformer
-from splitc.compiled import analyse
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.program import Program
 from tests import ROOT
-from tests.support.compiled import compiled
+from tests.support.compiled import analyse, compiled
 from tests.support.models import cast
 
 BATCH = 4

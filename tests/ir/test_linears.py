@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.capture import capture
 from splitc.ir.graph import copy_graph
 from splitc.ir.linears import as_linear, linear_layers, parameter_nodes
 from splitc.ir.program import Program
+from tests.support.capturing import capture
 from tests.support.models import CLASSES, Made, made
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc import units
-from splitc.capture.capture import capture
 from splitc.checks.graph import has_costs
 from splitc.errors import InternalError
 from splitc.ir.pass_manager import Check, Pass, run_passes
 from splitc.ir.program import Program
+from tests.support.capturing import capture
 from tests.support.compiled import class_batch
 
 

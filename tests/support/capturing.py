@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from splitc.capture.capture import as_arguments, capture, step_root, target_names
-from splitc.capture.validate import NoDropout, validate_capture
+import splitc.capture.capture
+from splitc.capture.example import Example
+from splitc.capture.validate import NoDropout, real_root, validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.interpreter import NodeRunner, shapes_at
 from splitc.ir.program import Program
@@ -24,26 +25,21 @@ from tests.support.compiled import compiled
 
 def captured(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> Program:
     """The program of a model, with the terms of its loss, after everything about it was checked that can be."""
-    program = capture(model, example, target, loss)
-    program = replace(program, loss_terms=validate_capture(program, model, example, target, loss))
+    bound = Example.bind(model, example, target, loss)
+    program = validated(model, example, target, loss)
     for batch in (program.batch, program.batch + 3, 2):
-        assert_same_training(program, model, example, target, loss, batch)
+        assert_same_training(program, model, bound, batch)
         assert shapes_at(program, batch) == []
     return program
 
 
-def assert_same_training(program: Program, model: nn.Module, example: Any, target: Any, loss: Any, batch: int) -> None:
+def assert_same_training(program: Program, model: nn.Module, example: Example, batch: int) -> None:
     """The graph computes the model's loss, gradients and buffers on `batch` examples, in training mode."""
-    inputs = as_arguments(model, example)
-    targets = target_names(target, inputs)
-    rows = torch.arange(batch) % program.batch
-    few = {k: v[rows] if isinstance(v, Tensor) else v for k, v in {**inputs, **targets}.items()}
+    values = example.rows([row % program.batch for row in range(batch)])
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     with NoDropout():
-        expected = _call(theirs, {name: few[name] for name in inputs})
-        if loss is not None:
-            expected = loss(expected, *(few[name] for name in targets))
-        got = NodeRunner(with_constants(step_root(ours, loss), program), program.graph).run_named(few)
+        expected = example.loss_of(example.output(theirs, values), values)
+        got = NodeRunner(real_root(program, ours, example), program.graph).run_named(values)
     expected.backward()
     got.backward()
     torch.testing.assert_close(got, expected)
@@ -55,23 +51,22 @@ def assert_same_training(program: Program, model: nn.Module, example: Any, targe
         torch.testing.assert_close(left, right, msg=partial("the buffer {}: {}".format, name))
 
 
-def with_constants(root: nn.Module, program: Program) -> nn.Module:
-    """`root` with the tensors that the model keeps outside its modules."""
-    for name, constant in program.root.named_buffers(recurse=False):
-        if name not in root._buffers and not hasattr(root, name):
-            root._buffers = {**root._buffers, name: constant}
-    return root
+def capture(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:
+    """`splitc.capture.capture.capture` of a batch as users give it."""
+    return splitc.capture.capture.capture(model, Example.bind(model, example, target, loss), **options)
 
 
-def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    positional = [n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_ONLY]
-    return model(*(inputs[n] for n in positional), **{n: v for n, v in inputs.items() if n not in positional})
+def validated(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> Program:
+    """The program of a model, with the terms of its loss, validated as `splitc.compile` does."""
+    bound = Example.bind(model, example, target, loss)
+    program = splitc.capture.capture.capture(model, bound)
+    return replace(program, loss_terms=validate_capture(program, model, bound))
 
 
 def refusal(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> str:
     """The text of the CaptureError that capturing the model raises."""
     with pytest.raises(CaptureError) as error:
-        validate_capture(capture(model, example, target, loss), model, example, target, loss)
+        validated(model, example, target, loss)
     return str(error.value)
 
 

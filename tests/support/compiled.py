@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+import splitc.compiled
+from splitc.capture.example import Example
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.ir.actions import Action
 from splitc.ir.program import LoweredProgram, Program, RankProgram
 
@@ -29,7 +31,13 @@ def compiled(
     """`splitc.compile` on a cluster by name; `analysed` saves capturing a model again for another plan."""
     settings = Settings(world, strategy=strategy, cluster=CLUSTER, **options)
     program = analysed or analyse(model, example, target, loss, autocast=settings.autocast)
-    return CompiledProgram(specialise(program, settings), model, loss, example, target, settings)
+    bound = Example.bind(model, example, target, loss)
+    return CompiledProgram(specialise(program, settings), model, bound, settings)
+
+
+def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:
+    """`splitc.compiled.analyse` of a batch as users give it."""
+    return splitc.compiled.analyse(model, Example.bind(model, example, target, loss), **options)
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.compiled import CompiledProgram, analyse
+from splitc.compiled import CompiledProgram
 from splitc.ir.plan import Placement
 from splitc.ir.program import Program
-from tests.support.compiled import compiled
+from tests.support.compiled import analyse, compiled
 
 Pins = Mapping[str, str | Placement]
 

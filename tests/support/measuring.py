@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.capture import capture
 from splitc.cost_models.compute.flops import layer_costs
 from splitc.cost_models.profiling import measured
 from splitc.cost_models.profiling.measured import MeasuredLine, measure_layers
 from splitc.ir.costs import Measured
 from splitc.ir.program import Program
+from tests.support.capturing import capture
 from tests.support.models import CASES, Case
 
 SHORT = 0.0

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from examples.alexnet import alexnet
 from examples.vgg16 import VGG, vgg16
 from examples.vgg19 import vgg19
-from splitc.capture.capture import capture
-from splitc.compiled import analyse
 from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import MeasureCosts
+from tests.support.capturing import capture
+from tests.support.compiled import analyse
 
 
 class GroupedAlexNet(nn.Module):

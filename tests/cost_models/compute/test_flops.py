@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from splitc.capture.capture import capture
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.cost_models.compute.flops import layer_costs
 from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.program import Program
 from splitc.report import as_json, report
+from tests.support.capturing import capture
 from tests.support.compiled import compiled
 from tests.support.models import BATCH, CASES, made
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples import alexnet, mlp, resnet, transformer, vgg16
-from splitc.compiled import CompiledProgram, analyse
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.memory.memory import RankMemory, cut_nbytes, gradient_nbytes, rank_memory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
 from splitc.ir.program import Program, StateTensor, TensorSpec
-from tests.support.compiled import class_batch, compiled
+from tests.support.compiled import analyse, class_batch, compiled
 from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES

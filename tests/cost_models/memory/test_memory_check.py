@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import splitc
-from splitc.compiled import CompiledProgram, analyse
+from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import _bound, memory_of_all, require_memory
 from splitc.errors import PlacementError
@@ -19,7 +19,7 @@ from splitc.passes.planner.pricing import memory_needed
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
 from tests.cost_models.memory.test_memory import STRATEGIES, example, program
-from tests.support.compiled import CLUSTER, compiled
+from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.every_strategy import Asked, Small, every_strategy, images, planned
 
 

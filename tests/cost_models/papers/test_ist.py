@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from examples.mlp import MLP
-from splitc.capture.capture import capture
 from splitc.cost_models.papers.ist import (
     FIGURE_2,
     Symbols,
@@ -25,6 +24,7 @@ from splitc.errors import CostError
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import MeasureCosts
+from tests.support.capturing import capture
 
 SITES = [1, 2, 4, 8, 16, 40]
 

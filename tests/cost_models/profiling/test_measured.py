@@ -17,7 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import splitc
-from splitc.capture.capture import capture
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.this_machine import device_name
 from splitc.cost_models.compute.flops import layer_costs
@@ -30,6 +29,7 @@ from splitc.errors import CostError
 from splitc.ir.cluster import Cluster, Device, Unlike
 from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.report import as_json, report
+from tests.support.capturing import capture
 from tests.support.command import NET
 from tests.support.command import splitc as command
 from tests.support.measuring import captured, lines_of, pretend

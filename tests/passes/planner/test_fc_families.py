@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.compiled import analyse
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
@@ -24,7 +23,7 @@ from splitc.passes.planner.modulo_family import modulo_shard
 from splitc.passes.planner.pricing import Pricing
 from splitc.passes.planner.request import Request
 from splitc.report.figures import Figures
-from tests.support.compiled import compiled
+from tests.support.compiled import analyse, compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
 from tests.support.small_programs import candidate
 

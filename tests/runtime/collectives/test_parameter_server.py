@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.capture.example import Example
 from splitc.checks.graph import (
     every_layer_placed,
     no_deadlock,
@@ -21,7 +22,7 @@ from splitc.checks.graph import (
     served_buckets_travel,
     served_parameters_are_pulled,
 )
-from splitc.compiled import CompiledProgram, Settings, analyse
+from splitc.compiled import CompiledProgram, Settings
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
 from splitc.ir.graph import copy_graph
@@ -37,7 +38,7 @@ from splitc.passes.use_plan import UsePlan
 from splitc.runtime.collectives import parameter_server as machinery
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
-from tests.support.compiled import CLUSTER, actions_of, compiled, with_actions
+from tests.support.compiled import CLUSTER, actions_of, analyse, compiled, with_actions
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
 
 Where = tuple[tuple[int, ...], tuple[int, ...]]
@@ -163,7 +164,8 @@ def with_plan(model: nn.Module, plan: Plan, known: Any, x: Tensor, y: Tensor, nb
     placed = run_passes(run_pass(UsePlan(plan, ""), known), ON_THE_GRAPH)
     passes = [BucketGradients(nbytes) if isinstance(each, BucketGradients) else each for each in ON_THE_STAGES]
     program = run_passes(run_pass(SplitRanks(), placed), passes)
-    return CompiledProgram(program, model, F.cross_entropy, (x,), y, Settings(plan.world, cluster=CLUSTER))
+    example = Example.bind(model, (x,), y, F.cross_entropy)
+    return CompiledProgram(program, model, example, Settings(plan.world, cluster=CLUSTER))
 
 
 def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
