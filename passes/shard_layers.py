@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.checks.graph import graph_is_sound
-from splitc.checks.sharding import partial_gradients_are_summed, parts_are_gathered
+from splitc.checks.sharding import partial_gradients_are_summed, shards_are_gathered
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise
@@ -43,7 +43,7 @@ class ShardLayers(Pass[PlacedProgram, PlacedProgram]):
     """Insert shard, enter and reduce_from_group nodes."""
 
     name: ClassVar[str] = "shard-layers"
-    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, parts_are_gathered, partial_gradients_are_summed)
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, shards_are_gathered, partial_gradients_are_summed)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
         groups = program.plan.groups

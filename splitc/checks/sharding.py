@@ -1,13 +1,14 @@
-"""Checks of sharded layers: what a rank has of each value, and of its gradient, followed through every grouped role.
+"""Checks of sharded layers: propagate the layout of each value and gradient through every role with groups.
 
-whole     all features, alike on every rank of the group
-part      this rank's features
-partial   all features, of which the ranks' values are to be summed
+replicated   all features, equal on every rank of the group
+sharded      this rank's features only
+partial      all features, as terms of a sum over the group
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import fx
@@ -17,51 +18,53 @@ from splitc.ir.elementwise import is_elementwise
 from splitc.ir.linears import as_linear
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
+Layout = Literal["replicated", "sharded", "partial"]
 
-def parts_are_gathered(program: PlacedProgram) -> list[str]:
-    """No node reads a part, or a partial sum, of a value whose whole it needs; every division has its communication."""
+
+def shards_are_gathered(program: PlacedProgram) -> list[str]:
+    """Every node reads each value in the layout it needs: none reads a shard or a partial sum where it needs all."""
     return [problem for role in program.plan.groups for problem in _values(program, role)]
 
 
 def partial_gradients_are_summed(program: PlacedProgram) -> list[str]:
-    """Where sharded layers read a value, its gradient is summed over the group exactly once."""
+    """The gradient of every value that sharded layers read is summed over the group exactly once."""
     return [problem for role in program.plan.groups for problem in _gradients(program, role)]
 
 
 def _values(program: PlacedProgram, role: str) -> Iterator[str]:
-    has: dict[fx.Node, str] = {}
+    layouts: dict[fx.Node, Layout] = {}
     for node in _nodes(program, role):
         if node.target in (comm_ops.recv, comm_ops.modulo):
-            has[node] = "whole"
+            layouts[node] = "replicated"
             continue
-        reads = {n: has.get(n, "whole") for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)}
-        wanted, makes = _rule(program, node, set(reads.values()))
-        for value, state in reads.items():
-            if state != wanted:
+        read = [value for value in node.all_input_nodes if isinstance(value.meta.get("spec"), TensorSpec)]
+        reads = {value: layouts.get(value, "replicated") for value in read}
+        needed, layouts[node] = _rule(program, node, set(reads.values()))
+        for value, layout in reads.items():
+            if layout != needed:
                 yield (
-                    f"role {role}: {node.name} ({node.meta['source']}) needs the {wanted} of {value.name}, but a rank "
-                    f"has {_words(state)}"
+                    f"role {role}: {node.name} ({node.meta['source']}) needs {value.name} {needed}, but it is {layout}"
                 )
-        has[node] = makes
     for node in _nodes(program, role):
-        if node in has and has[node] != "whole" and any(user.op == "output" for user in node.users):
-            yield f"role {role}: {node.name} ({node.meta['source']}) is the loss, but a rank has {_words(has[node])}"
+        layout = layouts.get(node, "replicated")
+        if layout != "replicated" and any(user.op == "output" for user in node.users):
+            yield f"role {role}: {node.name} ({node.meta['source']}) is the loss, but it is {layout}"
 
 
-def _rule(program: PlacedProgram, node: fx.Node, states: set[str]) -> tuple[str, str]:
-    """What a node needs of the tensors that it reads, and what it makes."""
+def _rule(program: PlacedProgram, node: fx.Node, layouts: set[Layout]) -> tuple[Layout, Layout]:
+    """Return the layout that a node needs of its inputs, and that of its output."""
     if node.target is comm_ops.shard:
-        return "part", "whole"
+        return "sharded", "replicated"
     if node.target is comm_ops.reduce_from_group:
-        return "partial", "whole"
+        return "partial", "replicated"
     split = _split(program, node)
     if split == "columns":
-        return "whole", "part"
+        return "replicated", "sharded"
     if split == "rows":
-        return "part", "partial"
-    if states == {"part"} and is_elementwise(node):
-        return "part", "part"
-    return "whole", "whole"
+        return "sharded", "partial"
+    if layouts == {"sharded"} and is_elementwise(node):
+        return "sharded", "sharded"
+    return "replicated", "replicated"
 
 
 def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
@@ -77,14 +80,14 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
         )
         if sharded and not summed:
             yield (
-                f"role {role}: {sharded[0].name} ({sharded[0].meta['source']}) is divided by columns and reads "
+                f"role {role}: {sharded[0].name} ({sharded[0].meta['source']}) is sharded by columns and reads "
                 f"{node.name}, whose gradient is never summed over the group"
             )
         others = [user for user in node.users if user not in sharded]
         if summed and others:
             yield (
                 f"role {role}: the gradient of {node.name} ({node.meta['source']}) is summed over the group, but "
-                f"{others[0].name}, which reads it, has the whole of it on every rank"
+                f"its reader {others[0].name} computes all of it on every rank"
             )
 
 
@@ -96,14 +99,10 @@ def _nodes(program: Program, role: str) -> Iterator[fx.Node]:
 
 
 def _split(program: PlacedProgram, node: fx.Node) -> str | None:
-    """How the plan divides the linear layer that `node` is."""
+    """Return how the plan shards the linear layer `node`, by columns or rows; None for any other node."""
     place = program.plan.placements.get(node.meta.get("layer") or "")
     if place is None or place.holding != "sharded" or as_linear(program, node) is None:
         return None
     if place.split == "rows":
         return "rows" if node.target is F.linear else None
     return "columns"
-
-
-def _words(state: str) -> str:
-    return {"part": "its part of the features only", "partial": "a part of a sum", "whole": "all of it"}[state]

@@ -65,17 +65,17 @@ def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[...
 
 
 FORGOTTEN = [
-    (sharded, comm_ops.shard, r"fc7 \(.*\) needs the whole of relu_1, but a rank has its part of the features only"),
-    (rows, comm_ops.reduce_from_group, r"needs the whole of fc7_part, but a rank has a part of a sum"),
+    (sharded, comm_ops.shard, r"fc7 \(.*\) needs relu_1 replicated, but it is sharded"),
+    (rows, comm_ops.reduce_from_group, r"needs fc7_part replicated, but it is partial"),
     (
         entered,
         comm_ops.copy_to_group,
-        r"fc \(.*\) is divided by columns and reads norm, whose gradient is never summed",
+        r"fc \(.*\) is sharded by columns and reads norm, whose gradient is never summed",
     ),
     pytest.param(
         mixed,
         comm_ops.shard,
-        r"needs the whole of relu_1",
+        r"needs relu_1 replicated",
     ),
 ]
 
@@ -94,7 +94,7 @@ def test_a_pass_that_forgets_a_node_of_a_divided_layer_does_not_leave_the_compil
         rewritten_by(make(), Forgetful())
 
 
-@pytest.mark.parametrize(("features", "words"), [(14, "never summed over the group"), (5, "has the whole of it")])
+@pytest.mark.parametrize(("features", "words"), [(14, "never summed over the group"), (5, "computes all of it")])
 def test_a_flag_that_says_the_wrong_of_a_gradient_does_not_leave_the_compiler(features: int, words: str) -> None:
     class Mistaken(ShardLayers):
         def run(self, program: PlacedProgram) -> PlacedProgram:
