@@ -81,7 +81,6 @@ def _role(program: PlacedProgram, node: fx.Node) -> str:
         return plan.reader
     layer = program.loss.meta["layer"] if node.op == "output" else node.meta["layer"]
     role = plan.placements[layer].role
-    assert role is not None
     return role
 
 

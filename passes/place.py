@@ -30,7 +30,8 @@ from splitc.cost_models.profiling.measured import is_measured, require_this_mach
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.plan import SERVER, Candidate, Placement, Plan
+from splitc.ir.plan import SERVER, LayerPlacement, Placement, Plan
+from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
     Auto,
@@ -134,12 +135,6 @@ class Place(Pass[Program, PlacedProgram]):
             roles=chosen.roles,
             placements={layer: self._placement(request, chosen, layer) for layer in chosen.role_of},
             batch_offsets=chosen.examples,
-            cluster=self.cluster.name,
-            proof=proof,
-            gap=gap if gap > _EXACT else 0.0,
-            step_seconds=chosen.step_seconds,
-            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != MIXED or offer.feasible),
-            reasons=reasons(request, chosen),
             model=self.model,
             groups=chosen.groups,
             servers=chosen.servers,
@@ -148,7 +143,16 @@ class Place(Pass[Program, PlacedProgram]):
             all_reduce=request.all_reduce,
             synchronised=bool(self.strategy.sync_batchnorm),
         )
-        return program.placed(replace(plan, seconds=self._seconds(request, plan)))
+        prediction = Prediction(
+            cluster=self.cluster.name,
+            proof=proof,
+            gap=gap if gap > _EXACT else 0.0,
+            step_seconds=chosen.step_seconds,
+            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != MIXED or offer.feasible),
+            reasons=reasons(request, chosen),
+            layer_seconds=self._seconds(request, plan),
+        )
+        return program.placed(replace(plan, prediction=prediction))
 
     def _seconds(self, request: Request, plan: Plan) -> dict[str, float]:
         """Compute of every layer on the busiest rank of its role."""
@@ -206,13 +210,13 @@ class Place(Pass[Program, PlacedProgram]):
         most = max(offer.most for offer in offers)
         return max(feasible, key=lambda offer: offer.samples_per_second), most
 
-    def _placement(self, request: Request, offer: Offer, layer: str) -> Placement:
+    def _placement(self, request: Request, offer: Offer, layer: str) -> LayerPlacement:
         if offer.placements:
             return offer.placements[layer]
         role = offer.role_of[layer]
         trains = any(request.program.tensors[name].trainable for name in request.program.layer(layer).tensors)
         summed = trains and len(offer.roles[role]) > 1
-        return Placement(role, "replicated", "all_reduce" if summed else "none")
+        return LayerPlacement(role, "replicated", "all_reduce" if summed else "none")
 
 
 def _all_summed(request: Request, offer: Offer) -> Offer:

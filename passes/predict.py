@@ -1,7 +1,7 @@
-"""Fill `plan.predicted`: what each rank does with the time of a step, by simulating the program that was made.
+"""Fill `plan.prediction.phases`: how each rank spends the time of a step, by simulating the lowered program.
 
-The planner's closed forms add up what a step computes and sends; the simulation knows what of it overlaps (design 7).
-This pass decides nothing else: the plan stays the one that was chosen.
+The planner's closed forms add up computation and communication; the simulation knows which of them overlap.  The plan
+stays as it was chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import ClassVar
 from splitc.checks.actions import actions_are_complete
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
+from splitc.ir.cluster_file import digest
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram
 
@@ -27,5 +28,6 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
     cluster: Cluster
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        plan, phases = program.plan, simulate(program, self.cluster).phases
-        return replace(program, plan=plan.with_prediction(phases, self.cluster))
+        phases = simulate(program, self.cluster).phases
+        prediction = replace(program.plan.prediction, phases=phases, priced_on=digest(self.cluster))
+        return replace(program, plan=replace(program.plan, prediction=prediction))

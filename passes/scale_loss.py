@@ -38,7 +38,6 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
         role = plan.placements[program.loss.meta["layer"]].role
-        assert role is not None
         turned = role in plan.groups and plan.groups[role].num_microbatches > 1
         if len(plan.replicas(role, plan.roles[role][0])) == 1 and not turned:
             return program

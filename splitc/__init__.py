@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from splitc.compiled import CompiledProgram
     from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
     from splitc.ir.cluster import Cluster, Device, Link
-    from splitc.ir.plan import Candidate, Grouping, Placement, Plan
+    from splitc.ir.plan import Grouping, Placement, Plan
+    from splitc.ir.prediction import Candidate
     from splitc.ir.strategies import (
         Auto,
         DataParallel,
@@ -45,7 +46,7 @@ _HOMES = {
     "InternalError": "errors",
     "Plan": "ir.plan",
     "Placement": "ir.plan",
-    "Candidate": "ir.plan",
+    "Candidate": "ir.prediction",
     "Grouping": "ir.plan",
     "Auto": "ir.strategies",
     "SingleDevice": "ir.strategies",

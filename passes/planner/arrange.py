@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Grouping, Placement
+from splitc.ir.plan import Grouping, LayerPlacement
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.request import Request
@@ -47,7 +47,7 @@ class Arrangement:
 
     roles: Mapping[str, tuple[int, ...]]
     examples: Mapping[str, tuple[int, ...]]
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, LayerPlacement]
     groups: Mapping[str, Grouping] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ def arrange(
     for name, wish in wishes.items():
         replicas = 1 if wish.where == ONE else world // wish.group
         alone = replicas == 1 or not request.gradient_of(name)
-        placements[name] = Placement(
+        placements[name] = LayerPlacement(
             names[levels[name], wish.place],
             wish.holding,
             "none" if alone else wish.sync,

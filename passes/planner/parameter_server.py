@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from splitc import units
 from splitc.cost_models.papers.stanza import Symbols, ps_step_seconds
-from splitc.ir.plan import SERVER, Placement
+from splitc.ir.plan import SERVER, LayerPlacement
 from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.pins import contradictions
@@ -60,8 +60,9 @@ def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
         why.append(f"{examples[-1]} examples cannot be shared out to {workers} workers")
     needed = {layer: request.served_memory(layer, batch) for layer in layers}
     each, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
-    loaded = (("worker", SERVER), serving) if beside else (("worker",), roles["worker"])
-    why += shortage(*loaded, sum(needed.values()) + each * beside, have, needed)
+    short_roles: tuple[str, ...] = ("worker", SERVER) if beside else ("worker",)
+    short_ranks = serving if beside else roles["worker"]
+    why += shortage(short_roles, short_ranks, sum(needed.values()) + each * beside, have, needed)
     if not beside and each > have:
         why.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
     seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
@@ -75,7 +76,7 @@ def _with(request: Request, options: ParameterServer, servers: int) -> Offer:
         step_seconds=seconds,
         most=0.0 if why or not seconds else examples[-1] / seconds,
         placements={
-            layer: Placement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
+            layer: LayerPlacement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
             for layer in layers
         },
         servers=serving,

@@ -50,7 +50,6 @@ class Pricing:
             made.roles,
             made.placements,
             made.examples,
-            request.cluster.name,
             groups=made.groups,
             all_reduce=request.all_reduce,
         )
@@ -71,7 +70,7 @@ class Pricing:
             why="; ".join(why),
             roles=made.roles,
             examples=made.examples,
-            role_of={name: place.role or "" for name, place in made.placements.items()},
+            role_of={name: place.role for name, place in made.placements.items()},
             step_seconds=seconds,
             most=0.0 if why or not seconds else plan.global_batch / seconds,
             searched=False,
@@ -86,10 +85,8 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
     plan = program.plan
     needed = {}
     for name, place in plan.placements.items():
-        assert place.role is not None
-        worked = plan.peak_batch(place.role, plan.roles[place.role][0])
-        part = place.group if place.holding == "sharded" and place.group else 1
-        needed[name] = request.layer_memory(name, worked, place.sync == "all_reduce") / part
+        batch = plan.peak_batch(place.role, plan.roles[place.role][0])
+        needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
     return sum(needed.values()) + exchanged_nbytes(program, 0) + _added_nbytes(request, plan), needed
 
 
@@ -97,10 +94,6 @@ def _added_nbytes(request: Request, plan: Plan) -> float:
     """The largest gradient of a turn, which lives beside the one that it is added to; nothing without turns."""
     turned = {role for role, grouping in plan.groups.items() if grouping.num_microbatches > 1}
     return max(
-        (
-            request.gradient(name) / (place.group if place.holding == "sharded" and place.group else 1)
-            for name, place in plan.placements.items()
-            if place.role in turned
-        ),
+        (request.gradient(name) / place.num_shards for name, place in plan.placements.items() if place.role in turned),
         default=0.0,
     )

@@ -33,7 +33,7 @@ def _reason(request: Request, offer: Offer, layer: str) -> str:
 def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
     """Of layers that are divided, late-multiplied, served, or on another number of ranks than the rest."""
     place = offer.placements[layer]
-    ranks = offer.roles[place.role or ""]
+    ranks = offer.roles[place.role]
     if not request.gradient_of(layer):
         return f"{what}: it has no gradient to sum"
     if place.sync == "parameter_server":
@@ -43,7 +43,7 @@ def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
     if place.holding == "sharded":
         by = f", by {place.split}" if place.split else ""
         return f"{what}: divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
-    if place.role is not None and place.role in offer.groups:
+    if place.role in offer.groups:
         size = offer.groups[place.role].size
         replicas = [ranks[k::size] for k in range(size)]
         sums = "and its gradient with it" if size == len(ranks) else f"so {_ring(request, layer, 'costs', *replicas)}"

@@ -18,7 +18,7 @@ from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.linears import Linear, linear_layers
-from splitc.ir.plan import Grouping, Placement, share_out
+from splitc.ir.plan import Grouping, LayerPlacement, share_out
 from splitc.ir.program import Program, StateTensor
 from splitc.passes.planner.pins import Pin, contradictions
 from splitc.passes.planner.separation import Separation
@@ -161,7 +161,7 @@ class Offer:
     most: float = 0.0
     searched: bool = True
     problem: Separation | None = None
-    placements: Mapping[str, Placement] = field(default_factory=dict)
+    placements: Mapping[str, LayerPlacement] = field(default_factory=dict)
     groups: Mapping[str, Grouping] = field(default_factory=dict)
     servers: tuple[int, ...] = ()
     overlap: bool = True

@@ -290,7 +290,8 @@ def _nearest(request: Request, rules: CutRules, divisions: list[Division]) -> Of
     why = []
     conv = {n.name: n.conv_memory for n in division.problem.layers if n.name not in fc}
     for role, need in division.problem.memory_of(fc).items():
-        roles, needed = (role,), conv
+        roles: tuple[str, ...] = (role,)
+        needed = conv
         if role == "fc":
             needed = {n.name: n.fc_memory for n in division.problem.layers if n.name in fc}
             if division.problem.shared:

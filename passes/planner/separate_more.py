@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
-from splitc.ir.plan import Placement, serve
+from splitc.ir.plan import LayerPlacement, Placement, serve
 from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import Crossing, CutRules, cut_rules, uncut
 from splitc.passes.planner.pins import contradictions
@@ -186,7 +186,7 @@ def _offer(request: Request, roles: _Roles, seconds: float, role_of: dict[str, i
     placements = {}
     for name, role in role_of.items():
         summed = request.gradient_of(name) and len(roles.ranks[role]) > 1
-        placements[name] = Placement(roles.names[role], "replicated", "all_reduce" if summed else "none")
+        placements[name] = LayerPlacement(roles.names[role], "replicated", "all_reduce" if summed else "none")
     return Offer(
         NAME,
         feasible=True,

@@ -40,7 +40,6 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     A late-multiplied layer computes the weight gradient, a third of its work, of all ranks' examples.
     """
     place = plan.placements[layer]
-    assert place.role is not None
     busy = len({rank for ranks in plan.roles.values() for rank in ranks})
     device = request.cluster.device_for(busy)
     ranks = plan.roles[place.role]

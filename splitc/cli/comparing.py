@@ -97,7 +97,7 @@ def error_of(predicted: float, measured: float) -> float | None:
 
 def predicted_rate(plan: Plan) -> float:
     """Samples/s by the predicted phases, else by the planner's price of a step; 0 where there is neither."""
-    slowest = max((phases.step for phases in plan.predicted), default=plan.step_seconds)
+    slowest = max((phases.step for phases in plan.prediction.phases), default=plan.step_seconds)
     return plan.global_batch / slowest if slowest else 0.0
 
 
@@ -112,7 +112,8 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
     error = error_of(predicted, measured.samples_per_second) if predicted else None
     beside = f"predicted {predicted:,.0f}, " if predicted else ""
     lines = [
-        f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, predicted for cluster {plan.cluster}; "
+        f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, "
+        f"predicted for cluster {plan.prediction.cluster}; "
         f"medians of {measured.steps} step{'s' * (measured.steps > 1)} after {measured.warm_up} of warm-up; "
         f"error = (predicted - measured) / measured",
         "",
@@ -125,7 +126,7 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
         lines.append(
             f"between two steps {units.seconds(measured.between)} pass, for the data above all, which nobody predicted"
         )
-    if not plan.predicted:
+    if not plan.prediction.phases:
         lines.append(NO_PREDICTION)
     elif measured.examples != plan.global_batch:
         lines.append(
@@ -136,7 +137,7 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
 
 
 def _rows(plan: Plan, measured: Phases) -> list[list[str]]:
-    predicted = plan.predicted[measured.rank] if plan.predicted else None
+    predicted = plan.prediction.phases[measured.rank] if plan.prediction.phases else None
     rows = []
     for key, (what, shown) in _SHOWN.items():
         value = getattr(measured, key)
@@ -168,7 +169,7 @@ def as_data(plan: Plan, measured: Measurement, factors: Factors | None) -> dict[
     """The same as data for --json, schema 1."""
     ranks = []
     for phases in measured.ranks:
-        predicted = plan.predicted[phases.rank] if plan.predicted else None
+        predicted = plan.prediction.phases[phases.rank] if plan.prediction.phases else None
         errors = {key: error_of(getattr(predicted, key), getattr(phases, key)) for key in _SHOWN} if predicted else None
         ranks.append(
             {
@@ -183,7 +184,7 @@ def as_data(plan: Plan, measured: Measurement, factors: Factors | None) -> dict[
     return {
         "schema": 1,
         "plan": plan.hash,
-        "cluster": plan.cluster,
+        "cluster": plan.prediction.cluster,
         "steps": measured.steps,
         "warm_up": measured.warm_up,
         "examples": measured.examples,

@@ -80,15 +80,16 @@ def to_correct(path: Path, plan: Plan) -> Cluster:
     if path.suffix != ".toml":
         raise LaunchError(f"--correct {path}: a cluster file ends in .toml, or --cluster does not take it for one")
     check_writable("--correct", path)
-    if not plan.predicted:
+    if not plan.prediction.phases:
         raise LaunchError(
             f"--correct {path}: plan.json has no predicted phases to compare with; compile the model again"
         )
     cluster = _read(path, plan) if path.exists() else _by_name(path, plan)
-    if plan.priced_on and digest(cluster) != plan.priced_on:
+    if plan.prediction.priced_on and digest(cluster) != plan.prediction.priced_on:
         raise LaunchError(
             f"--correct {path}: cluster {cluster.name} has other numbers than those that the build was priced on: it "
-            f"was corrected or edited since; compile again with --cluster {path if path.exists() else plan.cluster}"
+            f"was corrected or edited since; compile again with --cluster "
+            f"{path if path.exists() else plan.prediction.cluster}"
         )
     return cluster
 
@@ -100,10 +101,10 @@ def _read(path: Path, plan: Plan) -> Cluster:
         raise LaunchError(f"--correct {path}: it cannot be read: {error}") from error
     except CostError as error:
         raise LaunchError(f"--correct {error}") from error
-    if cluster.name != plan.cluster:
+    if cluster.name != (priced := plan.prediction.cluster):
         raise LaunchError(
-            f"--correct {path} describes cluster {cluster.name}, but the build was planned for cluster {plan.cluster}; "
-            f"give the file of {plan.cluster} or the name of a new file, or compile the model with --cluster {path}"
+            f"--correct {path} describes cluster {cluster.name}, but the build was planned for cluster {priced}; "
+            f"give the file of {priced} or the name of a new file, or compile the model with --cluster {path}"
         )
     return cluster
 
@@ -112,11 +113,11 @@ def _by_name(path: Path, plan: Plan) -> Cluster:
     from splitc.cost_models.clusters.named import load_cluster
 
     try:
-        return load_cluster(plan.cluster)
+        return load_cluster(plan.prediction.cluster)
     except CostError as error:
         raise LaunchError(
-            f"--correct {path}: there is no such file, and {plan.cluster} is none of the clusters that splitc knows by "
-            f"name; give the file that describes it"
+            f"--correct {path}: there is no such file, and {plan.prediction.cluster} is none of the clusters that "
+            f"splitc knows by name; give the file that describes it"
         ) from error
 
 
@@ -194,8 +195,8 @@ def offer(folder: Path, plan: Plan) -> str:
     from splitc.cost_models.clusters.named import known_clusters
     from splitc.cost_models.clusters.this_machine import THIS_MACHINE
 
-    if plan.cluster in (*known_clusters(), THIS_MACHINE):
-        file, where = f"{plan.cluster}-measured.toml", "a new cluster file"
+    if plan.prediction.cluster in (*known_clusters(), THIS_MACHINE):
+        file, where = f"{plan.prediction.cluster}-measured.toml", "a new cluster file"
     else:
-        file, where = "CLUSTER.toml", f"the file of cluster {plan.cluster}, with its name for CLUSTER.toml"
+        file, where = "CLUSTER.toml", f"the file of cluster {plan.prediction.cluster}, with its name for CLUSTER.toml"
     return f"to write this into {where}:\n  splitc run {folder} --measure --correct {file}"

@@ -55,15 +55,15 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     measured = _run(folder, plan, args, arguments)
     if measured is None:
         return 1
-    usable = plan.predicted and measured.examples == plan.global_batch
-    factors = factors_of(plan.predicted, measured.ranks) if usable else None
+    usable = plan.prediction.phases and measured.examples == plan.global_batch
+    factors = factors_of(plan.prediction.phases, measured.ranks) if usable else None
     if args.json:
         print(json.dumps(as_data(plan, measured, factors), indent=1))
     else:
         print(f"\n{as_text(folder.name, plan, measured)}")
     said = sys.stderr if args.json else sys.stdout
     if factors is not None:
-        print(textwrap.fill(in_words(factors, plan.cluster), WIDTH), file=said)
+        print(textwrap.fill(in_words(factors, plan.prediction.cluster), WIDTH), file=said)
     if args.trace is not None:
         _write_trace(args.trace, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)

@@ -13,7 +13,8 @@ from typing import Any
 from splitc.errors import LaunchError, bullets
 from splitc.ir.names import near_name
 from splitc.ir.phases import Phases
-from splitc.ir.plan import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES, Grouping, Placement, Plan
+from splitc.ir.plan import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES, Grouping, LayerPlacement, Plan
+from splitc.ir.prediction import PREDICTION_KEYS
 
 _AGAIN = "compile the model again"
 
@@ -42,7 +43,7 @@ def read_plan_file(path: Path) -> Plan:
 
 def _shape(data: dict[str, Any]) -> Iterator[str]:
     """Keys that are missing or unknown, and values of another kind."""
-    known = {*(field.name for field in fields(Plan)), "examples"} - {"batch_offsets"}
+    known = {"examples", *PREDICTION_KEYS, *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction"}
     for name in ("world", "roles", "placements", "examples", "strategy", "cluster", "candidates", "hash"):
         if name not in data:
             yield f"{name} is missing"
@@ -128,7 +129,10 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
         if size != 1 and role == next(iter(roles)):
             yield f"groups: {role} reads the data, which no group does; let a role before it read"
         if role != (last := next(reversed(roles))) and group.get("scheme") in SCHEMES and group["scheme"] != "BK":
-            yield f"groups: {role} has scheme {group['scheme']!r}, but only {last}, with the loss, takes turns: BK"
+            yield (
+                f"groups: {role} has scheme {group['scheme']!r}, but only {last}, with the loss, has several "
+                f"microbatches: BK"
+            )
 
 
 def _servers(data: dict[str, Any]) -> Iterator[str]:
@@ -144,7 +148,7 @@ def _servers(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _placements(data: dict[str, Any]) -> Iterator[str]:
-    known = {field.name for field in fields(Placement)}
+    known = {field.name for field in fields(LayerPlacement)}
     needed = {"role", "holding", "sync"}
     for layer, placement in data["placements"].items():
         if not isinstance(placement, dict) or not needed <= placement.keys() <= known:

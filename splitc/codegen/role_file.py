@@ -67,7 +67,9 @@ def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> l
         lines.append(f"holds    {units.count(count)} parameters, {units.nbytes(held)}")
         work = [stage_work(program, stage) for stage in stages]
         flops, seconds = (sum(each[k] for each in work) for k in (0, 1))
-        lines.append(f"predicts {units.flops(flops)}, {units.seconds(seconds)} of compute in a step on {plan.cluster}")
+        lines.append(
+            f"predicts {units.flops(flops)}, {units.seconds(seconds)} of compute in a step on {plan.prediction.cluster}"
+        )
     else:
         lines.append("holds    its rows of the parameters, which rankN.py lists")
     return [*lines, f"plan     {plan.hash}", '"""']
@@ -110,7 +112,7 @@ def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
     plan = program.plan
     batch = plan.largest_batch(stage.role)
     flops = sum(program.costs[layer].at(batch).flops for layer in stage.layers)
-    return flops, sum(plan.seconds.get(layer, 0.0) for layer in stage.layers)
+    return flops, sum(plan.prediction.layer_seconds.get(layer, 0.0) for layer in stage.layers)
 
 
 def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[str]:

@@ -1,4 +1,4 @@
-"""The Plan: which ranks run which layers, how parameters are held and how gradients meet.
+"""The Plan: which ranks run which layers, how parameters are held and how gradients are summed.
 
 A plan is plain data, independent of torch: it is printed, compared, written to `plan.json` and read back.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from splitc.errors import LaunchError
-from splitc.ir.cluster import Cluster
-from splitc.ir.cluster_file import digest
-from splitc.ir.phases import Phases
+from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
@@ -31,11 +29,11 @@ SERVER = "server"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a layer runs (role), how its parameters are held and how its gradients are summed (sync).
+    """A pin: where a user wants a layer to run (role), how parameters are held and how gradients are summed (sync).
 
-    As a pin any part may be None: the planner chooses it.  group: the size of a model-parallel group.  split: how a
-    sharded linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come
-    from a layer divided by columns, without a gather in between).
+    The planner chooses the parts that are None.  group: the size of a model-parallel group.  split: how a sharded
+    linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come from a
+    layer divided by columns, without a gather in between).
     """
 
     role: str | None = None
@@ -46,12 +44,29 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class LayerPlacement(Placement):
+    """Where a plan runs a layer, how its parameters are held and how its gradients are summed.
+
+    group, split: of a sharded layer, None for others.
+    """
+
+    role: str = field()
+    holding: str = field()
+    sync: str = field()
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts its parameters are divided."""
+        return self.group if self.holding == "sharded" and self.group else 1
+
+
+@dataclass(frozen=True)
 class Grouping:
     """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.
 
-    scheme: which of them at a time (Krizhevsky 2014), in microbatches whose gradients
-    add up to one update: "BK" all at once; "B" one member's examples; "B/K" a part of each member's.
-    updates: "once" after all microbatches (exact), or after "every" one (the paper's K updates, approximate).
+    scheme: which of them make a microbatch (Krizhevsky 2014): "BK" all examples of all members; "B" one member's
+    examples; "B/K" a part of each member's.  Gradients of all microbatches add up.
+    updates: "once" after all microbatches (exact), or "every" microbatch one (the paper's K updates, approximate).
     """
 
     size: int
@@ -60,27 +75,12 @@ class Grouping:
 
     @property
     def num_microbatches(self) -> int:
-        """In how many microbatches a group computes its batch."""
         return 1 if self.scheme == "BK" else self.size
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """The best plan of one strategy, priced.  step_seconds in s; samples_per_second over all ranks."""
-
-    strategy: str
-    step_seconds: float
-    samples_per_second: float
-    global_batch: int
-    exact: bool
-    feasible: bool
-    why: str = ""
-    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A placement of every layer, the roles, and each rank's part of the global batch.
+    """Everything that decides the generated programs, and beside it what they are expected to cost.
 
     roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.  A rank may
     be in several roles.
@@ -88,18 +88,15 @@ class Plan:
     groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
     servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
-    synchronised: BatchNorm normalises over the whole global batch.
-    reasons: layer -> why it was placed so.  seconds: layer -> compute of its busiest rank in one step (s).
-    predicted: the phases of each rank's step, by simulation; none where nothing was simulated.  priced_on: digest of
-    the cluster that they hold for.
+    synchronised: BatchNorm normalises over the whole global batch.  exact: training equals that in one process.
+    model: fingerprint of the model.  prediction: takes no part in equality and hash.
     """
 
     strategy: str
     world: int
     roles: Mapping[str, tuple[int, ...]]
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, LayerPlacement]
     batch_offsets: Mapping[str, tuple[int, ...]]
-    cluster: str
     microbatches: int = 1
     groups: Mapping[str, Grouping] = field(default_factory=dict)
     servers: tuple[int, ...] = ()
@@ -107,15 +104,22 @@ class Plan:
     all_reduce: str = "backend"
     synchronised: bool = False
     exact: bool = True
-    proof: str = "optimal"
-    gap: float = 0.0
-    step_seconds: float = 0.0
-    candidates: tuple[Candidate, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
     model: str = ""
-    predicted: tuple[Phases, ...] = ()
-    priced_on: str = ""
+    prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The best plan of every strategy, priced."""
+        return self.prediction.candidates
+
+    @property
+    def step_seconds(self) -> float:
+        """A step by the planner's closed forms (s)."""
+        return self.prediction.step_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def reader(self) -> str:
@@ -125,15 +129,6 @@ class Plan:
     @property
     def global_batch(self) -> int:
         return self.batch_offsets[self.reader][-1]
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.global_batch / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def simulated_seconds(self) -> float:
-        """A step by the simulation, that of its slowest rank; 0 where nothing was simulated."""
-        return max((phases.step for phases in self.predicted), default=0.0)
 
     @property
     def local_batches(self) -> tuple[int, ...]:
@@ -176,13 +171,13 @@ class Plan:
         return ranks[self._positions[role][rank] % size :: size]
 
     def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
-        """Return the examples (first, last + 1) of each member of the group of `rank` in a microbatch of the group."""
+        """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
         members = self.group(role, rank)
         scheme = self.groups[role].scheme if role in self.groups else "BK"
         return tuple(piece(self.interval(role, m), scheme, k, microbatch, len(members)) for k, m in enumerate(members))
 
     def peak_batch(self, role: str, rank: int) -> int:
-        """The most examples that `rank` has before it at once in `role`: of its group, in the largest microbatch."""
+        """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""
         number = self.groups[role].num_microbatches if role in self.groups else 1
         return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
 
@@ -220,17 +215,10 @@ class Plan:
         by_role = sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]])
         return {roles: tuple(ranks) for roles, ranks in by_role}
 
-    def with_prediction(self, predicted: Iterable[Phases], cluster: Cluster) -> Plan:
-        """The plan with the phases of each rank's step, as they were simulated on `cluster`."""
-        return replace(self, predicted=tuple(predicted), priced_on=digest(cluster))
-
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
-        return json.dumps({"schema": 1, "hash": self.hash, **self._as_json()}, indent=1) + "\n"
-
-    def _as_json(self) -> dict[str, Any]:
-        """The fields under their names in plan.json."""
-        return {"examples" if name == "batch_offsets" else name: value for name, value in asdict(self).items()}
+        data = {"schema": 1, "hash": self.hash, **self._decision, **self.prediction.to_dict()}
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -241,48 +229,45 @@ class Plan:
                 raise LaunchError(
                     "plan.json has another schema than 1: it was written by another splitc; compile again"
                 )
-            data.pop("hash")
-            data["batch_offsets"] = data.pop("examples")
-            plan = cls(**data)
-            return replace(
-                plan,
-                roles={role: tuple(ranks) for role, ranks in plan.roles.items()},
-                batch_offsets={role: tuple(bounds) for role, bounds in plan.batch_offsets.items()},
-                placements={name: Placement(**data["placements"][name]) for name in plan.placements},
-                groups={role: Grouping(**data["groups"][role]) for role in plan.groups},
-                servers=tuple(plan.servers),
-                candidates=tuple(_candidate(c) for c in data["candidates"]),
-                predicted=tuple(Phases(**phases) for phases in plan.predicted),  # type: ignore[arg-type]
+            del data["hash"]
+            prediction = Prediction.from_dict(data)
+            decision = {key: value for key, value in data.items() if key not in PREDICTION_KEYS}
+            bounds = decision.pop("examples")
+            return cls(
+                **{
+                    **decision,
+                    "roles": {role: tuple(ranks) for role, ranks in data["roles"].items()},
+                    "batch_offsets": {role: tuple(offsets) for role, offsets in bounds.items()},
+                    "placements": {name: LayerPlacement(**place) for name, place in data["placements"].items()},
+                    "groups": {role: Grouping(**group) for role, group in data.get("groups", {}).items()},
+                    "servers": tuple(data.get("servers", ())),
+                    "prediction": prediction,
+                }
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error
 
+    @cached_property
+    def _decision(self) -> dict[str, Any]:
+        """All fields but the prediction, under their names in plan.json."""
+        data = {"examples" if name == "batch_offsets" else name: value for name, value in asdict(self).items()}
+        del data["prediction"]
+        return data
+
     @property
     def hash(self) -> str:
-        """Twelve hex digits of what decides the generated programs: not of prices, reasons or candidates."""
-        decided = {k: v for k, v in self._as_json().items() if k in _DECIDED}
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:12]
-
-
-_DECIDED = (
-    "world", "roles", "placements", "examples", "microbatches", "model",
-    "groups", "servers", "overlap", "all_reduce", "synchronised",
-)  # fmt: skip
+        """Twelve hex digits of everything that decides the generated programs."""
+        return hashlib.sha256(json.dumps(self._decision, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def piece(interval: tuple[int, int], scheme: str, member: int, microbatch: int, size: int) -> tuple[int, int]:
-    """Return the part of the `member`-th rank's examples that is in a microbatch of its group of `size` ranks."""
+    """The part of its examples that the `member`-th of the `size` ranks of a group gives to a microbatch."""
     first, last = interval
     if scheme == "BK":
         return interval
     if scheme == "B":
         return interval if member == microbatch else (first, first)
     return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
-
-
-def _candidate(data: dict[str, Any]) -> Candidate:
-    roles = {role: tuple(ranks) for role, ranks in data.pop("roles").items()}
-    return Candidate(**data, roles=roles)
 
 
 def share_out(total: int, parts: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ def tied(program: PlacedProgram) -> dict[str, tuple[int, ...]]:
     for layer in program.layers:
         role = plan.placements[layer.name].role
         for name in layer.tensors:
-            if program.tensors[name].trainable and role is not None:
+            if program.tensors[name].trainable:
                 users.setdefault(name, {})[role] = None
     return {
         name: tuple(sorted({rank for role in roles for rank in plan.roles[role]}))

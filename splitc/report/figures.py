@@ -12,7 +12,8 @@ from typing import Any
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.profiling.measured import is_measured
-from splitc.ir.plan import SERVER, Candidate, Plan
+from splitc.ir.plan import SERVER, Plan
+from splitc.ir.prediction import Candidate
 from splitc.ir.program import Layer, LoweredProgram, Program
 from splitc.ir.wire import WireOp, wire
 
@@ -24,14 +25,14 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "schema": 1,
         "model": program.name,
         "world": plan.world,
-        "cluster": plan.cluster,
+        "cluster": plan.prediction.cluster,
         "costs": "measured" if is_measured(program) else "counted",
         "strategy": plan.strategy,
-        "proof": plan.proof,
-        "gap": plan.gap,
+        "proof": plan.prediction.proof,
+        "gap": plan.prediction.gap,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
-        "simulated_seconds": plan.simulated_seconds,
+        "simulated_seconds": plan.prediction.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},
         "layers": [figures.layer(layer) for layer in program.layers],
@@ -76,7 +77,6 @@ class Figures:
         """Return the figures of a layer on its busiest rank."""
         program, plan = self.program, self.program.plan
         place = plan.placements[layer.name]
-        assert place.role is not None
         cost = program.costs[layer.name].at(plan.largest_batch(place.role))
         held = [program.tensors[h] for h in layer.tensors if program.tensors[h].parameter]
         gradient = sum(h.nbytes for h in held if h.trainable)
@@ -92,8 +92,8 @@ class Figures:
             "flops": cost.flops,
             "ccr": cost.flops / ring if ring else None,
             "sent_bytes": int(self._sent(layer, gradient)),
-            "seconds": plan.seconds.get(layer.name, 0.0),
-            "why": plan.reasons.get(layer.name, ""),
+            "seconds": plan.prediction.layer_seconds.get(layer.name, 0.0),
+            "why": plan.prediction.reasons.get(layer.name, ""),
         }
 
     def rank(self, rank: int) -> dict[str, Any]:
@@ -142,15 +142,13 @@ class Figures:
         """Bytes that the layer's busiest rank sends: its gradient, its outputs and the collectives on them."""
         plan = self.program.plan
         place = plan.placements[layer.name]
-        assert place.role is not None
         ranks = plan.roles[place.role]
         values = max(sum(op.sent for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
         if place.sync == "parameter_server":
             return values + gradient
         if place.sync != "all_reduce":
             return values
-        part = place.group if place.holding == "sharded" and place.group else 1
-        return values + _ring(gradient / part, len(plan.replicas(place.role, ranks[0])))
+        return values + _ring(gradient / place.num_shards, len(plan.replicas(place.role, ranks[0])))
 
 
 def _ring(nbytes: float, ranks: int) -> float:

@@ -10,7 +10,8 @@ import tabulate as tables
 
 from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
-from splitc.ir.plan import Candidate, Plan
+from splitc.ir.plan import Plan
+from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.report.blocks import Hidden, Row, Shown, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
@@ -47,9 +48,10 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
 
 
 def _headline(program: PlacedProgram) -> str:
-    plan = program.plan
-    proof = {"optimal": "proved optimal", "gap": f"within {plan.gap:.1%} of the optimum"}.get(
-        plan.proof, f"not proved optimal, at most {plan.gap:.1%} from it" if plan.gap else "not proved optimal"
+    plan, prediction = program.plan, program.plan.prediction
+    gap = f"{prediction.gap:.1%}"
+    proof = {"optimal": "proved optimal", "gap": f"within {gap} of the optimum"}.get(
+        prediction.proof, f"not proved optimal, at most {gap} from it" if prediction.gap else "not proved optimal"
     )
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
@@ -57,21 +59,21 @@ def _headline(program: PlacedProgram) -> str:
     return "\n".join(
         [
             _wrap(
-                f"{program.name} on {_number(plan.world, 'rank')} of {plan.cluster}: {plan.strategy} "
+                f"{program.name} on {_number(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
                 f"({'' if plan.exact else 'approximate, '}{proof})"
             ),
             _wrap(
                 f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
                 f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
-                f"(predicted{_simulated(plan)}); {units.count(parameters)} parameters in {layers}"
+                f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in {layers}"
             ),
         ]
     )
 
 
-def _simulated(plan: Plan) -> str:
+def _simulated(prediction: Prediction) -> str:
     """Return the step time of the simulation, in which transfers overlap with computation."""
-    return f"; simulated, with overlap, {units.seconds(plan.simulated_seconds)}" if plan.predicted else ""
+    return f"; simulated, with overlap, {units.seconds(prediction.simulated_seconds)}" if prediction.phases else ""
 
 
 def _number(number: int, what: str) -> str:
@@ -215,7 +217,6 @@ def _norm_groups(program: PlacedProgram) -> str | None:
     for node in program.graph.nodes:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
             role = plan.placements[node.meta["layer"]].role
-            assert role is not None
             sizes[role] = tuple(plan.batch(role, rank) for rank in plan.roles[role])
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None

@@ -74,7 +74,6 @@ def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[li
     found = []
     for node in _norms(program):
         role = program.plan.placements[node.meta["layer"]].role
-        assert role is not None
         spec = node.meta["spec"]
         found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
     return found

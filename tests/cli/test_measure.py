@@ -53,16 +53,22 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("build")
 
 
+def with_phases(plan: Plan, phases: Sequence[Phases], cluster: Cluster) -> Plan:
+    """The plan, as if these phases had been simulated for it on `cluster`."""
+    prediction = replace(plan.prediction, cluster=cluster.name, phases=tuple(phases), priced_on=digest(cluster))
+    return replace(plan, prediction=prediction)
+
+
 def predicting(build: Path, cluster: Cluster = KNOWN, predicted: Sequence[Phases] = PREDICTED) -> Plan:
     """Put a prediction into a build; the plan that is then in it."""
-    plan = replace(read_plan_file(build / "plan.json"), cluster=cluster.name).with_prediction(predicted, cluster)
+    plan = with_phases(read_plan_file(build / "plan.json"), predicted, cluster)
     (build / "plan.json").write_text(plan.to_json())
     return plan
 
 
 def unpredicted(plan: Plan) -> Plan:
     """The plan as nobody had simulated it."""
-    return replace(plan, predicted=(), priced_on="", step_seconds=0.0)
+    return replace(plan, prediction=replace(plan.prediction, phases=(), priced_on="", step_seconds=0.0))
 
 
 def file_of(steps: Sequence[Sequence[Phases]], examples: int = BATCH, between: float = 0.0) -> str:
@@ -99,10 +105,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
 
 def test_a_plan_keeps_its_prediction_and_its_hash_does_not_depend_on_it() -> None:
     plan = program().plan
-    predicting = plan.with_prediction(PREDICTED, KNOWN)
+    predicting = with_phases(plan, PREDICTED, KNOWN)
     assert predicting.hash == plan.hash
-    assert Plan.from_json(predicting.to_json()) == predicting
-    assert predicting.predicted == tuple(PREDICTED) and predicting.priced_on == digest(KNOWN)
+    assert Plan.from_json(predicting.to_json()).prediction == predicting.prediction
+    assert predicting.prediction.phases == tuple(PREDICTED) and predicting.prediction.priced_on == digest(KNOWN)
     assert json.loads(predicting.to_json())["predicted"][1] == asdict(PREDICTED[1])
 
 
@@ -218,7 +224,7 @@ def test_a_prediction_that_is_far_off_and_long_names_stay_in_the_table(tmp_path:
     long = "a_role_whose_name_is_much_too_long_for_a_table"
     roles = {long if k == 0 else role: ranks for k, (role, ranks) in enumerate(plan.roles.items())}
     examples = {name: plan.batch_offsets[role] for name, role in zip(roles, plan.roles, strict=True)}
-    plan = replace(plan, roles=roles, batch_offsets=examples).with_prediction(PREDICTED, KNOWN)
+    plan = with_phases(replace(plan, roles=roles, batch_offsets=examples), PREDICTED, KNOWN)
     text = as_text("build", plan, read_measurement(tmp_path / "m.json"))
     assert "40000x" in text and max(map(len, text.splitlines())) <= 80
 

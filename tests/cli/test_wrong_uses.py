@@ -365,7 +365,7 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
             examples={"conv": [0, 4, 8], "mid": [0, 4, 8], "fc": [0, 8]},
             groups={"mid": pair()},
         ),
-        "groups: mid has scheme 'B', but only fc, with the loss, takes turns: BK",
+        "groups: mid has scheme 'B', but only fc, with the loss, has several microbatches: BK",
     ),
     (placed(servers=3), "servers must be a list of ranks"),
     (placed(servers=["2"]), "servers must be a list of ranks"),

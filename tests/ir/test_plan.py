@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from splitc.errors import LaunchError
-from splitc.ir.plan import SCHEMES, Grouping, Placement, Plan, serve, share_out
+from splitc.ir.plan import SCHEMES, Grouping, LayerPlacement, Plan, serve, share_out
+from splitc.ir.prediction import Prediction
+from tests.conftest import GOLDEN
 
 
 def plan(n_c: int, n_f: int, batch: int) -> Plan:
@@ -18,9 +21,11 @@ def plan(n_c: int, n_f: int, batch: int) -> Plan:
         strategy="layer_separation",
         world=n_c + n_f,
         roles={"conv": tuple(range(n_c)), "fc": tuple(range(n_c, n_c + n_f))},
-        placements={"a": Placement("conv", "replicated", "all_reduce"), "b": Placement("fc", "replicated", "none")},
+        placements={
+            "a": LayerPlacement("conv", "replicated", "all_reduce"),
+            "b": LayerPlacement("fc", "replicated", "none"),
+        },
         batch_offsets={"conv": conv, "fc": serve(conv, n_f)},
-        cluster="none",
     )
 
 
@@ -64,9 +69,11 @@ def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
         strategy="hybrid",
         world=6,
         roles={"conv": (0, 1, 2, 3), "fc": (0, 1, 2, 3)},
-        placements={"a": Placement("conv", "replicated", "parameter_server"), "b": Placement("fc", "sharded", "none")},
+        placements={
+            "a": LayerPlacement("conv", "replicated", "parameter_server"),
+            "b": LayerPlacement("fc", "sharded", "none"),
+        },
         batch_offsets={"conv": bounds, "fc": bounds},
-        cluster="none",
         groups={"fc": Grouping(size, scheme)},
         servers=(4,),
         all_reduce="recursive_doubling",
@@ -104,12 +111,12 @@ def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them()
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_turns_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
+def test_the_microbatches_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
     made = in_both(scheme, size)
-    turns = made.groups["fc"].num_microbatches
-    assert turns == (1 if scheme == "BK" else size)
+    number = made.groups["fc"].num_microbatches
+    assert number == (1 if scheme == "BK" else size)
     for rank in range(4):
-        pieces = [made.microbatch_intervals("fc", rank, turn) for turn in range(turns)]
+        pieces = [made.microbatch_intervals("fc", rank, k) for k in range(number)]
         assert all(len(each) == size for each in pieces)
         seen = sorted(example for each in pieces for a, b in each for example in range(a, b))
         group = made.group("fc", rank)
@@ -137,7 +144,22 @@ def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -
 )  # fmt: skip
 def test_what_decides_the_programs_changes_the_hash(change: dict[str, Any]) -> None:
     assert replace(in_both(), **change).hash != in_both().hash
-    assert replace(in_both(), exact=False, gap=0.1).hash == in_both().hash
+
+
+def test_a_prediction_changes_neither_the_hash_of_a_plan_nor_its_equality() -> None:
+    priced = replace(in_both(), prediction=Prediction(cluster="none", gap=0.1, step_seconds=2.0))
+    assert priced == in_both() and priced.hash == in_both().hash
+    assert priced.samples_per_second == 6.0
+
+
+@pytest.mark.parametrize("name", ["mlp_modulo_4", "alexnet_mixed_4"])
+def test_a_plan_file_of_before_predictions_stood_apart_still_loads(name: str) -> None:
+    text = (GOLDEN / "old_plans" / f"{name}.json").read_text()
+    made, old = Plan.from_json(text), json.loads(text)
+    again = json.loads(made.to_json())
+    assert {**again, "hash": old["hash"]} == old, "the keys and values of the file are the same"
+    assert made.candidates[0].roles == {"all": (0,)} and made.prediction.cluster == "v100-10gbe"
+    assert len(made.prediction.phases) == made.world == 4
 
 
 def test_a_plan_with_groups_and_servers_reads_back_from_its_text() -> None:

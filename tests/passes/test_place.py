@@ -167,13 +167,13 @@ def test_a_cluster_with_fewer_devices_than_ranks_is_refused() -> None:
 
 def test_every_layer_has_a_reason_with_numbers() -> None:
     plan = place(separable(), 4, cluster=small_cluster(1.25e6))
-    assert plan.reasons.keys() == plan.placements.keys()
-    assert plan.reasons["fc1"].startswith("holds 50.0 k parameters and is 2.4 % of the computing")
-    assert "its gradient would cost 24" in plan.reasons["fc1"]
-    assert "on 10.0 Mbit/s, its input costs" in plan.reasons["fc1"]
-    assert "conv ranks" in plan.reasons["conv1"]
-    assert "its gradient costs" in place(separable(), 4, DataParallel()).reasons["fc1"]
-    assert "nothing is sent" in place(separable(), 4, SingleDevice()).reasons["fc1"]
+    assert plan.prediction.reasons.keys() == plan.placements.keys()
+    assert plan.prediction.reasons["fc1"].startswith("holds 50.0 k parameters and is 2.4 % of the computing")
+    assert "its gradient would cost 24" in plan.prediction.reasons["fc1"]
+    assert "on 10.0 Mbit/s, its input costs" in plan.prediction.reasons["fc1"]
+    assert "conv ranks" in plan.prediction.reasons["conv1"]
+    assert "its gradient costs" in place(separable(), 4, DataParallel()).prediction.reasons["fc1"]
+    assert "nothing is sent" in place(separable(), 4, SingleDevice()).prediction.reasons["fc1"]
 
 
 def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
@@ -192,7 +192,7 @@ def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
     begin = time.perf_counter()
     plan = place(small_program(rows), 80, Auto())
     assert time.perf_counter() - begin < 10
-    assert plan.proof == "optimal"
+    assert plan.prediction.proof == "optimal"
 
 
 def test_the_same_request_makes_the_same_plan() -> None:

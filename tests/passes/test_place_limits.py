@@ -64,7 +64,7 @@ def test_senseless_requests_are_refused(options: dict[str, Any], words: str) -> 
 def test_a_pinned_layer_runs_where_it_was_pinned_and_says_so() -> None:
     plan = place(separable(), 4, pins={"conv2": "fc"})
     assert fc_layers(plan) == {"conv2", "fc1", "fc2", "loss"}
-    assert plan.reasons["conv2"].startswith("pinned by 'conv2'; ")
+    assert plan.prediction.reasons["conv2"].startswith("pinned by 'conv2'; ")
 
 
 def test_later_pins_win_part_by_part() -> None:

@@ -106,7 +106,7 @@ def test_the_prices_of_all_families_have_their_global_batch() -> None:
 )
 def test_the_headline_says_proof_or_gap(proof: str, gap: float, text: str) -> None:
     program = separated().program
-    plan = replace(program.plan, proof=proof, gap=gap)
+    plan = replace(program.plan, prediction=replace(program.plan.prediction, proof=proof, gap=gap))
     assert f"({text}" in report(replace(program, plan=plan)).splitlines()[0]
 
 

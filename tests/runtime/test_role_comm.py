@@ -22,7 +22,7 @@ def in_both(conv: tuple[int, ...], fc_ranks: tuple[int, ...], fc: tuple[int, ...
     """A plan in which ranks are in both roles."""
     roles = {"conv": tuple(range(len(conv) - 1)), "fc": fc_ranks}
     ranks = {rank for each in roles.values() for rank in each}
-    return Plan("by hand", max(world, max(ranks) + 1), roles, {}, {"conv": conv, "fc": fc}, "none")
+    return Plan("by hand", max(world, max(ranks) + 1), roles, {}, {"conv": conv, "fc": fc})
 
 
 def grouped(size: int, scheme: str, updates: str = "once", bounds: tuple[int, ...] = (0, 3, 4, 9, 12)) -> Plan:

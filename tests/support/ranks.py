@@ -84,7 +84,7 @@ def plan_of(**bounds: tuple[int, ...]) -> Plan:
     for role, cuts in bounds.items():
         roles[role] = tuple(range(first, first + len(cuts) - 1))
         first += len(cuts) - 1
-    return Plan("by hand", first, roles, {}, bounds, "none")
+    return Plan("by hand", first, roles, {}, bounds)
 
 
 def rank_of(plan: Plan, index: int, **options: Any) -> Rank:

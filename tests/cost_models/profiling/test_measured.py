@@ -221,7 +221,9 @@ def test_a_compiled_program_is_priced_by_what_was_measured_and_says_so(monkeypat
     bench = pretend(monkeypatch, 1e-3, 0.0, 2e6)  # the device below multiplies with 1e6 FLOP/s: it takes twice as long
     program = program_of(here(), costs="measured", strategy="data_parallel").program
     assert bench.runs == [2, 4, 8, 16]
-    assert program.plan.seconds == pytest.approx({"0": 4e-3 * 3 * 2 * 2, "2": 4e-3 * 3 * 2 * 2, "4": 0.048})
+    assert program.plan.prediction.layer_seconds == pytest.approx(
+        {"0": 4e-3 * 3 * 2 * 2, "2": 4e-3 * 3 * 2 * 2, "4": 0.048}
+    )
     assert "\n\nLayer times were measured on this machine.\n" in report(program)
     assert as_json(program)["costs"] == "measured"
     counted = program_of(here(), strategy="data_parallel").program

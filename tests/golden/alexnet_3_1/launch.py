@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the part that worker.data_rank reads
-plan     61de0fb6c640
+plan     3b0026f40c36
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "61de0fb6c640"
+PLAN = "3b0026f40c36"
 
 
 def optimizer(params):

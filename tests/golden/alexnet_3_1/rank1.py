@@ -15,7 +15,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "61de0fb6c640"
+PLAN = "3b0026f40c36"
 
 rank = Rank(
     index=1,

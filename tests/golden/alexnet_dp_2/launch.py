@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 2 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the part that worker.data_rank reads
-plan     50bbfc33b29b
+plan     14d5145c6908
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 2
-PLAN = "50bbfc33b29b"
+PLAN = "14d5145c6908"
 
 
 def optimizer(params):

@@ -13,7 +13,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "50bbfc33b29b"
+PLAN = "14d5145c6908"
 
 rank = Rank(
     index=0,

@@ -7,14 +7,14 @@ out      target  (4,)                   int64    -> fc3
          cut2    (4, 1024)              float32  -> fc3, its gradient comes back
 holds    2.39 M parameters, 9.55 MB
 predicts 154 MFLOP, 314 us of compute in a step on v100-10gbe
-plan     e26595724f14
+plan     8c05ef49091d
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "e26595724f14"
+PLAN = "8c05ef49091d"
 
 
 class Stage(nn.Module):

@@ -10,14 +10,14 @@ out      target  (4,)                   int64    -> fc3
          loss
 holds    2.40 M parameters, 9.60 MB
 predicts 155 MFLOP, 360 us of compute in a step on v100-10gbe
-plan     e26595724f14
+plan     8c05ef49091d
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "e26595724f14"
+PLAN = "8c05ef49091d"
 
 
 class Stage(nn.Module):

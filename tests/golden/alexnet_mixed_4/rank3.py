@@ -16,7 +16,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "e26595724f14"
+PLAN = "8c05ef49091d"
 
 rank = Rank(
     index=3,

@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the part that worker.data_rank reads
-plan     f0116c363b34
+plan     23e04254aab5
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "f0116c363b34"
+PLAN = "23e04254aab5"
 
 
 def optimizer(params):

@@ -15,7 +15,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "f0116c363b34"
+PLAN = "23e04254aab5"
 
 rank = Rank(
     index=1,

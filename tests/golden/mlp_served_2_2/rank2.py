@@ -11,7 +11,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
 
-PLAN = "6c92f598fa9c"
+PLAN = "db4f632aa5bc"
 
 rank = Rank(
     index=2,

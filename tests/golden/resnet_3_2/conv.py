@@ -6,14 +6,14 @@ out      target  (b,)                   int64    -> fc
          cut0    (b, 32)                float32  -> fc, its gradient comes back
 holds    44.3 k parameters, 177 kB
 predicts 53.7 MFLOP, 784 us of compute in a step on v100-10gbe
-plan     04e8db65c2d1
+plan     8646523e69cc
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "04e8db65c2d1"
+PLAN = "8646523e69cc"
 
 
 class Stage(nn.Module):

@@ -5,14 +5,14 @@ in       target  (b,)                   int64    <- conv
 out      loss
 holds    330 parameters, 1.32 kB
 predicts 15.4 kFLOP, 45 us of compute in a step on v100-10gbe
-plan     04e8db65c2d1
+plan     8646523e69cc
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "04e8db65c2d1"
+PLAN = "8646523e69cc"
 
 
 class Stage(nn.Module):

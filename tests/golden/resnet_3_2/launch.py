@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 5 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the part that worker.data_rank reads
-plan     04e8db65c2d1
+plan     8646523e69cc
 """
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 5
-PLAN = "04e8db65c2d1"
+PLAN = "8646523e69cc"
 
 
 def optimizer(params):

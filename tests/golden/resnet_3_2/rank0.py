@@ -15,7 +15,7 @@ from splitc.runtime import Rank, RoleComm
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "04e8db65c2d1"
+PLAN = "8646523e69cc"
 
 rank = Rank(
     index=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Grouping, Placement
+from splitc.ir.plan import Grouping, LayerPlacement, Placement
 from splitc.ir.program import Program
 from splitc.passes.planner.arrange import ALL, ONE, Arrangement, LayerChoice, arrange, with_pins
 from splitc.passes.planner.pins import resolve_pins
@@ -70,8 +70,8 @@ def test_groups_that_hold_the_loss_work_in_turns_and_others_on_everything_at_onc
 
 def test_what_only_one_rank_holds_is_not_summed() -> None:
     made = arranged({"fc1": SHARDED, "fc2": GROUPED, "loss": GROUPED}, 2)
-    assert made.placements["fc1"] == Placement("fc", "sharded", "none", 2, "columns")
-    assert made.placements["fc2"] == Placement("fc", "replicated", "none"), "its group has the gradient whole"
+    assert made.placements["fc1"] == LayerPlacement("fc", "sharded", "none", 2, "columns")
+    assert made.placements["fc2"] == LayerPlacement("fc", "replicated", "none"), "its group has the gradient whole"
     assert arranged({"fc1": SHARDED}, 4).placements["fc1"].sync == "all_reduce"
     assert arranged({"fc2": ALONE, "loss": ALONE}).placements["fc2"].sync == "none"
 

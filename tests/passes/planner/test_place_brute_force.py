@@ -177,7 +177,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_assignments(seed: int) -> None:
         return
     plan = place(program, world, **options)
     assert plan.samples_per_second == pytest.approx(best, rel=1e-6)
-    assert (plan.proof, plan.gap) == ("optimal", 0.0)
+    assert (plan.prediction.proof, plan.prediction.gap) == ("optimal", 0.0)
 
 
 def test_the_random_programs_meet_every_case() -> None:
@@ -207,7 +207,7 @@ def test_a_search_without_time_never_claims_more_than_it_knows(seed: int) -> Non
         assert best == 0.0 or "raise time_limit" in str(error)
         return
     assert plan.samples_per_second <= best * (1 + 1e-9)
-    assert plan.samples_per_second >= best * (1 - plan.gap) * (1 - 1e-9)
-    assert (plan.proof == "optimal") == (plan.gap == 0.0)
-    if plan.proof != "optimal":
-        assert plan.proof == "heuristic"
+    assert plan.samples_per_second >= best * (1 - plan.prediction.gap) * (1 - 1e-9)
+    assert (plan.prediction.proof == "optimal") == (plan.prediction.gap == 0.0)
+    if plan.prediction.proof != "optimal":
+        assert plan.prediction.proof == "heuristic"

@@ -27,7 +27,7 @@ from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
 from splitc.ir.graph import copy_graph
 from splitc.ir.pass_manager import run_pass, run_passes
-from splitc.ir.plan import SERVER, Placement, Plan, share_out
+from splitc.ir.plan import SERVER, LayerPlacement, Plan, share_out
 from splitc.ir.program import Layer
 from splitc.ir.server_rows import pieces
 from splitc.ir.wire import wire
@@ -139,10 +139,10 @@ def served(
     role_of = roles or (lambda layer: "worker")
     bounds = bounds or share_out(4 * len(workers), len(workers))
 
-    def place(layer: Layer) -> Placement:
+    def place(layer: Layer) -> LayerPlacement:
         trains = any(known.tensors[name].trainable for name in layer.tensors)
         sync = "all_reduce" if summed(layer) else "parameter_server"
-        return Placement(role_of(layer), "replicated", sync if trains else "none")
+        return LayerPlacement(role_of(layer), "replicated", sync if trains else "none")
 
     names = tuple(dict.fromkeys(map(role_of, known.layers)))
     plan = Plan(
@@ -151,7 +151,6 @@ def served(
         dict.fromkeys(names, workers),
         {layer.name: place(layer) for layer in known.layers},
         dict.fromkeys(names, bounds),
-        CLUSTER,
         servers=servers,
         overlap=overlap,
         synchronised=synchronised,
@@ -222,11 +221,14 @@ def test_two_roles_on_ranks_of_their_own_have_one_server(both: bool) -> None:
     model = ConvNet().double()
     x, y = batch_of(4)
     known = analyse(model, (x,), y, F.cross_entropy)
-    conv, fc = Placement("conv", "replicated", "all_reduce"), Placement("fc", "replicated", "parameter_server")
+    conv, fc = (
+        LayerPlacement("conv", "replicated", "all_reduce"),
+        LayerPlacement("fc", "replicated", "parameter_server"),
+    )
     conv = replace(conv, sync="parameter_server") if both else conv
     placements = {layer.name: conv if layer.name.startswith("features") else fc for layer in known.layers}
     roles, examples = {"conv": (0, 1), "fc": (2, 3)}, {"conv": (0, 4, 8), "fc": (0, 4, 8)}
-    plan = Plan("by hand", 5, roles, placements, examples, CLUSTER, servers=(4,))
+    plan = Plan("by hand", 5, roles, placements, examples, servers=(4,))
     result = with_plan(model, plan, known, x, y).verify()
     assert result.holds, str(result)
 
@@ -511,9 +513,12 @@ def test_a_server_beside_a_worker_of_another_role_is_refused() -> None:
     model = ConvNet().double()
     x, y = batch_of(4)
     known = analyse(model, (x,), y, F.cross_entropy)
-    conv, fc = Placement("conv", "replicated", "all_reduce"), Placement("fc", "replicated", "parameter_server")
+    conv, fc = (
+        LayerPlacement("conv", "replicated", "all_reduce"),
+        LayerPlacement("fc", "replicated", "parameter_server"),
+    )
     placements = {layer.name: conv if layer.name.startswith("features") else fc for layer in known.layers}
     roles, examples = {"conv": (0, 1), "fc": (2, 3)}, {"conv": (0, 4, 8), "fc": (0, 4, 8)}
-    plan = Plan("by hand", 4, roles, placements, examples, CLUSTER, servers=(0,))
+    plan = Plan("by hand", 4, roles, placements, examples, servers=(0,))
     with pytest.raises(InternalError, match="rank 0 is a server and in role conv, but not in role fc"):
         with_plan(model, plan, known, x, y)

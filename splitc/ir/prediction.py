@@ -1,0 +1,72 @@
+"""The Prediction: what a plan is expected to cost, and why it was chosen.  It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from splitc.ir.phases import Phases
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan of one strategy.  step_seconds in s; samples_per_second over all ranks; why: it is infeasible."""
+
+    strategy: str
+    step_seconds: float
+    samples_per_second: float
+    global_batch: int
+    exact: bool
+    feasible: bool
+    why: str = ""
+    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prices of a plan on a cluster.
+
+    cluster: its name.  priced_on: digest of its description.  proof: "optimal", "gap" or "heuristic"; gap: how much
+    faster another plan could be at most, as a fraction.  step_seconds: a step by the planner's closed forms (s).
+    layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
+    none where nothing was simulated.  candidates: the best plan of every strategy.  reasons: layer -> why it was
+    placed so.
+    """
+
+    cluster: str = ""
+    proof: str = "optimal"
+    gap: float = 0.0
+    step_seconds: float = 0.0
+    candidates: tuple[Candidate, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    layer_seconds: Mapping[str, float] = field(default_factory=dict)
+    phases: tuple[Phases, ...] = ()
+    priced_on: str = ""
+
+    @property
+    def simulated_seconds(self) -> float:
+        """The simulated step of the slowest rank (s); 0 if nothing was simulated."""
+        return max((phases.step for phases in self.phases), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields under their names in plan.json."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
+        """The inverse of `to_dict`; keys of other names are ignored."""
+        values = {each.name: data[key] for each in fields(cls) if (key := _KEYS.get(each.name, each.name)) in data}
+        values["candidates"] = tuple(
+            Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each["roles"].items()}})
+            for each in data["candidates"]
+        )
+        values["phases"] = tuple(Phases(**each) for each in data.get("predicted", ()))
+        return cls(**values)
+
+
+_KEYS = {"layer_seconds": "seconds", "phases": "predicted"}
+"""Fields that have another name in plan.json."""
+
+PREDICTION_KEYS = tuple(_KEYS.get(each.name, each.name) for each in fields(Prediction))
+"""The keys of plan.json that predict and do not decide."""
