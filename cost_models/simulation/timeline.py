@@ -42,8 +42,3 @@ def simulate(
     ends = run.ends()
     settled = ends[0] if steps == 1 else (ends[-1] - ends[0]) / (steps - 1)
     return Timeline(settled, tuple(run.steps(rank)[-1] for rank in ranks), tuple(run.spans))
-
-
-def rank_operations(program: LoweredProgram, cluster: Cluster, rank: int, optimizer_copies: int = 1) -> list[Operation]:
-    """Return the operations of `rank` in one step."""
-    return step_operations(Prices(program, cluster, optimizer_copies), rank)

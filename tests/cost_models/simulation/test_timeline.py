@@ -9,7 +9,8 @@ import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
 from splitc.cost_models.simulation.events import Compute
-from splitc.cost_models.simulation.timeline import rank_operations, simulate
+from splitc.cost_models.simulation.step_operations import Prices, step_operations
+from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.wire import wire
 from tests.support.every_strategy import Asked, everywhere, planned
@@ -23,7 +24,7 @@ def toy(bandwidth: float = 1e7, latency: float = 1e-4, **options: Any) -> Cluste
 
 def computing(program: Any, rank: int, *names: str) -> float:
     """Seconds that a rank computes in a step, of all or of what begins with one of `names`."""
-    operations = [op for op in rank_operations(program, toy(), rank) if isinstance(op, Compute)]
+    operations = [op for op in step_operations(Prices(program, toy()), rank) if isinstance(op, Compute)]
     return sum(op.seconds for op in operations if not names or op.name.startswith(names))
 
 
