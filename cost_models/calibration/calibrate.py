@@ -20,7 +20,7 @@ from splitc.cost_models.calibration.compute import Residual, averaged, measure_d
 from splitc.cost_models.calibration.fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
-from splitc.cost_models.profiling.clocks import one_thread
+from splitc.cost_models.compute.clocks import one_thread
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.base import Transport

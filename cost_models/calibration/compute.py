@@ -22,8 +22,8 @@ import torch
 
 from splitc.cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
 from splitc.cost_models.calibration.exercises import Exercise, exercises, products
+from splitc.cost_models.compute.clocks import Clock, clock_of, seeded
 from splitc.cost_models.compute.counting import OpCounter, merged
-from splitc.cost_models.profiling.clocks import Clock, clock_of, seeded
 from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
 

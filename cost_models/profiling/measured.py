@@ -33,7 +33,7 @@ import torch
 
 from splitc import units
 from splitc.cost_models.clusters.this_machine import cache_folder, device_name
-from splitc.cost_models.profiling.clocks import one_thread, seeded
+from splitc.cost_models.compute.clocks import one_thread, seeded
 from splitc.cost_models.profiling.node_cache import NodeCache, node_keys
 from splitc.cost_models.profiling.node_times import FIRST, LEAST, NodeTimer
 from splitc.cost_models.profiling.random_run import random_inputs, real_root

@@ -8,8 +8,8 @@ is counted too: gradients of a value with several readers are added up, and para
     seconds of a node = median over the passes, less what saying "it begins" takes
 
 On a CPU one thread computes, as torchrun gives each of the ranks that share a host, and seconds are those in which
-this thread ran, which other processes hardly change.  On a GPU they are those between two events of its stream; kernels so small
-that the GPU waits for Python wait here for the events too.
+this thread ran, which other processes hardly change.  On a GPU they are those between two events of its stream;
+kernels so small that the GPU waits for Python wait here for the events too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from torch import fx, nn
 
 from splitc.capture.evaluate import execute
+from splitc.cost_models.compute.clocks import Clock, clock_of
 from splitc.cost_models.compute.flops import new_functions
-from splitc.cost_models.profiling.clocks import Clock, clock_of
 from splitc.errors import CostError
 from splitc.ir.costs import Measured
 from splitc.ir.program import Program, under_autocast

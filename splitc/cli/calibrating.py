@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitc import units
+from splitc.cli.files import check_writable, write_file
 from splitc.cli.progress import Step
 from splitc.errors import CostError, LaunchError
 from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
@@ -54,11 +55,7 @@ def check_output(path: Path) -> None:
     """Raises LaunchError when a cluster cannot be written there, or something else would be lost."""
     if path.suffix != ".toml":
         raise LaunchError(f"{path} is no name for a cluster file; it must end in .toml: -o cluster.toml")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise LaunchError(f"cannot write {path}: there is no folder {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise LaunchError(f"cannot write {path}: {folder} cannot be written to; give another file with -o")
+    check_writable("-o", path)
     if path.exists():
         try:
             parse_cluster(path.read_text(encoding="utf-8"), str(path))
@@ -116,19 +113,9 @@ def _measure(args: argparse.Namespace, output: Path) -> None:
             name=output.stem,
         )
     if transport.rank == 0:
-        _write(output, to_toml(found.cluster))
+        write_file("-o", output, to_toml(found.cluster))
         print(as_json(found, output) if args.json else report(found, output), flush=True)
     transport.close()
-
-
-def _write(path: Path, text: str) -> None:
-    """As a whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _warn_when_busy() -> None:

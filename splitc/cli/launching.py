@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from splitc.cli.measuring import measure, measuring_options
 from splitc.cli.options import Parser, positive
 from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
@@ -25,6 +24,8 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it takes what its author likes
         args = _check_arguments(arguments)
         if args.measure:
+            from splitc.cli.measuring import measure
+
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
     from splitc.runtime.launch.torchrun import torchrun
 
@@ -62,6 +63,28 @@ def _same_plan(folder: Path, plan: Plan) -> None:
             f"{folder}/plan.json was edited after the scripts were written from it; "
             f"write them anew with: splitc compile MODEL --plan {folder}/plan.json -o OTHER_FOLDER"
         )
+
+
+def measuring_options() -> Parser:
+    """What `splitc run` takes itself, and does not pass on."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
+        "3 steps are left out",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace"
+    )
+    parser.add_argument(
+        "--correct",
+        type=Path,
+        metavar="CLUSTER.TOML",
+        help="with --measure: correct this cluster file by what was measured, or write a new one",
+    )
+    parser.add_argument("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
+    return parser
 
 
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:

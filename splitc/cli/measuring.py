@@ -10,37 +10,25 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from splitc.cli.comparing import WIDTH, Measurement, as_data, as_text, read_measurement, roles_of
-from splitc.cli.correcting import check_writable, factors_of, in_words, offer, to_correct, write_correction
-from splitc.cli.options import Parser
+from splitc.cli.correcting import cluster_to_correct, correction_command, write_correction
+from splitc.cli.files import check_writable, write_file
 from splitc.cli.progress import Step
+from splitc.cost_models.calibration.correction import factors_of
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
+from splitc.report.measurement import (
+    WIDTH,
+    Measurement,
+    as_json,
+    as_text,
+    factors_in_words,
+    read_measurement,
+    roles_of,
+)
+from splitc.runtime.transport.phases import WARM_UP
 
 STEPS = 10
-
-
-def measuring_options() -> Parser:
-    """What `splitc run` takes itself, and does not pass on."""
-    parser = Parser(allow_abbrev=False, add_help=False)
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
-        "3 steps are left out",
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace"
-    )
-    parser.add_argument(
-        "--correct",
-        type=Path,
-        metavar="CLUSTER.TOML",
-        help="with --measure: correct this cluster file by what was measured, or write a new one",
-    )
-    parser.add_argument("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
-    return parser
 
 
 def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -51,19 +39,19 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     _can_measure(folder, args.steps)
     if args.trace is not None:
         check_writable("--trace", args.trace)
-    cluster = None if args.correct is None else to_correct(args.correct, plan)
+    cluster = None if args.correct is None else cluster_to_correct(args.correct, plan)
     measured = _run(folder, plan, args, arguments)
     if measured is None:
         return 1
     usable = plan.prediction.phases and measured.examples == plan.global_batch
     factors = factors_of(plan.prediction.phases, measured.ranks) if usable else None
     if args.json:
-        print(json.dumps(as_data(plan, measured, factors), indent=1))
+        print(json.dumps(as_json(plan, measured, factors), indent=1))
     else:
         print(f"\n{as_text(folder.name, plan, measured)}")
     said = sys.stderr if args.json else sys.stdout
     if factors is not None:
-        print(textwrap.fill(in_words(factors, plan.prediction.cluster), WIDTH), file=said)
+        print(textwrap.fill(factors_in_words(factors, plan.prediction.cluster), WIDTH), file=said)
     if args.trace is not None:
         _write_trace(args.trace, plan, measured)
         print(f"wrote {args.trace}: a timeline of the last steps, which opens in ui.perfetto.dev", file=said)
@@ -72,7 +60,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
             print(f"{args.correct} was not written: nothing could be compared", file=said)
         return int(cluster is not None)
     if cluster is None:
-        print(offer(folder, plan), file=said)
+        print(correction_command(folder, plan), file=said)
     else:
         kept = write_correction(args.correct, cluster, factors, folder.name, plan)
         print(f"wrote {args.correct}{'' if kept is None else f'; as it was it is kept in {kept}'}", file=said)
@@ -81,14 +69,12 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
 
 def _can_measure(folder: Path, steps: int | None) -> None:
-    from splitc.runtime.transport.phases import WARM_UP
-
     if steps is not None and steps <= WARM_UP:
         raise LaunchError(
             f"--steps {steps}: --measure leaves out the first {WARM_UP} steps; give {WARM_UP + 1} or more"
         )
     runtime = folder / "splitc" / "runtime"
-    if runtime.is_dir() and not (runtime / "measured.py").is_file():
+    if runtime.is_dir() and not (runtime / "transport" / "recorder.py").is_file():
         raise LaunchError(
             f"{folder} brings the runtime of another splitc, which cannot measure; compile the model again"
         )
@@ -111,7 +97,4 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 
 def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:
     roles = {rank: ", ".join(roles_of(plan, rank)) for rank in range(plan.world)}
-    try:
-        path.write_text(json.dumps(chrome_trace(measured.spans, roles, "measured")) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"--trace {path}: it cannot be written: {error.strerror or error}") from error
+    write_file("--trace", path, json.dumps(chrome_trace(measured.spans, roles, "measured")) + "\n")

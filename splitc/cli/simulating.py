@@ -12,6 +12,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from splitc import units
+from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
 from splitc.cli.progress import Step
 from splitc.cli.sweep import Cell, sweep
@@ -70,9 +71,7 @@ def _one_of_each(
             "--trace writes the timeline of one plan: give one model, one --world, one --bandwidth, one of "
             "--strategies and no --against"
         )
-    folder = Path(args.trace).absolute().parent
-    if not folder.is_dir() or Path(args.trace).is_dir():
-        raise LaunchError(f"--trace {args.trace}: name a file in a folder that exists")
+    check_writable("--trace", Path(args.trace))
 
 
 def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str) -> None:
@@ -81,7 +80,7 @@ def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, w
     plan = placed.plan
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
-    Path(args.trace).write_text(json.dumps(trace), encoding="utf-8")
+    write_file("--trace", Path(args.trace), json.dumps(trace))
     print(f"wrote {args.trace}: three predicted steps; open it in https://ui.perfetto.dev")
 
 

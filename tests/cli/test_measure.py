@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from splitc.cli.comparing import as_text, error_of, read_measurement
-from splitc.cli.correcting import Factors, corrected, factors_of, in_words
 from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram
+from splitc.cost_models.calibration.correction import Factors, corrected, factors_of
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import LaunchError
@@ -27,6 +26,7 @@ from splitc.ir.cluster import Cluster, Rate, Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
 from splitc.ir.phases import Phases
 from splitc.ir.plan import Plan
+from splitc.report.measurement import as_text, error_of, factors_in_words, read_measurement
 from splitc.runtime.launch import torchrun
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.command import splitc
@@ -266,11 +266,13 @@ def test_factors_are_of_sums_over_ranks_and_of_links_only_where_much_was_predict
 
 
 def test_factors_are_told_in_words() -> None:
-    assert in_words(Factors(1.18, 0.5), "x") == (
+    assert factors_in_words(Factors(1.18, 0.5), "x") == (
         "this machine computes 1.18 times slower than cluster x says; its transfers are 2.00 times faster than it says"
     )
-    assert in_words(Factors(1.001, None), "x").startswith("this machine computes as fast as cluster x says; no rank")
-    assert in_words(Factors(None, 2.0), "x") == "its transfers are 2.00 times slower than cluster x says"
+    assert factors_in_words(Factors(1.001, None), "x").startswith(
+        "this machine computes as fast as cluster x says; no rank"
+    )
+    assert factors_in_words(Factors(None, 2.0), "x") == "its transfers are 2.00 times slower than cluster x says"
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"])
@@ -417,7 +419,7 @@ def test_a_build_that_brings_the_runtime_of_another_splitc_is_not_measured(
     program().save(tmp_path / "build", standalone=True)
     ranks(file_of([MEASURED]))
     assert splitc(capsys, "run build --measure").code == 0
-    (tmp_path / "build" / "splitc" / "runtime" / "measured.py").unlink()
+    (tmp_path / "build" / "splitc" / "runtime" / "transport" / "recorder.py").unlink()
     done = splitc(capsys, "run build --measure")
     assert done.code == 2 and "brings the runtime of another splitc" in done.err
 

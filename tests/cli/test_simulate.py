@@ -116,7 +116,7 @@ def test_the_command_prints_tables_json_and_a_trace(capsys: pytest.CaptureFixtur
         ("--world 4 --strategies data_parallell", "unknown strategy 'data_parallell'"),
         ("--world 4 --against nothing", "unknown strategy 'nothing'"),
         ("--world 4 --cluster v100", "unknown cluster 'v100'"),
-        ("--world 4 --strategies auto --trace nowhere/x.json", "in a folder that exists"),
+        ("--world 4 --strategies auto --trace nowhere/x.json", "there is no folder"),
         ("--world 4 --trace x.json", "the timeline of one plan"),
     ],
 )

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from splitc.cli import calibrating
+from splitc.cli.files import write_file
 from splitc.cli.progress import Step
 from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration import links
@@ -445,9 +446,9 @@ def test_a_cluster_file_is_overwritten_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     calibrating.check_output(path)
     cluster = assemble("mine", "", fits(DEVICE, DEVICE), linked(FAST, FAST), TWO)
-    calibrating._write(path, to_toml(cluster))
+    write_file("-o", path, to_toml(cluster))
     calibrating.check_output(path)
-    calibrating._write(path, to_toml(replace(cluster, name="again")))
+    write_file("-o", path, to_toml(replace(cluster, name="again")))
     assert load_cluster(path).name == "again"
     assert [each.name for each in tmp_path.iterdir()] == ["mine.toml"]
     path.write_bytes(b"\xff\xfe")

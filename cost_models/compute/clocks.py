@@ -39,22 +39,25 @@ class HostClock:
 class StreamClock:
     """Seconds between events on the current stream of a GPU."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def between(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
         return float(begun.elapsed_time(ended)) / 1e3  # events count milliseconds
 
     def settle(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
 
 def clock_of(where: torch.device) -> Clock:
     """The clock of a device: of a CPU's single thread the time that it ran, which other processes do not change."""
     if where.type == "cuda":
-        return StreamClock()
+        return StreamClock(where)
     return HostClock(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 

@@ -1,0 +1,30 @@
+"""Files that commands write: checked before anything runs, and written as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from splitc.errors import LaunchError
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises LaunchError when the file that `option` names cannot be written."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise LaunchError(f"{option} {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise LaunchError(f"{option} {path}: it is a folder; give a file")
+    blocked = next((each for each in (folder, path) if each.exists() and not os.access(each, os.W_OK)), None)
+    if blocked is not None:
+        raise LaunchError(f"{option} {path}: {blocked} cannot be written to")
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file that `option` names as a whole or not at all; raises LaunchError when that fails."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise LaunchError(f"{option} {path}: it cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,212 @@
+"""What each rank of a measured run did beside what was predicted: the figures, as data and as text.
+
+error = (predicted - measured) / measured, of the medians over all steps after the warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import tabulate as tables
+
+from splitc import units
+from splitc.cost_models.calibration.correction import LEAST, Factors
+from splitc.errors import LaunchError
+from splitc.ir.phases import Phases, Span
+from splitc.ir.plan import SERVER, Plan
+
+WIDTH = 80
+_SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "compute": ("compute", units.seconds),
+    "waiting": ("waiting", units.seconds),
+    "communication": ("communication", units.seconds),
+    "sent_bytes": ("sent", units.nbytes),
+    "step": ("step", units.seconds),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a run measured: medians for each rank, and of its last steps the spans.
+
+    examples: of a step.  period: seconds from one step to the next, on the rank that is slowest in it; between: those
+    that lie between two steps.  fastest, slowest: of all steps.  steps, warm_up: measured, and left out.
+    """
+
+    ranks: tuple[Phases, ...]
+    spans: tuple[Span, ...]
+    examples: int
+    period: float
+    between: float
+    fastest: float
+    slowest: float
+    steps: int
+    warm_up: int
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.examples / self.period
+
+
+def read_measurement(path: Path) -> Measurement:
+    """What `launch.py --measure` wrote.  Raises LaunchError when that is not there or not complete."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        steps = [[dict(each) for each in step["phases"]] for step in data["steps"]]
+        betweens = [max(each["between"] for each in step) for step in steps]
+        periods = [max(each["step"] + each.pop("between") for each in step) for step in steps]
+        phases = [[Phases(**each) for each in step] for step in steps]
+        longest = [max(each.step for each in step) for step in phases]
+        return Measurement(
+            ranks=tuple(_median(of_rank) for of_rank in zip(*phases, strict=True)),
+            spans=tuple(Span(**span) for span in data["spans"]),
+            examples=int(statistics.median(step["examples"] for step in data["steps"])),
+            period=statistics.median(periods),
+            between=statistics.median(betweens),
+            fastest=min(longest),
+            slowest=max(longest),
+            steps=len(steps),
+            warm_up=data["warm_up"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchError(
+            f"the ranks left no measurement ({type(error).__name__}: {error}); was the build's launch.py edited? "
+            f"compile the model again"
+        ) from error
+
+
+def _median(steps: Sequence[Phases]) -> Phases:
+    """Each of its numbers by itself."""
+    return Phases(steps[0].rank, *map(statistics.median, zip(*(astuple(step)[1:] for step in steps), strict=True)))
+
+
+def error_of(predicted: float, measured: float) -> float | None:
+    """Relative error of a prediction; None where 0 was measured and something else predicted."""
+    if measured == 0:
+        return 0.0 if predicted == 0 else None
+    return (predicted - measured) / measured
+
+
+def roles_of(plan: Plan, rank: int) -> tuple[str, ...]:
+    """The roles of a rank, of a server too."""
+    return (plan.roles_of(rank) + ((SERVER,) if rank in plan.servers else ())) or ("idle",)
+
+
+def as_json(plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
+    """All figures as data for --json, schema 1."""
+    slowest = max((phases.step for phases in plan.prediction.phases), default=plan.step_seconds)
+    rate = plan.global_batch / slowest if slowest else None  # samples/s by phases, else by the planner's step
+    return {
+        "schema": 1,
+        "plan": plan.hash,
+        "cluster": plan.prediction.cluster,
+        "steps": measured.steps,
+        "warm_up": measured.warm_up,
+        "examples": measured.examples,
+        "ranks": [_compared(plan, phases) for phases in measured.ranks],
+        "fastest_step": measured.fastest,
+        "slowest_step": measured.slowest,
+        "between_steps": measured.between,
+        "samples_per_second": {
+            "predicted": rate,
+            "measured": measured.samples_per_second,
+            "error": error_of(rate, measured.samples_per_second) if rate else None,
+        },
+        "factors": asdict(factors) if factors is not None else None,
+    }
+
+
+def _compared(plan: Plan, phases: Phases) -> dict[str, Any]:
+    """One rank's numbers, measured and predicted."""
+    rank = phases.rank
+    measured = {key: value for key, value in asdict(phases).items() if key in _SHOWN}
+    predicted = errors = None
+    if plan.prediction.phases:
+        predicted = {key: value for key, value in asdict(plan.prediction.phases[rank]).items() if key in _SHOWN}
+        errors = {key: error_of(predicted[key], measured[key]) for key in _SHOWN}
+    roles = list(roles_of(plan, rank))
+    return {"rank": rank, "roles": roles, "predicted": predicted, "measured": measured, "error": errors}
+
+
+def as_text(name: str, plan: Plan, measured: Measurement) -> str:
+    """The table and the lines under it, in at most 80 columns."""
+    data = as_json(plan, measured, None)
+    table: str = tables.tabulate(
+        [row for rank in data["ranks"] for row in _rows(rank)],
+        ["rank", "roles", "of a step", "predicted", "measured", "error"],
+        disable_numparse=True,
+        colalign=("left", "left", "left", "right", "right", "right"),
+    )
+    lines = [
+        f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, "
+        f"predicted for cluster {plan.prediction.cluster}; "
+        f"medians of {measured.steps} step{'s' * (measured.steps > 1)} after {measured.warm_up} of warm-up; "
+        f"error = (predicted - measured) / measured",
+        "",
+        *(line.rstrip() for line in table.splitlines()),
+        "",
+        *_notes(plan, measured, data["samples_per_second"]),
+    ]
+    return "\n".join(textwrap.fill(line, WIDTH) if len(line) > WIDTH else line for line in lines)
+
+
+def _rows(rank: Mapping[str, Any]) -> list[list[str]]:
+    """The lines of one rank's table; the first one names the rank and its roles."""
+    rows = []
+    for key, (what, shown) in _SHOWN.items():
+        predicted = shown(rank["predicted"][key]) if rank["predicted"] else ""
+        error = rank["error"][key] if rank["error"] else None
+        rows.append(["", "", what, predicted, shown(rank["measured"][key]), "" if error is None else _percent(error)])
+    rows[0][:2] = str(rank["rank"]), textwrap.shorten(", ".join(rank["roles"]), 20, placeholder="..")
+    return rows
+
+
+def _notes(plan: Plan, measured: Measurement, rate: Mapping[str, float | None]) -> Iterator[str]:
+    predicted = "" if rate["predicted"] is None else f"predicted {rate['predicted']:,.0f}, "
+    error = "" if rate["error"] is None else f", {_percent(rate['error'])}"
+    yield f"samples/s: {predicted}measured {measured.samples_per_second:,.0f}{error}"
+    yield f"steps took {units.seconds(measured.fastest)} to {units.seconds(measured.slowest)}"
+    if measured.between > 0.02 * measured.period:
+        yield f"between two steps {units.seconds(measured.between)} pass, mostly for the data, which is not predicted"
+    if not plan.prediction.phases:
+        yield "the build's plan.json has no predicted phases; compile the model again with this splitc to have them"
+    elif measured.examples != plan.global_batch:
+        yield (
+            f"the data gave {measured.examples} examples a step, the prediction is for {plan.global_batch}: the errors "
+            f"mean little"
+        )
+
+
+def _percent(error: float) -> str:
+    """`+5.2 %`; more than tenfold as a factor, `31x`."""
+    if error == 0:
+        return "0 %"
+    if error >= 10:
+        return f"{error + 1:.0f}x"
+    return f"{100 * error:+.0f} %" if abs(error) >= 0.0995 else f"{100 * error:+.1f} %"
+
+
+def factors_in_words(factors: Factors, cluster: str) -> str:
+    """`this machine computes 1.18 times slower than cluster v100-10gbe says, and ...`."""
+    found = []
+    if factors.compute is not None:
+        found.append(f"this machine computes {_times(factors.compute)} cluster {cluster} says")
+    if factors.communication is not None:
+        source = "it" if found else f"cluster {cluster}"
+        found.append(f"its transfers are {_times(factors.communication)} {source} says")
+    else:
+        least = units.seconds(LEAST)
+        found.append(f"no rank was predicted to communicate for more than {least} a step, too little to judge links by")
+    return "; ".join(found)
+
+
+def _times(factor: float) -> str:
+    if abs(factor - 1) < 0.005:
+        return "as fast as"
+    return f"{factor:.2f} times slower than" if factor > 1 else f"{1 / factor:.2f} times faster than"
