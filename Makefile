@@ -1,4 +1,4 @@
-# What one types here; `make` alone lists it.  Every target may be run again, and is quick then.
+# `make` lists the targets.  Running a target again is quick.
 
 PYTHON ?= python3
 ARGS    =
@@ -12,7 +12,7 @@ RUN    := $(VENV)/bin/python -m
 .PHONY: help demo test test-fast test-all lint types clean
 
 help:       ## list the targets
-	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"what the command gets besides\"]"
+	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"extra options of the command\"]"
 	@sed -n 's/^\([a-z-]*\): .*## \(.*\)/  \1 - \2/p' Makefile | awk -F ' - ' '{ printf "%-11s  %s\n", $$1, $$2 }'
 
 demo: $(VENV)/demo.stamp  ## install splitc into .venv and train a small model on the ranks of this machine
@@ -27,8 +27,8 @@ test-fast: $(VENV)/dev.stamp  ## run the tests that start no processes, as pre-c
 	@echo "test-fast: the tests that start no processes"
 	@$(RUN) pytest -q $(PARALLEL) -m "not slow and not processes" $(ARGS)
 
-test-all: $(VENV)/dev.stamp  ## run all tests, the slow ones too
-	@echo "test-all: all tests, the slow ones too"
+test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones
+	@echo "test-all: all tests, including slow ones"
 	@$(RUN) pytest $(PARALLEL) -m "" $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## check style and form with ruff
@@ -45,7 +45,7 @@ clean:      ## remove .venv, build/ and the caches
 	@rm -rf .venv build splitc-demo dist splitc.egg-info .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp says that .venv holds what pyproject.toml and constraints.txt ask for.
+# A stamp file records that .venv satisfies pyproject.toml and constraints.txt.
 $(VENV)/demo.stamp: EXTRAS := demo
 $(VENV)/dev.stamp:  EXTRAS := dev,demo
 
@@ -59,10 +59,10 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 
 define install
 @command -v $(PYTHON) >/dev/null || { \
-	echo "splitc: there is no $(PYTHON) here; name another: make PYTHON=python3.12" >&2; exit 1; }
+	echo "splitc: $(PYTHON) not found; select another: make PYTHON=python3.12" >&2; exit 1; }
 @$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	echo "splitc: needs Python 3.11, 3.12 or 3.13, but $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
-		"name another: make PYTHON=python3.12" >&2; exit 1; }
+		"select another: make PYTHON=python3.12" >&2; exit 1; }
 @echo "install: splitc[$(EXTRAS)] into $(VENV); fetching torch takes a minute or two the first time"
 @$(RUN) pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 @$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
