@@ -51,6 +51,7 @@ def session() -> Iterator[Session]:
         yield session
 
 
+@pytest.mark.slow
 def test_ranks_take_builds_in_and_out_and_run_them_in_any_order(session: Session, tmp_path: Path) -> None:
     session.load("dp", build(tmp_path, "data_parallel"))
     session.load("alone", build(tmp_path, "single_device"))  # rank 1 has no work
@@ -72,12 +73,14 @@ def test_ranks_take_builds_in_and_out_and_run_them_in_any_order(session: Session
         session.run("alone", steps=1)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_shown_and_ends_the_session(tmp_path: Path) -> None:
     words = r"(?s)rank \d ended with status 1 before 'load':.*weights.pt is missing"
     with OnLoopback(2) as bed, pytest.raises(BedError, match=words), Session(bed) as session:
         session.load("nothing", tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_told_to_stop_leave_by_themselves(tmp_path: Path) -> None:
     with OnLoopback(2) as bed:
         with Session(bed) as session:

@@ -144,6 +144,7 @@ def test_verbose_shows_every_pass_on_stderr(capsys: Capture) -> None:
     json.loads(done.out)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = [sys.executable, "-m", "splitc.cli", "inspect", "net.py", "--world", "2", "--cluster", "v100-10gbe", "-q"]
     process = subprocess.Popen(
@@ -310,6 +311,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see whether a process is left")
 def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Capture) -> None:
@@ -342,6 +344,7 @@ def test_a_build_whose_ranks_have_two_roles_runs(capsys: Capture) -> None:
     assert re.search(r"^step 2  loss \d", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_run_passes_arguments_on_and_ends_with_1_when_the_ranks_fail(capsys: Capture) -> None:
     splitc(capsys, "compile net.py --world 2 --strategy data_parallel -o build")

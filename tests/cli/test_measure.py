@@ -446,6 +446,7 @@ def test_ranks_that_fail_or_leave_nothing_are_told(build: Path, ranks: Callable[
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_build_is_measured_on_real_ranks_and_its_cluster_corrected(build: Path, capfd: Any) -> None:
     plan = predicting(build)

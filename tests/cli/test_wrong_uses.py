@@ -481,6 +481,7 @@ def test_a_bug_of_ours_says_so_and_asks_for_a_report(capsys: Capture, monkeypatc
     assert "KeyError: 'NONE'" in done.err and "at splitc/cli/compiling.py:" in done.err and "-v shows more" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

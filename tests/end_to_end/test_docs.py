@@ -23,6 +23,7 @@ from splitc.runtime.worker import Worker
 from tests import ROOT
 from tests.support.compiled import compiled
 from tests.support.ranks import on_ranks, worker_of
+from tests.support.sampling import sampled
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -50,7 +51,11 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+LONG = [page for page in PAGES if page.name in ("README.md", "commands.md", "tutorial.md", "clusters.md")]
+"""Pages whose commands train on real ranks or measure this machine."""
+
+
+@sampled("page", PAGES, everyday=[page for page in PAGES if page not in LONG], ids=lambda p: p.name)
 def test_the_commands_and_the_python_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from examples.vgg16 import vgg16
 from splitc.compiled import CompiledProgram
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, class_batch, compiled
+from tests.support.sampling import sampled
 
 SPLITS = list(itertools.product((1, 2, 3, 5), (1, 2)))
 
@@ -69,29 +70,29 @@ def program(
     return compiled(model, (x,), y, loss, world, strategy, analysed=known, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("n_c", "n_f"), SPLITS)
+@sampled("name", MODELS, everyday=["vgg_bn", "mlp"])
+@sampled(("n_c", "n_f"), SPLITS, everyday=[(1, 1), (3, 2)])
 def test_layer_separation_is_the_same_training_in_float64(name: str, n_c: int, n_f: int) -> None:
     result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})").verify()
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("n_c", "n_f"), [(3, 1), (2, 2)])
+@sampled("name", MODELS, everyday=["resnet"])
+@sampled(("n_c", "n_f"), [(3, 1), (2, 2)], everyday=[(2, 2)])
 def test_layer_separation_is_the_same_training_in_float32(name: str, n_c: int, n_f: int) -> None:
     result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", torch.float32).verify()
     assert result.holds and result.tolerance == 1e-5, str(result)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@sampled("world", [1, 2, 3], everyday=[2])
 def test_data_parallel_is_the_same_training(name: str, world: int) -> None:
     result = program(name, world, "data_parallel").verify()
     assert result.holds, str(result)
 
 
-@pytest.mark.parametrize(("n_c", "n_f", "batch"), [(3, 1, 10), (3, 2, 11), (5, 2, 13), (2, 3, 7), (1, 2, 5)])
-@pytest.mark.parametrize("name", ["vgg_bn", "ignore_index"])
+@sampled(("n_c", "n_f", "batch"), [(3, 1, 10), (3, 2, 11), (5, 2, 13), (2, 3, 7), (1, 2, 5)], everyday=[(3, 2, 11)])
+@sampled("name", ["vgg_bn", "ignore_index"], everyday=["ignore_index"])
 def test_unequal_shares_are_the_same_training(name: str, n_c: int, n_f: int, batch: int) -> None:
     compiled_program = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", global_batch=batch)
     assert len(set(compiled_program.plan.local_batches)) > 1 or n_c == 1 or batch % n_c == 0
@@ -99,7 +100,7 @@ def test_unequal_shares_are_the_same_training(name: str, n_c: int, n_f: int, bat
     assert result.holds and result.examples == batch, str(result)
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@sampled("world", [2, 3, 5], everyday=[3])
 def test_unequal_shares_of_data_parallel_are_the_same_training(world: int) -> None:
     result = program("ignore_index", world, "data_parallel", global_batch=11).verify()
     assert result.holds, str(result)

@@ -19,6 +19,7 @@ from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned
 from tests.support.models import CASES
+from tests.support.sampling import sampled
 
 SHARDED = Placement(holding="sharded", split="columns")
 
@@ -63,7 +64,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "strategy"), SAMPLE[::2] + [slow(*each) for each in SAMPLE[1::2]])
+@sampled(("name", "world", "strategy"), SAMPLE, everyday=SAMPLE[::6])
 def test_a_sample_of_the_matrix_is_one_process_in_float64(name: str, world: int, strategy: str) -> None:
     assert_exact(cell(name, world, strategy).verify(dtype=torch.float64))
 
@@ -270,8 +271,8 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
 TIMED = ["late_multiply", "hybrid_single", *(f"modulo_shard(mp=2,scheme={s})" for s in ("BK", "B", "B/K"))]
 
 
-@pytest.mark.parametrize("strategy", TIMED)
-@pytest.mark.parametrize("loss", [weighted, summed, squared, masked])
+@sampled("strategy", TIMED, everyday=["late_multiply", "modulo_shard(mp=2,scheme=B)"])
+@sampled("loss", [weighted, summed, squared, masked], everyday=[weighted, masked])
 def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str, loss: Callable[..., Tensor]) -> None:
     """In turns too: each turn's part of a mean, of a weighted mean, of a sum, and of a quotient."""
     torch.manual_seed(2)

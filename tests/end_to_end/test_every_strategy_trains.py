@@ -25,6 +25,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import analyse, compiled
 from tests.support.every_strategy import Asked, Small, analysed, every_strategy, images, planned
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.sampling import sampled
 
 Named = list[tuple[str, nn.Parameter]]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -261,7 +262,11 @@ def tokens(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(31, (examples, 5)), torch.randint(31, (examples, 5))
 
 
-@pytest.mark.parametrize(("strategy", "tied"), [(s, False) for s in LANGUAGE] + [(s, True) for s in LANGUAGE[::2]])
+@sampled(
+    ("strategy", "tied"),
+    [(s, False) for s in LANGUAGE] + [(s, True) for s in LANGUAGE[::2]],
+    everyday=[(s, tied) for s in LANGUAGE[:1] + LANGUAGE[-1:] for tied in (False, True)],
+)
 def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, tied: bool) -> None:
     built, x, y, known = language(tied)
     program = compiled(built, (x,), y, next_token_loss, 4, strategy, analysed=known)

@@ -19,6 +19,7 @@ from splitc.ir.program import Program
 from tests import ROOT
 from tests.support.compiled import analyse, compiled
 from tests.support.models import cast
+from tests.support.sampling import sampled
 
 BATCH = 4
 CLASSES = {"num_classes": 10}
@@ -65,7 +66,7 @@ def test_an_example_is_captured_for_every_batch_size(name: str) -> None:
         assert shapes_at(program, batch) == []
 
 
-@pytest.mark.parametrize("name", SMALL)
+@sampled("name", SMALL, everyday=["mlp", "recommender"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
 def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: str) -> None:
     result = compiled(*small(name, torch.float64), 2, strategy).verify()

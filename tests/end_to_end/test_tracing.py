@@ -14,6 +14,7 @@ import splitc
 from splitc.compiled import CompiledProgram
 from tests.support.compiled import class_batch, compiled
 from tests.support.models import CASES, CLASSES, Case, Made, labels, tokens, vectors
+from tests.support.sampling import sampled
 
 
 class OddNames(nn.Module):
@@ -55,7 +56,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@sampled("name", KINDS, everyday=["recurrent", "encoder", "odd_names", "in_place", "bag"])
 def test_what_was_captured_trains_as_the_model_does_on_ranks(name: str) -> None:
     result = compiled(*KINDS[name].make(torch.float64), 3, "data_parallel", global_batch=7).verify()
     assert result.holds, str(result)

@@ -35,12 +35,14 @@ def _glibc() -> None:
             pytest.skip("the C library is not glibc")
 
 
+@pytest.mark.slow
 def test_memory_that_is_kept_causes_no_page_faults_after_a_few_rounds() -> None:
     first, *_, last = run("assert keep_memory(); print(*(faults() for _ in range(8)))")
     assert first > 10_000
     assert last < first / 20
 
 
+@pytest.mark.slow
 def test_by_default_every_round_is_like_the_first() -> None:
     first, *_, last = run("print(*(faults() for _ in range(8)))")
     assert last > first / 2

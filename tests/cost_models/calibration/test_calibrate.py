@@ -507,6 +507,7 @@ def started(*arguments: object, folder: Path, launcher: list[str] | None = None)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_command_measures_this_machine_on_real_ranks_and_writes_a_cluster(tmp_path: Path) -> None:
     process = started("-o", "mine.toml", "--budget", 2, "--ranks", 2, folder=tmp_path)
@@ -520,6 +521,7 @@ def test_the_command_measures_this_machine_on_real_ranks_and_writes_a_cluster(tm
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_under_torchrun_separate_ranks_are_measured_and_only_rank_0_prints(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]

@@ -24,6 +24,7 @@ from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
+from tests.support.sampling import sampled
 
 WEIGHT = StateTensor("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
 FROZEN = StateTensor("embed.weight", (100,), torch.float32, parameter=True)
@@ -147,7 +148,7 @@ def test_the_state_of_an_optimizer_is_exact(strategy: str, copies: int) -> None:
 @pytest.mark.parametrize(
     "strategy", ["single_device", "data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=2, scheme=B)"]
 )
-@pytest.mark.parametrize("name", [name for name in CASES if name != "recurrent"])
+@sampled("name", [name for name in CASES if name != "recurrent"], everyday=["alexnet", "resnet", "encoder"])
 def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     given = CASES[name].make()
     try:
@@ -164,7 +165,7 @@ def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: st
     assert_as_measured(program(name, strategy))
 
 
-@pytest.mark.parametrize("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"])
+@sampled("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"], everyday=["hybrid_single"])
 def test_ranks_under_autocast_have_the_bytes_that_were_predicted(strategy: str) -> None:
     assert_as_measured(program("transformer", strategy, BF16))
 
@@ -191,6 +192,7 @@ def test_dropout_keeps_a_mask_for_backward() -> None:
     assert_as_measured(with_it)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_has_at_least_the_bytes_that_were_predicted() -> None:
     """OneDNN keeps a workspace of its own besides."""
     (real,) = measured(done := compiled(*CASES["recurrent"].make(), 1, "single_device"))
@@ -230,9 +232,7 @@ def test_ranks_that_are_alike_are_followed_once_and_get_the_same_figures() -> No
 
 
 @pytest.mark.parametrize("autocast", [None, BF16])
-@pytest.mark.parametrize(
-    "name", [n if n in ("alexnet", "transformer") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
-)
+@sampled("name", MODELS, everyday=["transformer"])
 def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: torch.dtype | None) -> None:
     done = program(name, "single_device", autocast)
     assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)

@@ -21,6 +21,7 @@ from splitc.passes.planner.separate_layers import hybrid_single, layer_separatio
 from tests.cost_models.memory.test_memory import STRATEGIES, example, program
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.every_strategy import Asked, Small, every_strategy, images, planned
+from tests.support.sampling import sampled
 
 
 def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str, float]:
@@ -44,7 +45,7 @@ def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str,
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "sync" not in s])
-@pytest.mark.parametrize("name", ["mlp", "transformer", pytest.param("alexnet", marks=pytest.mark.slow)])
+@sampled("name", ["mlp", "transformer", "alexnet"], everyday=["mlp"])
 def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str) -> None:
     """The sum of the parts where layers are whole; elsewhere parts that take turns make the planner weigh more."""
     done, known = program(name, strategy), example(name)[1]
@@ -60,7 +61,7 @@ def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str) -> No
             assert 0.95 * memory.peak <= need <= 1.25 * max(memory.peak, memory.total), role
 
 
-@pytest.mark.parametrize("asked", every_strategy(2), ids=str)
+@sampled("asked", every_strategy(2), everyday=every_strategy(2)[::4], ids=str)
 def test_no_step_needs_more_than_the_bound_that_spares_its_run(asked: Asked) -> None:
     done = planned(2, asked, norm=True).program
     for rank, memory in enumerate(memory_of_all(done, 2)):

@@ -34,6 +34,7 @@ from tests.support.command import NET
 from tests.support.command import splitc as command
 from tests.support.measuring import captured, lines_of, pretend
 from tests.support.models import CASES, Case, Made, labels, made, vectors
+from tests.support.sampling import sampled
 from tests.support.small_programs import place, separable, small_cluster
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def test_a_device_at_another_speed_takes_in_proportion() -> None:
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
+@sampled("name", CASES, everyday=["alexnet", "encoder"])
 def test_every_layer_of_every_kind_of_model_is_timed(name: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
     program = captured(name, autocast)
     before, threads = torch.get_rng_state(), torch.get_num_threads()

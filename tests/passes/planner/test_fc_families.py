@@ -25,6 +25,7 @@ from splitc.passes.planner.request import Request
 from splitc.report.figures import Figures
 from tests.support.compiled import analyse, compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
+from tests.support.sampling import sampled
 from tests.support.small_programs import candidate
 
 
@@ -150,12 +151,12 @@ def held(size: int, **pins: Placement) -> float:
     return float(max(figures.rank(rank)["parameter_bytes"] for rank in range(8)) / whole)
 
 
-@pytest.mark.parametrize(("size", "most"), PARTS)
+@sampled(("size", "most"), PARTS, everyday=PARTS[:1])
 def test_groups_divide_the_memory_of_the_variants_parameters(size: int, most: float) -> None:
     assert held(size, **{"fc*": Placement(holding="sharded", group=size)}) <= most
 
 
-@pytest.mark.parametrize(("size", "most"), PARTS)
+@sampled(("size", "most"), PARTS, everyday=PARTS[:1])
 def test_so_they_do_as_the_planner_divides_them(size: int, most: float) -> None:
     assert held(size) <= most
 

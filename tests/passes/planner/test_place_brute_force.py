@@ -14,6 +14,7 @@ from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import serve, share_out
 from splitc.ir.program import Program, TensorSpec
+from tests.support.sampling import sampled
 from tests.support.small_programs import Row, place, small_cluster, small_program
 
 
@@ -167,7 +168,7 @@ def random_case(seed: int) -> tuple[Program, int, dict[str, Any]]:
 SEEDS = range(80)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@sampled("seed", SEEDS, everyday=SEEDS[::4])
 def test_the_plan_is_as_fast_as_the_best_of_all_assignments(seed: int) -> None:
     program, world, options = random_case(seed)
     best, _ = brute_force(program, world, **options)

@@ -40,6 +40,7 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER, actions_of, analyse, compiled, with_actions
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.sampling import sampled
 
 Where = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -176,7 +177,7 @@ def adam(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 @pytest.mark.usefixtures("small_messages")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
-@pytest.mark.parametrize("place", PLACES, ids=place_name)
+@sampled("place", PLACES, everyday=PLACES[::3], ids=place_name)
 @pytest.mark.parametrize("name", ["mlp", "conv"])
 def test_servers_are_the_same_training_as_one_process(name: str, place: Where, overlap: bool) -> None:
     program = served(MODELS[name](), *place, overlap=overlap)
@@ -244,6 +245,7 @@ def test_in_single_precision_too() -> None:
     assert result.holds and result.tolerance == 1e-5, str(result)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_real_processes_are_the_same_training() -> None:
     """One server beside a worker, one on its own."""

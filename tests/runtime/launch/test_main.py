@@ -90,6 +90,7 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "state.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_standalone_build_runs_without_splitc_on_synthetic_batches(tmp_path: Path) -> None:
     folder = program().save(tmp_path / "alone", standalone=True)
@@ -98,6 +99,7 @@ def test_a_standalone_build_runs_without_splitc_on_synthetic_batches(tmp_path: P
     assert re.findall(r"^step (\d+)  loss [\d.]+ ", output, re.MULTILINE) == ["1", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_workers_of_compiled_and_of_deferred_programs_train_as_one_process(tmp_path: Path) -> None:
     code, output, _ = launch("-m", "tests.support.launched", tmp_path)
@@ -110,6 +112,7 @@ def test_workers_of_compiled_and_of_deferred_programs_train_as_one_process(tmp_p
         assert_same(saved, state)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_another_number_of_ranks_than_compiled_for_is_refused_with_the_right_command(build: Path) -> None:
     code, output, _ = launch(build / "launch.py", world=1)
@@ -119,6 +122,7 @@ def test_another_number_of_ranks_than_compiled_for_is_refused_with_the_right_com
     assert "--nproc-per-node 2" in first
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("data", "first_error"), [("failing", "ValueError: rank 1 has had enough"), ("killed", "exitcode: -9")]
@@ -146,6 +150,7 @@ def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
     assert [pid for pid in noted if alive(pid)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -> None:
     files = dict(program().files)
@@ -227,6 +232,7 @@ def test_a_data_function_that_is_not_there_is_named(name: str, text: str) -> Non
     on_workers(program(), run)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_launcher_says_what_is_wrong_before_it_begins(build: Path) -> None:
     for arguments, text in (

@@ -342,6 +342,7 @@ def lose_rank_2() -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_others_end_within_seconds_when_a_rank_dies() -> None:
     ended = launch(3, lose_rank_2)
@@ -366,6 +367,7 @@ def wait_in_vain() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_rank_that_does_not_come_is_given_up_after_the_timeout_of_the_environment() -> None:
     text = launch(2, wait_in_vain)[0]

@@ -427,6 +427,7 @@ def hidden_all_reduce() -> Sequence[Step]:
     return recorder.steps
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_gloo_tells_when_a_collective_is_complete_also_if_nobody_waits_yet() -> None:
     ended = launch(2, hidden_all_reduce)

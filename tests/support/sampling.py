@@ -1,0 +1,25 @@
+"""Which cells of a matrix of tests run every day: the others are slow, and run with all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def sampled(
+    names: str | tuple[str, ...],
+    cases: Iterable[Any],
+    everyday: Collection[Any],
+    ids: Callable[[Any], str] | None = None,
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` in which every case is marked slow but those of `everyday`."""
+    cases = list(cases)
+    assert all(case in cases for case in everyday), "a sample of cases that are not there"
+
+    def cell(case: Any) -> Any:
+        values = (case,) if isinstance(names, str) else case
+        return pytest.param(*values, marks=() if case in everyday else pytest.mark.slow)
+
+    return pytest.mark.parametrize(names, [cell(case) for case in cases], ids=ids)
