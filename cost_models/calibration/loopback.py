@@ -17,6 +17,7 @@ from splitc.cost_models.calibration.fit import LinkFit, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.ir.cluster import Link
 from splitc.runtime.transport.base import AllOf, Transport, Work
+from splitc.runtime.transport.recorder import Forwarding
 from splitc.runtime.transport.simulated import run_ranks
 
 _TAG = 1  # of the messages that a reduce-scatter is made of
@@ -26,32 +27,16 @@ _TIMEOUT = timedelta(seconds=30)
 def loopback_link(budget: float) -> LinkFit:
     """What two ranks of this machine talk over: gloo on the loopback device."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    samples = run_ranks(2, lambda meeting: measure_links(Loopback(meeting, store), budget))
+    samples = run_ranks(2, lambda simulated: measure_links(Loopback(simulated, store), budget))
     return fit_links(samples[0], alike=True)
 
 
-class Loopback(Transport):
-    """The transport of one thread: tensors travel by gloo, objects over what `meeting` offers."""
+class Loopback(Forwarding):
+    """The transport of one of two threads: tensors travel by gloo, objects over the simulated transport."""
 
-    def __init__(self, meeting: Transport, store: Any) -> None:
-        self.rank, self.world, self.device = meeting.rank, meeting.world, meeting.device
-        self._meeting = meeting
+    def __init__(self, simulated: Transport, store: Any) -> None:
+        super().__init__(simulated)
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, _TIMEOUT)
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        return self._meeting.broadcast_object(value, src)
-
-    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        return self._meeting.gather_objects(value, dst)
-
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        return self._meeting.scatter_objects(values, src)
-
-    def barrier(self) -> None:
-        self._meeting.barrier()
-
-    def close(self) -> None:
-        """Nothing to give up."""
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         work: Work = self._group.send([tensor], dst, tag)

@@ -38,21 +38,6 @@ def concurrent(nbytes: Iterable[float], link: Link) -> float:
     return link.latency + sum(sizes) / link.bandwidth if sizes else 0.0
 
 
-def exposed(transfers: Iterable[tuple[float, float]], computing: float) -> float:
-    """Seconds of `transfers` that `computing` does not hide.
-
-    A transfer is (when it is ready, seconds it takes), both from the beginning of the computing, as backward fills one
-    bucket of gradients after the other; they take the link in this order, each when it is ready and the one before has
-    ended:
-
-        end = max(end, ready) + seconds        exposed = max(0, end - computing)
-    """
-    end = 0.0
-    for ready, seconds in transfers:
-        end = max(end, ready) + seconds
-    return max(0.0, end - computing)
-
-
 def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks: 2 (n - 1) rounds of nbytes / n."""
     return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
@@ -90,18 +75,6 @@ def recursive_doubling(nbytes: float, n: int, link: Link) -> float:
     doubling = int(math.log2(n))
     surplus = recursive_doubling_rounds(n) - doubling  # 0 or 2 rounds, in one direction
     return doubling * _exchange(nbytes, link) + surplus * point_to_point(nbytes, link)
-
-
-def halving_doubling(nbytes: float, n: int, link: Link) -> float:
-    """Sum tensors of `nbytes` over `n` ranks: a reduce-scatter by halving, an all-gather by doubling (Rabenseifner).
-
-    2 log2 n rounds and 2 (n - 1) / n of the bytes; ranks beyond a power of two add theirs to others' in one round
-    before, and get the result in one after.
-    """
-    doubling = int(math.log2(n))
-    surplus = recursive_doubling_rounds(n) - doubling
-    halves = sum(2 * _exchange(nbytes / (1 << k), link) for k in range(1, doubling + 1))
-    return halves + surplus * point_to_point(nbytes, link)
 
 
 def _round(collective: str, nbytes: float, link: Link) -> float:

@@ -175,10 +175,6 @@ class Cluster:
         """The path from rank `a` to rank `b`: as fast as the slower end of it."""
         return self.link_over((a, b))
 
-    def link_for(self, ranks: int) -> Link:
-        """What a collective of the first `ranks` ranks runs on."""
-        return self.link_over(range(ranks))
-
     def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
         """What the collectives of groups of ranks run on, all at once: the slowest of them.
 

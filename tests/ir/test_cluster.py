@@ -118,7 +118,7 @@ def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed: int)
 
 def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link() -> None:
     cluster = small_cluster()
-    assert cluster.link_of(3) is cluster.link_between(0, 5) is cluster.link_for(7) is cluster.link
+    assert cluster.link_of(3) is cluster.link_between(0, 5) is cluster.link_over(range(7)) is cluster.link
     assert cluster.link_over((0, 2), (1, 3)) is cluster.link_across((0, 1), (2,)) is cluster.link
     assert cluster.host_of(5) == 5
 
@@ -126,7 +126,7 @@ def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link() -> Non
 def test_ranks_of_a_host_have_its_own_link_and_others_that_between_hosts() -> None:
     cluster = hosts()
     assert [cluster.host_of(rank) for rank in (0, 3, 4, 8)] == [0, 0, 1, 2]
-    assert cluster.link_between(0, 3) is cluster.link_for(4) is cluster.link_across((4, 5), (6,)) is INSIDE
+    assert cluster.link_between(0, 3) is cluster.link_over(range(4)) is cluster.link_across((4, 5), (6,)) is INSIDE
     assert cluster.link_between(3, 4) == cluster.link_across((2, 3), (4,)) == NET
     assert cluster.link_of(1) is NET
 
@@ -137,28 +137,28 @@ def test_a_path_is_as_slow_as_its_slower_end_in_everything() -> None:
     assert cluster.link_between(0, 1) is NET
     assert cluster.link_between(0, 2) == slow
     assert cluster.link_between(2, 3) == Link(1e7, 1e-3, duplex=False, processor=1e-9)
-    assert cluster.link_for(2) is NET
+    assert cluster.link_over(range(2)) is NET
     assert cluster.link_over((0, 1, 3)) == cluster.link_over((0, 1), (0, 3)) == Link(1e7, 1e-4)
 
 
 def test_what_a_collective_was_measured_at_counts_where_it_was_on_all_links() -> None:
     one, two = (replace(NET, collectives={"all_reduce": Rate(b, s)}) for b, s in ((5e8, 1e-3), (9e8, 2e-3)))
     cluster = Cluster("mixed", FAST, one, unlike=(odd(2, link=two), odd(3)))
-    assert cluster.link_for(3).collectives == {"all_reduce": Rate(5e8, 2e-3)}
-    assert cluster.link_for(4).collectives == {}
+    assert cluster.link_over(range(3)).collectives == {"all_reduce": Rate(5e8, 2e-3)}
+    assert cluster.link_over(range(4)).collectives == {}
 
 
 def test_a_ring_over_hosts_takes_the_links_of_all_their_ranks_together() -> None:
-    assert hosts().link_for(8) == replace(NET, bandwidth=4e9)
-    assert hosts().link_for(9) == NET  # one rank alone on the last host
+    assert hosts().link_over(range(8)) == replace(NET, bandwidth=4e9)
+    assert hosts().link_over(range(9)) == NET  # one rank alone on the last host
     assert hosts().link_over((0, 4)) == NET
     assert hosts().link_over((0, 1, 4, 5)) == replace(NET, bandwidth=2e9)
     near = hosts(replace(NET, bandwidth=9e10))
-    assert near.link_for(8).bandwidth == INSIDE.bandwidth  # the way out is wider than the way inside
+    assert near.link_over(range(8)).bandwidth == INSIDE.bandwidth  # the way out is wider than the way inside
 
 
 def test_a_ring_over_hosts_has_the_link_that_their_ranks_share_for_itself() -> None:
-    assert hosts(SHARED).link_for(8) == hosts(SHARED).link_over((0, 4)) == SHARED
+    assert hosts(SHARED).link_over(range(8)) == hosts(SHARED).link_over((0, 4)) == SHARED
 
 
 def test_rings_at_once_divide_a_shared_link() -> None:
@@ -178,7 +178,7 @@ def test_messages_of_every_rank_divide_a_shared_link() -> None:
 def test_a_measured_collective_is_divided_with_its_link_and_not_multiplied_by_ranks() -> None:
     rate = Rate(5e8, 1e-3)
     own = replace(NET, collectives={"all_reduce": rate})
-    assert hosts(own).link_for(8).collectives == {"all_reduce": rate}
+    assert hosts(own).link_over(range(8)).collectives == {"all_reduce": rate}
     strided = [range(k, 8, 4) for k in range(4)]
     divided = hosts(replace(own, shared=True)).link_over(*strided)
     assert divided.collectives == {"all_reduce": Rate(1.25e8, 1e-3)}
@@ -186,9 +186,9 @@ def test_a_measured_collective_is_divided_with_its_link_and_not_multiplied_by_ra
 
 def test_the_slowest_host_bounds_a_ring() -> None:
     slow = odd(*range(4, 8), link=replace(NET, bandwidth=1e7))
-    assert hosts(unlike=(slow,)).link_for(8).bandwidth == 4e7
-    assert hosts(unlike=(slow,)).link_for(4) is INSIDE
-    assert hosts(unlike=(odd(5, link=replace(NET, bandwidth=1e7)),)).link_for(8).bandwidth == 4e7
+    assert hosts(unlike=(slow,)).link_over(range(8)).bandwidth == 4e7
+    assert hosts(unlike=(slow,)).link_over(range(4)) is INSIDE
+    assert hosts(unlike=(odd(5, link=replace(NET, bandwidth=1e7)),)).link_over(range(8)).bandwidth == 4e7
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,3 @@ def test_links_do_not_depend_on_the_order_of_ranks_and_a_group_is_no_faster_besi
     for group in groups:
         assert cluster.link_over(group).bandwidth >= together.bandwidth
         assert cluster.link_over(tuple(reversed(group))) == cluster.link_over(group)
-    assert cluster.link_for(16) == cluster.link_over(range(16))

@@ -21,7 +21,8 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,23 +67,48 @@ class Step:
         return sum(operation.nbytes for operation in self.operations)
 
 
-class Recorder(Transport):
+class Forwarding(Transport):
+    """Passes objects, barriers and connections on to `inner`; subclasses say what becomes of tensors."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank, self.world, self.device = inner.rank, inner.world, inner.device
+        self._inner = inner
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return self._inner.broadcast_object(value, src)
+
+    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
+        return self._inner.gather_objects(value, dst)
+
+    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
+        return self._inner.scatter_objects(values, src)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        self._inner._connect(ranks)
+
+
+class Recorder(Forwarding):
     """Passes everything on to `transport`, and records what is issued inside of `step`.
 
     steps: those recorded so far.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.world, self.device = transport.rank, transport.world, transport.device
+        super().__init__(transport)
         self.steps: list[Step] = []
-        self._transport = transport
         self._clock: _Clock = _StreamClock(self.device) if transport.waits_hold_the_stream else _HostClock()
         self._zero = 0.0
         self._issued: list[_Recorded] | None = None
 
     @property
     def waits_hold_the_stream(self) -> bool:
-        return self._transport.waits_hold_the_stream
+        return self._inner.waits_hold_the_stream
 
     def align(self) -> None:
         """Let all ranks' clocks begin now.  Collective.
@@ -106,104 +132,75 @@ class Recorder(Transport):
         self._synchronise()
         end = time.monotonic()
         issued, self._issued = self._issued, None
-        operations = tuple(each.read(self._clock, self._zero, end) for each in issued)
+        operations = tuple(each.read(self._zero, end) for each in issued)
         self.steps.append(Step(begin - self._zero, end - self._zero, operations))
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # -- what is recorded ----------------------------------------------------------------------------------------------
-
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._messages(lambda: self._transport._isend(tensor, dst, tag), [(tensor, dst)], [], tag)
+        return self._messages(partial(self._inner._isend, tensor, dst, tag), [(tensor, dst)], [], tag)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._messages(lambda: self._transport._irecv(tensor, src, tag), [], [(tensor, src)], tag)
+        return self._messages(partial(self._inner._irecv, tensor, src, tag), [], [(tensor, src)], tag)
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int
     ) -> Work:
-        start = self._transport._exchange
-        return self._messages(lambda: start(sends, receives, ranks, tag), sends, receives, tag)
+        return self._messages(partial(self._inner._exchange, sends, receives, ranks, tag), sends, receives, tag)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         nbytes = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
-        return self._collective("all_reduce", lambda: self._transport._all_reduce(tensor, ranks), nbytes, ranks)
+        return self._record("all_reduce", nbytes, partial(self._inner._all_reduce, tensor, ranks), ranks)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         nbytes = (len(ranks) - 1) * tensor.nbytes if src == self.rank else 0
-        return self._collective("broadcast", lambda: self._transport._broadcast(tensor, src, ranks), nbytes, ranks)
+        return self._record("broadcast", nbytes, partial(self._inner._broadcast, tensor, src, ranks), ranks)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         nbytes = (len(ranks) - 1) * tensor.nbytes
-        start = self._transport._all_gather
-        return self._collective("all_gather", lambda: start(outputs, tensor, ranks), nbytes, ranks)
+        return self._record("all_gather", nbytes, partial(self._inner._all_gather, outputs, tensor, ranks), ranks)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         nbytes = sum(piece.nbytes for rank, piece in zip(ranks, pieces, strict=True) if rank != self.rank)
-        start = self._transport._reduce_scatter
-        return self._collective("reduce_scatter", lambda: start(output, pieces, ranks), nbytes, ranks)
+        start = partial(self._inner._reduce_scatter, output, pieces, ranks)
+        return self._record("reduce_scatter", nbytes, start, ranks)
 
     def _messages(
         self, start: Callable[[], Work], sends: Sequence[Message], receives: Sequence[Message], tag: int
     ) -> Work:
-        leaving = tuple((peer, tag, tensor.nbytes) for tensor, peer in sends)
-        arriving = tuple((peer, tag, tensor.nbytes) for tensor, peer in receives)
+        leaving, arriving = (
+            tuple((peer, tag, tensor.nbytes) for tensor, peer in messages) for messages in (sends, receives)
+        )
         nbytes = sum(nbytes for *_, nbytes in leaving)
-        return self._record(_Recorded("message", nbytes, sends=leaving, receives=arriving), start)
+        return self._record("message", nbytes, start, sends=leaving, receives=arriving)
 
-    def _collective(self, kind: str, start: Callable[[], Work], nbytes: int, ranks: tuple[int, ...]) -> Work:
-        return self._record(_Recorded(kind, nbytes, ranks), start)
-
-    def _record(self, recorded: _Recorded, start: Callable[[], Work]) -> Work:
+    def _record(
+        self,
+        kind: str,
+        nbytes: int,
+        start: Callable[[], Work],
+        ranks: tuple[int, ...] = (),
+        sends: tuple[Route, ...] = (),
+        receives: tuple[Route, ...] = (),
+    ) -> Work:
         if self._issued is None:
             return start()
+        recorded = _Recorded(Operation(kind, 0.0, 0.0, nbytes, ranks, sends, receives), start, self._clock)
         self._issued.append(recorded)
-        recorded.issue(start, self._clock)
-        if recorded.ranks:
-            self._transport.when_complete(recorded.work, recorded.complete)
+        if ranks:
+            self._inner.when_complete(recorded.work, recorded.complete)
         return recorded
-
-    # -- what is not ---------------------------------------------------------------------------------------------------
-
-    def _connect(self, ranks: tuple[int, ...]) -> None:
-        self._transport._connect(ranks)
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        return self._transport.broadcast_object(value, src)
-
-    def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        return self._transport.gather_objects(value, dst)
-
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        return self._transport.scatter_objects(values, src)
-
-    def barrier(self) -> None:
-        self._transport.barrier()
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class _Recorded:
     """The work of an operation that is recorded; its times are marks of the clock until the step has ended."""
 
-    def __init__(
-        self,
-        kind: str,
-        nbytes: int,
-        ranks: tuple[int, ...] = (),
-        sends: tuple[Route, ...] = (),
-        receives: tuple[Route, ...] = (),
-    ) -> None:
-        self.kind, self.nbytes, self.ranks, self.sends, self.receives = kind, nbytes, ranks, sends, receives
-        self.work: Work = CompletedWork()
+    def __init__(self, operation: Operation, start: Callable[[], Work], clock: _Clock) -> None:
+        self._operation, self._clock = operation, clock
         self._waits: list[tuple[Any, Any]] = []
         self._completed: Any = None
-
-    def issue(self, start: Callable[[], Work], clock: _Clock) -> None:
-        self._clock = clock
         self._issued = clock.mark()
         self.work = start()
 
@@ -217,16 +214,17 @@ class _Recorded:
         self._waits.append((begin, self._clock.mark()))
         self.work = CompletedWork()  # which holds no tensors
 
-    def read(self, clock: _Clock, zero: float, end: float) -> Operation:
-        """The times in seconds after `zero`.  end: of the step, by which everything is complete."""
-        waits = tuple((clock.seconds(a) - zero, clock.seconds(b) - zero) for a, b in self._waits)
-        told = self._completed
-        completed = min(
-            waits[0][1] if waits else end - zero,
-            end - zero if told is None else clock.seconds(told) - zero,
-        )
-        issued = clock.seconds(self._issued) - zero
-        return Operation(self.kind, issued, completed, self.nbytes, self.ranks, self.sends, self.receives, waits)
+    def read(self, zero: float, end: float) -> Operation:
+        """The operation with its times in seconds after `zero`.  end: of the step, when everything is complete."""
+
+        def seconds(mark: Any) -> float:
+            return self._clock.seconds(mark) - zero
+
+        waits = tuple((seconds(begin), seconds(ended)) for begin, ended in self._waits)
+        ends = [waits[0][1]] if waits else []
+        ends += [seconds(self._completed)] if self._completed is not None else []
+        completed = min(ends, default=end - zero)
+        return replace(self._operation, issued=seconds(self._issued), completed=completed, waits=waits)
 
 
 class _Clock(Protocol):

@@ -13,8 +13,6 @@ from splitc.cost_models.clusters.named import known_clusters, load_cluster
 from splitc.cost_models.network.alpha_beta import (
     all_gather,
     concurrent,
-    exposed,
-    halving_doubling,
     many_to_one,
     one_to_many,
     point_to_point,
@@ -34,7 +32,6 @@ COLLECTIVES: tuple[Collective, ...] = (
     reduce_scatter,
     all_gather,
     recursive_doubling,
-    halving_doubling,
 )
 CLUSTERS = [load_cluster(name) for name in known_clusters()] + [random_cluster(seed) for seed in range(20)]
 
@@ -83,27 +80,6 @@ def test_a_link_that_is_not_duplex_takes_twice_as_long_where_both_directions_are
     assert point_to_point(1e9, HALF_DUPLEX) == point_to_point(1e9, LINK)
 
 
-@pytest.mark.parametrize("n", range(1, 20))
-def test_halving_and_doubling_is_a_reduce_scatter_and_an_all_gather_in_fewer_rounds(n: int) -> None:
-    """By hand: in round k halves of halves are exchanged; ranks beyond a power of two give theirs away before."""
-    power = 1
-    seconds = 0.0
-    while power * 2 <= n:
-        power *= 2
-        seconds += 2 * point_to_point(1e6 / power, LINK)
-    if power < n:
-        seconds += 2 * point_to_point(1e6, LINK)
-    assert halving_doubling(1e6, n, LINK) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_halving_and_doubling_sends_as_many_bytes_as_a_ring(n: int) -> None:
-    at_once = replace(LINK, latency=0.0)
-    assert halving_doubling(1e6, n, at_once) == pytest.approx(ring_all_reduce(1e6, n, at_once))
-    assert halving_doubling(0.0, n, LINK) <= ring_all_reduce(0.0, n, LINK)
-    assert halving_doubling(1e6, n, HALF_DUPLEX) > halving_doubling(1e6, n, LINK)
-
-
 def test_what_a_backend_was_measured_at_is_what_its_rounds_take() -> None:
     rates = {"all_reduce": Rate(5e8, 2e-3), "all_gather": Rate(4e8, 3e-3), "reduce_scatter": Rate(2e8, 4e-3)}
     measured = replace(HALF_DUPLEX, collectives=rates)
@@ -114,7 +90,7 @@ def test_what_a_backend_was_measured_at_is_what_its_rounds_take() -> None:
         assert plain in (point_to_point(1e9, HALF_DUPLEX), recursive_doubling(1e9, 4, HALF_DUPLEX))
 
 
-# -- what shares a link, and what hides --------------------------------------------------------------------------------
+# -- what shares a link -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,31 +113,6 @@ def test_no_messages_take_no_time() -> None:
     assert concurrent([], LINK) == 0.0
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_what_is_exposed_is_what_a_clock_sees_after_the_computing(seed: int) -> None:
-    """Brute force, tick by tick: the link works on the first transfer that is not done, once it is ready."""
-    drawn = random.Random(seed)
-    transfers = [(drawn.randint(0, 20), drawn.randint(0, 9)) for _ in range(drawn.randint(0, 6))]
-    computing = drawn.randint(0, 30)
-    left, tick = [list(each) for each in transfers], 0
-    while left and left[0][1] == 0 and left[0][0] <= tick:
-        left.pop(0)
-    while left:
-        if left[0][0] <= tick:
-            left[0][1] -= 1
-        tick += 1
-        while left and left[0][1] <= 0 and left[0][0] <= tick:
-            left.pop(0)
-    assert exposed(transfers, computing) == max(0, tick - computing)
-
-
-def test_the_last_bucket_cannot_hide_and_all_others_may() -> None:
-    assert exposed([(1.0, 2.0), (6.0, 3.0), (10.0, 0.5)], computing=10.0) == 0.5
-    assert exposed([(10.0, 3.0)], computing=10.0) == 3.0
-    assert exposed([(0.0, 3.0), (1.0, 3.0)], computing=4.0) == 2.0
-    assert exposed([(0.0, 3.0)], computing=4.0) == exposed([], computing=4.0) == 0.0
-
-
 # -- every closed form on every cluster --------------------------------------------------------------------------------
 
 
@@ -171,13 +122,13 @@ def prices(cluster: Cluster, nbytes: float) -> list[float]:
     for n in (1, 2, 3, 8, 12):
         groups = [range(k, 12, 4) for k in range(4)]
         links = (
-            cluster.link_for(n), cluster.link_over(*groups), cluster.link_over(range(12), rings=False),
+            cluster.link_over(range(n)), cluster.link_over(*groups), cluster.link_over(range(12), rings=False),
             cluster.link_across(range(9), range(9, 12)), cluster.link_between(0, 11),
         )  # fmt: skip
         for link in links:
             found += [collective(nbytes, n, link) for collective in COLLECTIVES]
             found += [point_to_point(nbytes, link), many_to_one(nbytes, n, link), one_to_many(nbytes, n, link)]
-            found += [concurrent([nbytes] * n, link), exposed([(0.0, point_to_point(nbytes, link))] * n, 1e-3)]
+            found.append(concurrent([nbytes] * n, link))
     return found
 
 
