@@ -41,9 +41,9 @@ def compile(
 ) -> CompiledProgram | DeferredProgram:
     """Compile the training of `model` for `world` ranks.
 
-    model: a module, or a function or class that gives one without arguments.
+    model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.
-    Without it, the program compiles on the first batch that its worker sees.
+    None: the program compiles on the first batch of its worker.
     target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module;
     None: the model returns the loss.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
@@ -51,14 +51,14 @@ def compile(
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
     memory: bytes that a rank may use, in place of the cluster's.
     autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
-    costs: "counted" prices layers by FLOPs and bytes; "measured" by what they take on this machine, which then must be
-    of the kind that the cluster has.
+    costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
+    that the cluster has.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
 
     Raises CaptureError, CostError or PlacementError.
     """
     if not isinstance(model, nn.Module) and callable(model):
-        model = model()  # a function or a class, as model files offer them
+        model = model()  # a factory, as in model files
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
     if microbatches not in ("auto", 1):

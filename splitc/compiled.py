@@ -1,4 +1,4 @@
-"""A compiled program, and the way to it: analyse a model, specialise it for the ranks of a cluster."""
+"""Analyse a model, specialise it for the ranks of a cluster, and hold the compiled program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from splitc.verify.verify import Verification, verify_program
 
 @dataclass(frozen=True)
 class Settings:
-    """What `compile` was asked for besides model and data."""
+    """The arguments of `compile` other than model and data."""
 
     world: int
     global_batch: int | None = None
@@ -65,10 +65,10 @@ def compile_example(
     plan: Plan | None = None,
     watch: Watcher | None = None,
 ) -> CompiledProgram:
-    """`compile`, with an example at hand."""
+    """`compile` for a bound example."""
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
     if plan is not None:
-        settings = replace(settings, costs=COUNTED)  # it has its prices
+        settings = replace(settings, costs=COUNTED)  # the plan has its prices
     elif settings.costs == MEASURED:
         cluster = load_cluster(settings.cluster)
         require_this_machine(cluster)
@@ -127,9 +127,9 @@ def _require_memory(program: LoweredProgram, memory: float | None, cluster: Clus
 
 
 def fingerprint(program: Program) -> str:
-    """Twelve hex digits of the captured graph and the shapes it holds: tells whether a plan was made for this model.
+    """Twelve hex digits of the captured graph and its tensors' shapes, to check that a plan was made for this model.
 
-    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan also tells what to compile it with.
+    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan can be compiled under the same autocast.
     """
     text = [
         f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}"
@@ -137,13 +137,13 @@ def fingerprint(program: Program) -> str:
         else f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}"
         for n in program.graph.nodes
     ]
-    text += [f"{h.name} {h.shape} {h.dtype} {h.requires_grad}" for h in program.tensors.values()]
+    text += [f"{t.name} {t.shape} {t.dtype} {t.requires_grad}" for t in program.tensors.values()]
     digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
     return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
 
 
 def require_autocast(dtype: torch.dtype | None) -> None:
-    """Raise LaunchError for a dtype that autocast cannot have here."""
+    """Raise LaunchError for a dtype other than bfloat16."""
     if dtype == torch.float16:
         raise LaunchError(
             "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
@@ -154,7 +154,7 @@ def require_autocast(dtype: torch.dtype | None) -> None:
 
 
 def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
-    """What a plan was made under; what is asked for where there is none.  Raises LaunchError when the two differ."""
+    """The autocast of a plan, or the one asked for without a plan.  Raises LaunchError when the two differ."""
     if plan is None or not plan.model:
         return asked
     made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
@@ -181,11 +181,11 @@ class CompiledProgram:
         return generate(self.program)
 
     def report(self) -> str:
-        """The placement table and the prices, for an 80-column terminal."""
+        """The placement table and the predicted costs, for an 80-column terminal."""
         return report(self.program)
 
     def rank(self, rank: int) -> fx.GraphModule:
-        """The graph of one rank, with its communication nodes, annotated with shapes at its batch."""
+        """The graph of one rank, with communication nodes, annotated with the shapes at its batch size."""
         if not 0 <= rank < self.plan.world:
             raise LaunchError(f"there is no rank {rank} in a world of {self.plan.world}")
         return rank_graph(self.program, rank)
@@ -200,9 +200,8 @@ class CompiledProgram:
     ) -> Verification:
         """Train `steps` steps on the ranks here and in one process, and compare loss, gradients and parameters.
 
-        processes: real ones under torchrun instead of simulated ranks.  dtype: torch.float64 proves the algebra;
-        None: the model's own, under autocast where it was compiled so; given, it turns autocast off.
-        examples: the most that a reader gives to a step; None: 8, or the plan's where that is less.
+        processes: start ranks under torchrun instead of simulating them.  dtype: torch.float64 proves the algebra; any
+        dtype turns autocast off; None: the model's own.  examples: at most so many for each reader; None: 8.
         """
         compiled = self if dtype is None else self._in_dtype(dtype)
         sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
@@ -229,9 +228,9 @@ class CompiledProgram:
         return save_build(Path(folder), self.files, self.weights(), standalone)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """What weights.pt holds: `state`, the model's state_dict, and `extra`, tensors that it leaves out."""
+        """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
         state = {k: v.detach() for k, v in self._model.state_dict().items()}
-        constants = dict(self.program.root.named_buffers(recurse=False))  # that the model keeps outside its modules
+        constants = dict(self.program.root.named_buffers(recurse=False))  # of no module
         loss = self._example.loss.named_buffers(prefix=LOSS) if isinstance(self._example.loss, nn.Module) else ()
         buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
         return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
@@ -244,7 +243,7 @@ class CompiledProgram:
         seed: int = 0,
         backend: str | None = None,
     ) -> Worker:
-        """This process's part of training, inside torchrun.  Collective: all use rank 0's programs and weights."""
+        """Make the worker of this process, inside torchrun.  Collective: all use the programs and weights of rank 0."""
         transport = init(self.plan.world, backend)
         parts = list(self.parts()) if transport.rank == 0 else None
         files = transport.broadcast_object(self.files if transport.rank == 0 else None)
@@ -253,10 +252,10 @@ class CompiledProgram:
         return Worker(load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """The weights that each rank starts with; rank 0 also those that no rank trains."""
+        """The initial weights of each rank; rank 0 also has those that no rank uses."""
         weights = self.weights()
         everything = {**weights["state"], **weights["extra"]}
-        working = {alias for stage in self.program.stages for alias in self._names(stage.tensors)}
+        used = {alias for stage in self.program.stages for alias in self._names(stage.tensors)}
         for rank in range(self.plan.world):
             held = {
                 alias
@@ -266,11 +265,11 @@ class CompiledProgram:
             }
             if rank in self.plan.servers:
                 held |= {alias for s in self.program.stages for bucket in s.served for alias in self._names(bucket)}
-            yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in working)}
+            yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in used)}
 
-    def _names(self, holdings: tuple[str, ...]) -> set[str]:
+    def _names(self, tensors: tuple[str, ...]) -> set[str]:
         """All names of the given tensors."""
-        return {alias for name in holdings for alias in (name, *self.program.tensors[name].names)}
+        return {alias for name in tensors for alias in (name, *self.program.tensors[name].names)}
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
         """The same plan for the model in another precision, without autocast."""
@@ -284,7 +283,7 @@ class CompiledProgram:
 
 
 def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """`sizes` in proportion, so that the largest is at most `most`; unequal ones stay unequal."""
+    """Scale `sizes` so that the largest is at most `most`; unequal sizes stay unequal."""
     largest = max(sizes)
     if largest <= most:
         return sizes

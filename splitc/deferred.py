@@ -20,7 +20,7 @@ from splitc.runtime.worker import OptimizerFactory, Worker
 
 
 class DeferredProgram:
-    """What `splitc.compile(model, world=N)` returns without an example: it has a worker, and no plan yet."""
+    """Returned by `splitc.compile` without an example: it has a worker, but no plan yet."""
 
     def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None) -> None:
         self._model, self._loss, self._settings, self._name = model, loss, settings, name
@@ -34,9 +34,9 @@ class DeferredProgram:
         )
 
     def compile(self, batch: Any) -> CompiledProgram:
-        """Compile on one reader's batch: inputs, then the target when there is a loss function.
+        """Compile on one reader's batch: the inputs, followed by the target when there is a loss.
 
-        A dict stands for keyword arguments, as in `compile`: the whole batch without a loss, else its first part.
+        The inputs may be a dict of keyword arguments, as in `compile`.
         """
         inputs, target = batch, None
         if self._loss is not None:
@@ -55,16 +55,16 @@ class DeferredProgram:
         seed: int = 0,
         backend: str | None = None,
     ) -> DeferredWorker:
-        """This process's part of training, inside torchrun; it compiles on the first batch.  Collective."""
+        """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
         transport = init(self._settings.world, backend)
         options = {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}
         return DeferredWorker(self, transport, optimizer, options, first_names(self._model.state_dict()))
 
 
 class DeferredWorker:
-    """A worker that is made on the first batch.  Rank 0 plans, and gives plan, programs and weights to the others.
+    """A worker that compiles on the first batch: rank 0 plans, and broadcasts programs and weights.
 
-    The others wait for it as for any message: a plan that takes longer than SPLITC_TIMEOUT seconds needs a larger one.
+    The other ranks wait as for any message: planning for longer than SPLITC_TIMEOUT seconds needs a larger timeout.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class DeferredWorker:
         self._worker: Worker | None = None
 
     def step(self, *batch: Tensor) -> Tensor:
-        """One training step; the first one takes a batch on every rank, and compiles on rank 0's."""
+        """Run one training step; the first one takes a batch on every rank and compiles on that of rank 0."""
         if self._worker is None:
             self._start([batch])
             batch = batch if self.data_rank is not None else ()
         return self._ready.step(*batch)
 
     def shard(self, dataset: Any, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, ...]]:
-        """As `Worker.shard`; the first time, rank 0 looks at the dataset's first batch to compile.  Then collective."""
+        """As `Worker.shard`; the first call is collective, and rank 0 compiles on the first batch of the dataset."""
         if self._worker is None:
             loader = DataLoader(dataset, batch_size=batch_size, collate_fn=options.get("collate_fn"))
             self._start(loader)
@@ -108,7 +108,7 @@ class DeferredWorker:
         return getattr(self._ready, name)
 
     def _start(self, batches: Iterable[Any]) -> None:
-        """Compile rank 0's first batch.  An error is raised on every rank, or the others would wait for their part."""
+        """Compile on rank 0's first batch.  Its error is raised on every rank, since the others wait for it."""
         files, weights, failure = None, None, None
         if self._transport.rank == 0:
             try:

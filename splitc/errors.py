@@ -1,7 +1,7 @@
 """The errors that splitc raises.
 
-A user can catch the four that are about his input; `InternalError` means a bug of ours.  A text says what is wrong,
-where (the node and the user's file and line), the numbers with their units, and what to do.
+Subclasses of SplitcError are about the input; InternalError is a bug of splitc.  A message says what is wrong, where
+(the node and the user's file and line), the numbers with their units, and what to do.
 """
 
 from collections.abc import Iterable
@@ -25,17 +25,17 @@ class CaptureError(SplitcError):
 
 
 class CostError(SplitcError):
-    """A price is missing or makes no sense: an unknown cluster, device, link or op."""
+    """A cost is missing or invalid: an unknown cluster, device, link or op."""
 
 
 class PlacementError(SplitcError):
-    """No plan meets what was asked for."""
+    """No plan meets the request."""
 
 
 class InternalError(Exception):
-    """splitc broke one of its own rules; please report it with the message."""
+    """An invariant of splitc is violated; please report it with the message."""
 
 
 def bullets(title: str, problems: Iterable[str]) -> str:
-    """One text for all problems at once, so that a user mends them in one go."""
+    """One message that lists all problems."""
     return "\n".join([title, *(f"  - {problem}" for problem in problems)])

@@ -1,4 +1,4 @@
-"""Numbers for people.  Everything else in splitc is SI base units; scaling happens here, at print time."""
+"""Format quantities for display.  Elsewhere they are in SI base units without prefixes."""
 
 
 def _scaled(value: float, step: float, names: tuple[str, ...]) -> str:
@@ -36,8 +36,3 @@ def seconds(value: float) -> str:
 def bandwidth(value: float) -> str:
     """Bytes per second as the network's bits per second: `1.25e9` -> `10.0 Gbit/s`."""
     return _scaled(value * 8, 1e3, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
-
-
-def shape(sizes: tuple[int, ...]) -> str:
-    """`(128, 9216)`; one-dimensional shapes keep their comma, as in Python."""
-    return str(tuple(sizes))

@@ -27,8 +27,13 @@ def user_line() -> str | None:
 
 def line_of(error: BaseException) -> str | None:
     """File and line of the user's innermost frame that `error` passed through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    return _line(frames[-1].filename, frames[-1].lineno) if frames else None
+    frame = frame_of(error)
+    return None if frame is None else _line(frame.filename, frame.lineno)
+
+
+def frame_of(error: BaseException) -> traceback.FrameSummary | None:
+    """The user's innermost frame that `error` passed through."""
+    return next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if _is_users(f.filename)), None)
 
 
 def first_line(error: BaseException) -> str:

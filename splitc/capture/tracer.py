@@ -96,7 +96,7 @@ class Tracer:
     def _record(self, call: Call, name: str | None) -> Any:
         if has_inner_dropout(call):
             return with_explicit_dropout(call)
-        self._require_recordable(call)
+        self.evaluator.unrecorded(lambda: require_recordable(call))
         new = functional(normalized(call))
         if new.written is not None and new.written._node.op == "get_attr":
             return self._update_counter(call, new.written)
@@ -108,10 +108,6 @@ class Tracer:
             return self._constant(new, error)
         result = self._result(new, values, name)
         return result if new.written is None else self._write(new.written, result)
-
-    def _require_recordable(self, call: Call) -> None:
-        """Raise Unsupported for what no graph can hold."""
-        self.evaluator.unrecorded(lambda: require_recordable(call))
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """The value as plain Python, or a proxy of a new node; a tuple of these for a tuple."""
@@ -176,13 +172,13 @@ class Tracer:
         if new._values[0].dtype != before.dtype:
             new = self.record("call_method", "to", (new, before.dtype), {})
         base = self._proxies.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
-        if base is not None and self._memory(before) == self._memory(base._values[0]):
+        if base is not None and self._storage(before) == self._storage(base._values[0]):
             key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
             self.record("call_function", operator.setitem, (base, key, new), {})
-        owner = self._aliasing.owner(self._memory(before))
+        owner = self._aliasing.owner(self._storage(before))
         if owner is not None:
             raise Unsupported(writes_text("this", str(owner.target)))
-        self._aliasing.write(node, self._memory(before), self.source())
+        self._aliasing.write(node, self._storage(before), self.source())
         old.__dict__.update(_node=new._node, _values=new._values)
         self._proxies[new._node] = old
         return old
@@ -205,7 +201,7 @@ class Tracer:
         self._constants.changing.add(name)
         return buffer
 
-    def _memory(self, tensor: torch.Tensor) -> int:
+    def _storage(self, tensor: torch.Tensor) -> int:
         """The identity of a tensor's storage, which all its views share."""
         return self.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
 
@@ -229,7 +225,7 @@ class Tracer:
         self.values[node] = values
         if not isinstance(values[0], torch.Tensor):
             return TracedNumber(self, node, values)
-        self._aliasing.add(node, self._memory(values[0]))
+        self._aliasing.add(node, self._storage(values[0]))
         self._proxies[node] = self.evaluator.unrecorded(lambda: TracedTensor(self, node, values))
         return self._proxies[node]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import linecache
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import splitc
+from splitc.capture.source_lines import frame_of
 from splitc.cli.model_file import ModelFile
 from splitc.errors import CaptureError
 from splitc.ir.program import under_autocast
-
-_LIBRARIES = tuple(str(Path(path).parent) for path in (torch.__file__, splitc.__file__))
 
 
 def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:
@@ -32,7 +28,7 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
         loss.sum().backward()
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
-        where = user_line(error)
+        where = _user_line(error)
         at = f" at {where}" if where else ""
         under = "" if autocast is None else " under autocast"
         return CaptureError(
@@ -45,13 +41,12 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
     return None
 
 
-def user_line(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """The innermost line of the user's code: `net.py:12 (return self.fc(x))`."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*_LIBRARIES, "<")) and "site-packages" not in frame.filename:
-            line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-            return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({line})" if line else "")
-    return ""
+    frame = frame_of(error)
+    if frame is None:
+        return ""
+    return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
 
 
 def _described(values: Mapping[str, Any]) -> str:

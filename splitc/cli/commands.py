@@ -1,4 +1,4 @@
-"""What each command does with its options."""
+"""Run each command on its options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inspect(args: argparse.Namespace) -> int:
 def compile(args: argparse.Namespace) -> int:
     """Write a build."""
     folder = Path(args.output)
-    _writable(folder)
+    _require_writable(folder)
     from splitc.cli.compiling import compiled, listed
 
     program = compiled(args, args.plan)
@@ -64,8 +64,8 @@ def compile(args: argparse.Namespace) -> int:
     return 0
 
 
-def _writable(folder: Path) -> None:
-    """Raises LaunchError, before a model is traced for minutes, when a build cannot be written there."""
+def _require_writable(folder: Path) -> None:
+    """Raise LaunchError when a build cannot be written there, before minutes of tracing."""
     if folder.exists() and not folder.is_dir():
         raise LaunchError(f"{folder} is a file; give a folder for the build: -o build")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -129,7 +129,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def clusters(args: argparse.Namespace) -> int:
-    """List the clusters by name."""
+    """List the known clusters."""
     from splitc.cost_models.clusters.named import known_clusters, load_cluster
     from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
 
@@ -169,7 +169,7 @@ def _path(link: Link) -> str:
 
 
 def demo(args: argparse.Namespace) -> int:
-    """Train on real digits three ways."""
+    """Run the demo."""
     from splitc.demo.main import main
 
     return main(args.arguments)

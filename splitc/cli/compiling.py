@@ -1,8 +1,8 @@
-"""From the options to a compiled program: everything that can be wrong is looked at in the order of what it costs.
+"""Compile the program that the options ask for; checks run in the order of their cost.
 
 options     strategy, pins, world against cluster, plan.json: all problems at once, in milliseconds
-files       the model file is imported, its model and example are made
-tracing     the model runs on fake tensors; when that fails it is run as it is, to tell whose fault it is
+files       import the model file, make its model and example
+tracing     run the model on fake tensors; when that fails, eagerly, to tell an error of the model from a bug of splitc
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,10 +34,12 @@ from splitc.ir.pass_manager import Pass
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
-from splitc.ir.strategies import Strategy, parse_strategy
+from splitc.ir.strategies import parse_strategy
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import unknown_words
+
+T = TypeVar("T")
 
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 
@@ -61,7 +63,7 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
 
 
 def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
-    # torch logs a traceback of its own for every op that fails on fake tensors; the error itself says all of it
+    # torch logs a traceback for every op that fails on fake tensors; the error says the same
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return analyse(
@@ -84,35 +86,27 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """What was asked for besides the model.  Raises with all problems at once, before anything is imported."""
+    """The options other than the model.  Raises with all problems at once, before anything is imported."""
     problems: list[SplitcError] = []
-    strategy, cluster, autocast = None, None, None
-    pins: dict[str, str | Placement] = {}
-    if args.world is None:
-        problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
-    try:
-        strategy = parse_strategy(args.strategy)
-    except SplitcError as error:
-        problems.append(error)
-    try:
-        pins = parse_pins(args.pin)
-    except SplitcError as error:
-        problems.append(error)
-    try:
-        autocast = parse_autocast(args.autocast)
-    except SplitcError as error:
-        problems.append(error)
-    try:
-        cluster = _cluster(args.cluster, args.quiet, measure=not problems)
-    except SplitcError as error:
-        problems.append(error)
-    if strategy is not None and cluster is not None and args.world is not None:
-        problems += map(PlacementError, _limits(args, cluster, strategy))
-    if args.costs == MEASURED and cluster is not None:
+
+    def attempt(parse: Callable[[], T]) -> T | None:
         try:
-            require_this_machine(cluster)
+            return parse()
         except SplitcError as error:
             problems.append(error)
+            return None
+
+    if args.world is None:
+        problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
+    strategy = attempt(lambda: parse_strategy(args.strategy))
+    pins = attempt(lambda: parse_pins(args.pin))
+    autocast = attempt(lambda: parse_autocast(args.autocast))
+    cluster = attempt(lambda: _cluster(args.cluster, args.quiet, measure=not problems))
+    if strategy is not None and cluster is not None and args.world is not None:
+        place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
+        problems += map(PlacementError, place.problems())
+    if args.costs == MEASURED and cluster is not None:
+        attempt(lambda: require_this_machine(cluster))
     if len(problems) > 1:
         raise LaunchError(bullets("this cannot be started:", map(str, problems)))
     if problems:
@@ -122,19 +116,15 @@ def _settings(args: argparse.Namespace) -> Settings:
         args.global_batch,
         cluster,
         strategy or "auto",
-        pins,
+        pins or {},
         args.memory,
         autocast=autocast,
         costs=args.costs,
     )
 
 
-def _limits(args: argparse.Namespace, cluster: Cluster, strategy: Strategy) -> list[str]:
-    return Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory).problems()
-
-
 def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
-    """The cluster by its name; this machine is not measured when there is a problem already."""
+    """The cluster by name; `measure` allows to measure this machine."""
     if name not in (None, THIS_MACHINE):
         return load_cluster(name)
     here = measured_before()
@@ -145,9 +135,9 @@ def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
 
 
 def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:
-    """`["classifier.*=fc", "head=holding:sharded,group:2"]` -> pattern and role, or Placement.
+    """`["classifier.*=fc", "head=holding:sharded,group:2"]` -> role or Placement by pattern.
 
-    Of one pattern the later one counts, part by part.  Raises PlacementError with all that cannot be read.
+    For a pattern given twice the later parts win.  Raises PlacementError listing all that are malformed.
     """
     pins: dict[str, str | Placement] = {}
     problems: list[str] = []
@@ -171,7 +161,7 @@ def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:
 
 
 def _parts(text: str) -> tuple[dict[str, Any], list[str]]:
-    """The parts of a placement by name, and what is wrong with them; a single word is a role."""
+    """The parts of a placement by name, and their problems; a single word is a role."""
     if ":" not in text and "," not in text:
         return {"role": text}, []
     known = [part.name for part in fields(Placement)]
@@ -193,7 +183,7 @@ def _parts(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def listed(files: Collection[str], standalone: bool = False) -> str:
-    """What a build holds, briefly: `conv.py conv_fc.py rank0.py..rank3.py launch.py plan.json weights.pt`."""
+    """The files of a build: `conv.py conv_fc.py rank0.py..rank3.py launch.py plan.json weights.pt`."""
     ranks = [name for name in files if re.fullmatch(r"rank[0-9]+\.py", name)]
     last = ("launch.py", "plan.json")
     between = [] if not ranks else [ranks[0]] if len(ranks) == 1 else [f"{ranks[0]}..{ranks[-1]}"]
@@ -202,7 +192,7 @@ def listed(files: Collection[str], standalone: bool = False) -> str:
 
 
 def parse_autocast(name: str | None) -> torch.dtype | None:
-    """The dtype by its name.  Raises LaunchError for another than bfloat16."""
+    """The dtype by name.  Raises LaunchError unless it is bfloat16."""
     if name is None:
         return None
     dtype = getattr(torch, name.removeprefix("torch."), None)
@@ -213,7 +203,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 
 
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
-    """The plan to compile.  Raises LaunchError when it is none, or when options contradict it."""
+    """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
     plan = read_plan_file(path)
     if args.world not in (None, plan.world):
         raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out")
@@ -232,5 +222,5 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
 
 
 def watch(each: Pass[Any, Any], program: Program, seconds: float) -> None:
-    """`-v`: what a pass made of the program, on stderr."""
+    """`-v`: print the program after a pass, on stderr."""
     print(f"# {each.name}: {seconds:.3f} s\n{print_program(program)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Run one command, and turn whatever goes wrong into a text and an exit code.
+"""Run one command and turn errors into a message and an exit code.
 
 Exit codes: 0 done; 1 a run failed, a verification does not hold, or a bug of splitc; 2 the input is wrong; 130 stopped.
 """
@@ -18,7 +18,7 @@ _REPORT = "this is a bug of splitc, not of your input; please report it with the
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (default: this process's arguments) asks for; returns the exit code."""
+    """Run the command of `argv`, by default that of this process; return the exit code."""
     verbose = False
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave.code if isinstance(leave.code, int) else 0
     except KeyboardInterrupt:
         return _say("stopped", 130)
-    except BrokenPipeError:  # the reader of our output went away, `| head` for example
+    except BrokenPipeError:  # the reader of stdout has closed it, `| head` for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SplitcError as error:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _say("this machine has not enough memory for that; take a smaller batch with --input", 1)
     except Exception as error:
-        if _is_of_the_wire(error):
+        if _is_transport_error(error):
             return _say(_with_notes(error), 1)
         if verbose:
             raise
@@ -54,8 +54,8 @@ def _with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def _is_of_the_wire(error: Exception) -> bool:
-    """Whether ranks lost each other; those errors are loaded with torch only, so they are known by their home."""
+def _is_transport_error(error: Exception) -> bool:
+    """Whether ranks lost each other.  Compares module names, since importing these errors would load torch."""
     return any(kind.__module__ == "splitc.runtime.transport.base" for kind in type(error).__mro__)
 
 
@@ -67,7 +67,7 @@ def _bug(error: Exception) -> str:
 
 
 def _where(traceback: TracebackType | None) -> str | None:
-    """`splitc/capture/capture.py:120 in capture`: the innermost line of our own."""
+    """The innermost line of splitc: `splitc/capture/capture.py:120 in capture`."""
     found = None
     while traceback is not None:
         frame = traceback.tb_frame

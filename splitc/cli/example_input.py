@@ -1,10 +1,11 @@
-"""The example and the target that a model file offers, and those of other sizes that `--input` asks for."""
+"""Make the example and the target of a model file, also of the sizes that `--input` gives."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def parse_sizes(text: str) -> tuple[tuple[int, ...], ...]:
     return sizes
 
 
-def made(offered: Any, where: str, batch: int | None = None) -> Any:
-    """What a function gives, for `batch` examples when it has an argument of that name; any other value as it is.
+def evaluated(offered: Any, where: str, batch: int | None = None) -> Any:
+    """Call a function, with `batch` when it has an argument of that name; return any other value unchanged.
 
     Raises CaptureError when the function fails.
     """
@@ -40,8 +41,6 @@ def made(offered: Any, where: str, batch: int | None = None) -> Any:
     try:
         return offered(**options)
     except Exception as error:
-        from traceback import extract_tb
-
         line = extract_tb(error.__traceback__)[-1]
         call = f"{where}({', '.join(f'{k}={v}' for k, v in options.items())})"
         at = "" if line.filename == __file__ else f" (line {line.lineno})"
@@ -50,7 +49,7 @@ def made(offered: Any, where: str, batch: int | None = None) -> Any:
 
 
 def takes_batch(offered: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `batch`."""
+    """Whether a function has an argument named `batch`."""
     try:
         return "batch" in inspect.signature(offered).parameters
     except (TypeError, ValueError):
@@ -58,9 +57,9 @@ def takes_batch(offered: Callable[..., Any]) -> bool:
 
 
 def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) -> Any:
-    """An example of the given sizes that is like `example`: as many tensors, of the same dtypes and names.
+    """An example of the given sizes, with the tensors, dtypes and names of `example`.
 
-    A single number asks for that many rows of the example as it is.
+    A size that is a single number asks for that many rows of the example.
     """
     if example is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
@@ -107,7 +106,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def check_example(example: Any, where: str) -> None:
-    """Raises CaptureError unless it is a tensor, a tuple or list of them, or a dict of them."""
+    """Raise CaptureError unless it is a tensor, a tuple or list of tensors, or a dict of tensors."""
     form = "give a tensor, a tuple of tensors, or a dict of them by the names of forward's arguments"
     if isinstance(example, Mapping):
         parts = {str(name): part for name, part in example.items()}
@@ -123,7 +122,7 @@ def check_example(example: Any, where: str) -> None:
 
 
 def check_target(target: Any, example: Any, where: str) -> None:
-    """Raises CaptureError unless it is a tensor, or several, with a row for each example."""
+    """Raise CaptureError unless it is one or several tensors with a row for each example."""
     parts = tuple(example.values()) if isinstance(example, Mapping) else as_tuple(example)
     tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
     for part in as_tuple(target):

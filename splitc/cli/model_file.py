@@ -8,6 +8,8 @@ import inspect
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from splitc.capture.example import Example
-from splitc.cli.example_input import check_example, check_target, made, parse_sizes, resized, rows, takes_batch
+from splitc.cli.example_input import check_example, check_target, evaluated, parse_sizes, resized, rows, takes_batch
 from splitc.errors import CaptureError
 from splitc.ir.names import near_name
 
@@ -38,9 +40,9 @@ class ModelFile:
 
 
 def load_model(argument: str, sizes: str | None = None) -> ModelFile:
-    """Load a model argument.  sizes: `4x3x224x224`, an example of that shape in place of the file's own.
+    """Load a model argument.  sizes: `4x3x224x224`, the shape of an example in place of that of the file.
 
-    Raises CaptureError that says what is missing and how it should look.
+    Raises CaptureError that says what is missing and gives an example of it.
     """
     asked = None if sizes is None else parse_sizes(sizes)
     module, attribute, where = _import(argument)
@@ -69,14 +71,14 @@ def _model(module: ModuleType, attribute: str, argument: str, where: str) -> nn.
         path = argument if argument.endswith(".py") else argument.rpartition(":")[0]
         hint = near_name(attribute, models) or (f"did you mean {path}:{models[0]}? " if models else "")
         raise CaptureError(f"{where} has no {attribute!r}; {hint}{_OFFERS}")
-    model = made(getattr(module, attribute), f"{where}: {attribute}")
+    model = evaluated(getattr(module, attribute), f"{where}: {attribute}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{where}: {attribute} is a {type(model).__name__}, not a torch.nn.Module; {_OFFERS}")
     return model
 
 
 def _models(module: ModuleType) -> list[str]:
-    """Names of the modules, and of the module classes and functions of the file itself."""
+    """Names of the modules, and of the module classes that the file defines."""
     own = [
         n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
     ]
@@ -86,7 +88,7 @@ def _models(module: ModuleType) -> list[str]:
 
 def _loss(loss: Any, where: str) -> Any:
     if inspect.isclass(loss):
-        loss = made(loss, f"{where}: loss")
+        loss = evaluated(loss, f"{where}: loss")
     if loss is not None and not callable(loss):
         raise CaptureError(
             f"{where}: loss is a {type(loss).__name__}; give a function of (output, target) or a loss module, "
@@ -98,19 +100,19 @@ def _loss(loss: Any, where: str) -> Any:
 def _data(
     module: ModuleType, where: str, model: nn.Module, sizes: tuple[tuple[int, ...], ...] | None
 ) -> tuple[Any, Any]:
-    """Example and target, of the sizes asked for."""
+    """Inputs and target, of the sizes asked for."""
     offered, batch = getattr(module, "example", None), sizes[0][0] if sizes else None
     if offered is None and sizes is None:
         raise CaptureError(f"{where} has no `example`; add one (a tuple of tensors), or give --input 32x3x224x224")
     if offered is None and sizes is not None and len(sizes[0]) == 1:
         raise CaptureError(f"{where} has no `example`; give all sizes, as in --input 32x3x224x224")
-    example = made(offered, f"{where}: example", batch)
+    example = evaluated(offered, f"{where}: example", batch)
     if offered is not None:
         check_example(example, where)
     if sizes is not None:
         example = resized(sizes, example, model)
     offered = getattr(module, "target", None)
-    target = made(offered, f"{where}: target", batch)
+    target = evaluated(offered, f"{where}: target", batch)
     if target is not None:
         if batch is not None and not (callable(offered) and takes_batch(offered)):
             target = rows(target, batch)
@@ -119,7 +121,7 @@ def _data(
 
 
 def _title(model: nn.Module, module: ModuleType) -> str:
-    """The name in reports and headers: the class, unless that says nothing."""
+    """The name in reports and headers: the class, or the file for a Sequential."""
     name = type(model).__name__
     return module.__name__.rpartition(".")[2] if name in ("Sequential", "Module") else name
 
@@ -128,7 +130,7 @@ def _title(model: nn.Module, module: ModuleType) -> str:
 
 
 def _import(argument: str) -> tuple[ModuleType, str, str]:
-    """The module, the name of the model in it, and how errors call it."""
+    """The module, the name of the model in it, and its name in errors."""
     in_file = re.fullmatch(r"(.*\.py)(?::(\w*))?", argument)
     if in_file is not None:
         return _from_file(Path(in_file[1])), in_file[2] or "model", in_file[1]
@@ -140,9 +142,9 @@ def _import(argument: str) -> tuple[ModuleType, str, str]:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
-    with _explained(name):
-        return importlib.import_module(name), attribute, name
-    raise AssertionError
+    with _import_errors(name):
+        module = importlib.import_module(name)
+    return module, attribute, name
 
 
 def _from_file(file: Path) -> ModuleType:
@@ -159,7 +161,7 @@ def _from_file(file: Path) -> ModuleType:
     if (folder := str(file.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     try:
-        with _explained(str(file)):
+        with _import_errors(str(file)):
             spec.loader.exec_module(module)
     except CaptureError:
         sys.modules.pop(name)
@@ -169,23 +171,19 @@ def _from_file(file: Path) -> ModuleType:
     return module
 
 
-class _explained:
-    """Turns whatever importing `where` raises into a CaptureError with the line that did it."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, KeyboardInterrupt):
-            return
-        raise CaptureError(f"{self._where} cannot be imported: {_said(error, self._where)}") from error
+@contextmanager
+def _import_errors(where: str) -> Iterator[None]:
+    """Turn any error of importing `where` into a CaptureError that names the line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise CaptureError(f"{where} cannot be imported: {_import_problem(error, where)}") from error
 
 
-def _said(error: BaseException, where: str) -> str:
-    """What went wrong, and at which line of whose file."""
+def _import_problem(error: BaseException, where: str) -> str:
+    """The error with the user's file and line."""
     if isinstance(error, SyntaxError):
         line = f" ({error.text.strip()})" if error.text else ""
         return f"{type(error).__name__} in {Path(error.filename or where).name}:{error.lineno}{line}: {error.msg}"

@@ -1,130 +1,22 @@
-"""The commands and their options, and the help that teaches them.  Quick to load: no torch."""
+"""Parse the commands and their options.  Quick to load: no torch."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from splitc.cli.help import epilog
 from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.version import __version__
 
-_EXIT = """exit codes
-  0  done
-  1  a run failed, a verification does not hold, or a bug of splitc
-  2  the input is wrong; nothing was started or written
-  130  stopped by Ctrl-C
-"""
 _MODEL = "path/model.py[:name] or package.module:name"
-_CONVENTIONS = """a model file offers
-  model    a torch.nn.Module, or a function or class that gives one without
-           arguments; net.py:other takes `other` instead
-  loss     a function of (output, target), or a loss module; without it the
-           model returns the loss
-  example  one rank's batch of inputs: a tensor, a tuple of them, or a dict by
-           the names of forward's arguments
-  target   a tensor with a row for each example, or a tuple of them
-example and target may be functions; where they take `batch`, they are called
-with the batch that --input asks for.
-"""
-_HELP = {
-    "": """examples:
-  splitc inspect examples/alexnet.py --world 4 --cluster v100-10gbe
-  splitc compile examples/alexnet.py --world 4 --strategy layer_separation
-  splitc run build --steps 3
-  splitc verify examples/mlp.py --world 4
-  splitc clusters
-  splitc calibrate -o cluster.toml
-
-splitc COMMAND --help shows more.
-""",
-    "inspect": """examples:
-  splitc inspect examples/alexnet.py --world 11 --cluster v100-10gbe
-  splitc inspect examples/vgg16.py --world 4           (measures this machine)
-  splitc inspect examples/vgg16.py:vgg19 --world 8 --cluster my.toml
-  splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
-  splitc inspect examples/mlp.py --world 4 --costs measured   (on this machine)
-  splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
-      --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
-  splitc inspect examples/alexnet.py --world 4 \\
-      --pin 'classifier.1=holding:sharded,group:2' \\
-      --pin 'classifier.4=sync:late_multiply' --pin 'classifier.6=role:fc'
-  splitc inspect examples/alexnet.py --world 4 --json > report.json
-""",
-    "compile": """examples:
-  splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
-  splitc compile examples/alexnet.py --world 4 --strategy layer_separation
-  splitc compile examples/alexnet.py --world 4 --standalone
-  splitc compile examples/alexnet.py --world 4 --autocast bfloat16
-  splitc compile examples/alexnet.py --plan build/plan.json -o again
-then:
-  splitc run build --steps 3
-""",
-    "run": """examples:
-  splitc run build
-  splitc run build --steps 100 --data mydata:batches --save trained.pt
-  splitc run build --measure --trace steps.json
-  splitc run build --measure --correct my.toml
-
-options, after the folder
-  --steps N               training steps (default 10)
-  --data MODULE:FUNCTION  batches of a rank; synthetic ones without it
-  --seed N                of dropout and of synthetic data (default 0)
-  --backend NAME          gloo or nccl
-  --save FILE             write the trained model's state_dict there
-  --measure               print what each rank computes, waits for and sends
-                          beside what was predicted; 3 steps are left out
-  --trace FILE            with --measure: the last steps as a Chrome trace,
-                          which opens in ui.perfetto.dev
-  --correct CLUSTER.TOML  with --measure: correct this cluster file by what
-                          was measured, or write a new one
-  --json                  with --measure: print the comparison as JSON
-
-A launch.py that you wrote yourself gets all of them as they stand. On several
-machines start torchrun yourself; launch.py --measure FILE then writes what was
-measured:
-  torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
-""",
-    "verify": """examples:
-  splitc verify examples/mlp.py --world 4
-  splitc verify examples/mlp.py --world 4 --dtype float64   (to 1e-9)
-  splitc verify examples/mlp.py --world 4 --processes       (under torchrun)
-  splitc verify examples/alexnet.py --world 4 --strategy layer_separation \\
-      --input 4x3x224x224
-""",
-    "simulate": """examples:
-  splitc simulate examples/alexnet.py --world 5:80 --bandwidth 25g,40g,100g \\
-      --against parameter_server
-  splitc simulate examples/vgg16.py --world 8,16 --strategies auto \\
-      --cluster my.toml
-  splitc simulate examples/alexnet.py --world 4 --strategies data_parallel \\
-      --trace timeline.json
-
-Each plan is the planner's best of its strategy, and its price that of an event
-simulation.  --bandwidth is of the links between hosts, in bits per second.
-""",
-    "calibrate": """examples:
-  splitc calibrate -o cluster.toml
-  splitc calibrate -o quick.toml --budget 20 --ranks 2
-  splitc inspect examples/alexnet.py --world 4 --cluster cluster.toml
-
-It starts its ranks itself: one for each GPU, else one for each core. To measure
-several machines, start it on them:
-  torchrun --nnodes 2 --nproc-per-node 4 ... -m splitc.cli calibrate -o my.toml
-""",
-    "clusters": """examples:
-  splitc clusters
-  splitc inspect examples/alexnet.py --world 4 --cluster v100-25gbe
-
-A cluster of your own is a .toml file: --cluster my.toml
-""",
-}
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are those of splitc, and which suggests names that are near."""
+    """An ArgumentParser that raises LaunchError and suggests similar names."""
 
     def error(self, message: str) -> NoReturn:
         choice = re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message)
@@ -157,87 +49,67 @@ def _parser() -> Parser:
     parser = Parser(
         prog="splitc",
         description="Compile a PyTorch model into one program for each rank.",
-        epilog=f"{_HELP['']}\n{_EXIT}",
+        epilog=epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    for name, (text, add_options) in _COMMANDS.items():
+        command: Parser = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=epilog(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=name != "demo",
+            allow_abbrev=False,
+        )
+        command.set_defaults(parser=command)
+        add_options(command)
+    return parser
 
-    inspect = _command(commands, "inspect", "show the best placement of a model, what it costs, and why")
-    _model_options(inspect)
-    inspect.add_argument("--json", action="store_true", help="print the report as JSON (schema 1)")
-    inspect.add_argument("--all", action="store_true", help="show every layer, also blocks that repeat")
 
-    build = _command(commands, "compile", "write the per-rank scripts of a model")
-    _model_options(build, world_required=False)
-    build.add_argument("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
-    build.add_argument("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
-    build.add_argument(
+def _inspect(parser: Parser) -> None:
+    _model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON (schema 1)")
+    parser.add_argument("--all", action="store_true", help="show every layer, also blocks that repeat")
+
+
+def _compile(parser: Parser) -> None:
+    _model_options(parser, world_required=False)
+    parser.add_argument(
+        "-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)"
+    )
+    parser.add_argument("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
+    parser.add_argument(
         "--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone"
     )
 
-    run = _command(commands, "run", "train a build on this machine, under torchrun")
-    run.add_argument("build", help="a folder that `splitc compile` wrote")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
 
-    verify = _command(commands, "verify", "show that the ranks train exactly as one process does")
-    _model_options(verify)
-    verify.add_argument(
+def _run(parser: Parser) -> None:
+    parser.add_argument("build", help="a folder that `splitc compile` wrote")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
+
+
+def _verify(parser: Parser) -> None:
+    _model_options(parser)
+    parser.add_argument(
         "--processes", action="store_true", help="real processes under torchrun instead of simulated ranks"
     )
-    verify.add_argument("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
-    verify.add_argument(
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
+    parser.add_argument(
         "--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)"
     )
-    verify.add_argument(
+    parser.add_argument(
         "--dtype",
         choices=("float32", "float64"),
         help="precision, without autocast; float64 proves the algebra (default: the model's)",
     )
-    verify.add_argument("--json", action="store_true", help="print the result as JSON")
-
-    simulation = _command(commands, "simulate", "predict throughput over worlds, bandwidths and strategies")
-    _simulation_options(simulation)
-
-    calibrate = _command(commands, "calibrate", "measure devices and links, and write them as a cluster file")
-    calibrate.add_argument("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
-    calibrate.add_argument(
-        "--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)"
-    )
-    calibrate.add_argument(
-        "--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)"
-    )
-    calibrate.add_argument(
-        "--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link"
-    )
-    calibrate.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
-    calibrate.add_argument("--json", action="store_true", help="print the cluster and the residuals as JSON")
-    calibrate.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-
-    _command(commands, "clusters", "list the known clusters, and this machine if it was measured")
-
-    demo = _command(commands, "demo", "train on real digits: one process, DDP and splitc side by side")
-    demo.add_argument("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
-    return parser
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def _command(commands: Any, name: str, text: str) -> Parser:
-    conventions = f"\n{_CONVENTIONS}\n" if name in ("inspect", "compile", "verify", "simulate") else ""
-    parser: Parser = commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"{_HELP.get(name, '')}{conventions}\n{_EXIT}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=name != "demo",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(parser=parser)
-    return parser
-
-
-def _simulation_options(parser: Parser) -> None:
+def _simulate(parser: Parser) -> None:
     parser.add_argument("models", nargs="+", metavar="model", help=_MODEL)
     parser.add_argument(
         "--world", required=True, metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5"
@@ -270,6 +142,30 @@ def _simulation_options(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _calibrate(parser: Parser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
+    parser.add_argument(
+        "--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)"
+    )
+    parser.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)"
+    )
+    parser.add_argument(
+        "--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link"
+    )
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    parser.add_argument("--json", action="store_true", help="print the cluster and the residuals as JSON")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def _clusters(parser: Parser) -> None:
+    """It has no options."""
+
+
+def _demo(parser: Parser) -> None:
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
 
 def _model_options(parser: Parser, world_required: bool = True) -> None:
@@ -321,6 +217,18 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
+    "compile": ("write the per-rank scripts of a model", _compile),
+    "run": ("train a build on this machine, under torchrun", _run),
+    "verify": ("show that the ranks train exactly as one process does", _verify),
+    "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),
+    "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),
+    "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
+    "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),
+}
 
 
 def positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Say on stderr what takes long: at once on a terminal, else only what takes more than two seconds."""
+"""Show progress on stderr: at once on a terminal, elsewhere for steps that take more than two seconds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import time
 from typing import TextIO
 
-PATIENCE = 2.0  # seconds of silence where nobody watches a terminal
+PATIENCE = 2.0  # seconds before a step is shown where stderr is no terminal
 
 
 class Step:
-    """One piece of work that may take long, as a context.  On a terminal its line goes away when it is done."""
+    """A step that may take long, as a context manager.  On a terminal its line is erased at the end."""
 
     def __init__(self, what: str, quiet: bool, stream: TextIO | None = None, patience: float = PATIENCE) -> None:
         self._what, self._quiet, self._patience = what, quiet, patience
@@ -21,7 +21,7 @@ class Step:
         self.seconds = 0.0
 
     def __enter__(self) -> Step:
-        self._begin = self._told = time.perf_counter()
+        self._begin = self._shown = time.perf_counter()
         if not self._quiet:
             watch = self._live if self._stream.isatty() else self._once
             self._thread = threading.Thread(target=watch, daemon=True)
@@ -29,12 +29,12 @@ class Step:
         return self
 
     def now(self, what: str) -> None:
-        """The work has come to this: its line changes, and where nobody watches another is written now and then."""
+        """Change what the step is doing; off a terminal, print it unless the last line is recent."""
         self._what = what
         if self._quiet or self._stream.isatty() or self._done.is_set():
             return
-        if time.perf_counter() - self._told >= self._patience:
-            self._tell()
+        if time.perf_counter() - self._shown >= self._patience:
+            self._show()
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._begin
@@ -43,7 +43,7 @@ class Step:
             self._thread.join()
 
     def _live(self) -> None:
-        """The line with its seconds, until the work is done."""
+        """Refresh the line with its seconds until the step ends."""
         shown = ""
         while True:
             seconds = int(time.perf_counter() - self._begin)
@@ -55,11 +55,11 @@ class Step:
                 return
 
     def _once(self) -> None:
-        if not self._done.wait(self._patience) and self._told == self._begin:
-            self._tell()
+        if not self._done.wait(self._patience) and self._shown == self._begin:
+            self._show()
 
-    def _tell(self) -> None:
-        self._told = time.perf_counter()
+    def _show(self) -> None:
+        self._shown = time.perf_counter()
         self._write(f"{self._line()}\n")
 
     def _line(self) -> str:
@@ -69,5 +69,5 @@ class Step:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more
+        except (OSError, ValueError):  # stderr is closed
             self._done.set()

@@ -1,1 +1,1 @@
-"""What `splitc demo` runs: one small model, trained in one process, under DDP and by splitc, compared."""
+"""`splitc demo`: one small model, trained in one process, under DDP and by splitc, compared."""

@@ -26,13 +26,11 @@ from splitc.demo.train import Training, train_alone
 from splitc.errors import LaunchError, SplitcError
 from splitc.runtime.launch.torchrun import torchrun
 
-CLUSTER = (
-    "v100-100gbe"  # where the plan is priced; on slower networks a model so small is best trained by one of its GPUs
-)
-ROUNDING = 1e-3  # a larger distance between two trainings is no rounding
+CLUSTER = "v100-100gbe"  # prices the plan; on a slower network a model so small is fastest on one GPU
+ROUNDING = 1e-3  # the largest distance between two trainings that rounding explains
 
 _BUILD, _DATA = "build", "digits.pt"
-_OWN = (_BUILD, _DATA, "ddp.pt", "splitc.pt")  # all that an earlier demo may have left
+_OWN = (_BUILD, _DATA, "ddp.pt", "splitc.pt")  # what an earlier demo may have left
 _WIDTH = 80
 
 
@@ -151,7 +149,7 @@ def _compile(folder: Path) -> None:
 
 
 def train_on_ranks(way: str, folder: Path, epochs: int) -> Training | None:
-    """Train in `WORLD` real processes; None when they failed, and have shown their error."""
+    """Train in `WORLD` processes; None when they failed, after printing their error."""
     arguments = [way, str(folder), "--epochs", str(epochs)]
     if torchrun(["-m", "splitc.demo.train", *arguments], digits.WORLD).returncode:
         return None
@@ -164,7 +162,7 @@ def _failed(name: str) -> int:
 
 
 def comparison(trainings: Mapping[str, Training], held_out: TensorDataset) -> str:
-    """Table: how well each training did, and how far it ended from one process."""
+    """Table: accuracy and last loss of each training, and its distance from one process."""
     distance = {"one process": "", **{name: f"{value:.1e}" for name, value in distances(trainings).items()}}
     rows = [
         [
@@ -181,7 +179,7 @@ def comparison(trainings: Mapping[str, Training], held_out: TensorDataset) -> st
 
 
 def traffic(trainings: Mapping[str, Training]) -> str:
-    """Table: what each rank sends in a step."""
+    """Table: the bytes that each rank sends in a step."""
     ranks = range(digits.WORLD)
     rows = [
         [
@@ -196,7 +194,7 @@ def traffic(trainings: Mapping[str, Training]) -> str:
 
 
 def meaning(trainings: Mapping[str, Training]) -> str:
-    """What the two tables say, in plain words."""
+    """Explain the two tables."""
     ddp, separated = (max(trainings[name].sent_bytes) for name in ("DDP", "splitc"))
     far = max(distances(trainings).values())
     same = (
@@ -217,7 +215,7 @@ def meaning(trainings: Mapping[str, Training]) -> str:
 
 
 def next_commands(folder: Path) -> str:
-    """What to type next, as it works from the current folder."""
+    """The commands to try next, relative to the current folder."""
     command, build = _command(), folder / _BUILD
     return "\n".join(
         [
@@ -234,7 +232,7 @@ def next_commands(folder: Path) -> str:
 
 
 def distances(trainings: Mapping[str, Training]) -> dict[str, float]:
-    """How far the final parameters of the others are from those of one process: |a - b| / |b|, L2."""
+    """The relative L2 distance of the final parameters from those of one process: ||a - b|| / ||b||."""
     one = _flat(trainings["one process"].state)
     return {
         name: float((_flat(training.state) - one).norm() / one.norm())
@@ -248,7 +246,7 @@ def _flat(state: Mapping[str, Tensor]) -> Tensor:
 
 
 def accuracy(state: Mapping[str, Tensor], held_out: TensorDataset) -> float:
-    """The part of the held out images that a model with these parameters tells right."""
+    """The accuracy of a model with these parameters on the held-out images."""
     images, classes = held_out.tensors
     model = digits.Digits()
     model.load_state_dict(dict(state))
@@ -261,7 +259,7 @@ def _percent(part: float, digits_after: int) -> str:
 
 
 def _command() -> str:
-    """How splitc is called from here: it may lie in an environment that is not activated."""
+    """How to call splitc from here: its environment may not be activated."""
     beside = Path(sys.executable).parent / "splitc"
     if shutil.which("splitc"):
         return "splitc"

