@@ -19,8 +19,9 @@ of sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, ClassVar
 
 from torch import fx
@@ -31,9 +32,8 @@ from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, rename
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
+from splitc.ir.program import Cut, CutLink, PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.server_rows import pushable
-from splitc.ir.tied import tied
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
         for node in graph.nodes:
             node.meta["role"] = _role(program, node)
         _copy_everywhere(graph)
+        inputs = {each.name for each in program.inputs}
+        names = (name for name in map("cut{}".format, count()) if name not in inputs)
         for node in list(graph.nodes):
             for role in dict.fromkeys(user.meta["role"] for user in node.users if user.op != "output"):
                 if node.op != "output" and role != node.meta["role"]:
-                    _transfer(plan, graph, node, role)
+                    _transfer(plan, graph, node, role, names)
         _rebase_sizes(graph)
         for role in plan.roles:
             if summed := _synchronised(program, role, "all_reduce"):
@@ -70,7 +72,7 @@ def _synchronised(program: PlacedProgram, role: str, sync: str) -> tuple[str, ..
     layers = [
         layer for layer in program.layers if (placements[layer.name].role, placements[layer.name].sync) == (role, sync)
     ]
-    apart = tied(program)
+    apart = program.tied
     held = dict.fromkeys(h for layer in layers for h in layer.tensors if program.tensors[h].trainable)
     return tuple(name for name in held if name not in apart)
 
@@ -101,7 +103,7 @@ def _copy_everywhere(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str) -> None:
+def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Iterator[str]) -> None:
     """Send `value` to `role`, and let the readers there read what they receive."""
     spec = value.meta["spec"]
     if _is_size_source(value, role):
@@ -112,11 +114,12 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str) -> None:
         raise InternalError(
             f"{value.name} ({value.meta['source']}) was cut, but its examples cannot be told apart: {spec}"
         )
-    number = sum(node.target is comm_ops.send and node.meta["cut"].name.startswith("cut") for node in graph.nodes)
-    name = value.name if value.op == "placeholder" else f"cut{number}"
+    name = value.name if value.op == "placeholder" else next(names)
     leaves, enters = (r in plan.groups and spec.batch_dim is not None for r in (producer, role))
     source = str(value.target) if value.op == "placeholder" else value.name
-    cut = Cut(name, source, producer, role, spec, spec.requires_grad, local, enters, leaves=leaves)
+    links = (("slice_batch", leaves), ("send", not local), ("modulo", enters))
+    path = tuple(CutLink(op) for op, needed in links if needed)
+    cut = Cut(name, source, producer, role, spec, spec.requires_grad, path)
     last, kept = _last_of_role(value), value
     if leaves:
         last = kept = _chained(graph, last, comm_ops.slice_batch, (value,), {"cut": name}, f"kept_{name}", value, cut)

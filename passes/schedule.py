@@ -1,16 +1,17 @@
-"""Write the action list of each part's step.
+"""Write the action list of each rank program's step.
 
 This pass rewrites: it fills `RankProgram.actions`.  One batch goes forward through the roles in the order of the plan
-and back; a rank that is in several roles does for each what ranks of that role alone do, in that order:
+and back; a rank in several roles does for each what a rank of that role alone does, in that order:
 
-    conv   send target -> fc, forward, send cut0 -> fc, sum_loss, recv_grad cut0 <- fc, backward (reduce buckets)
-    fc     recv target <- conv, recv cut0 <- conv, forward, sum_loss, backward (reduce buckets), send_grad cut0 -> conv
+    conv   send target -> fc, forward, send cut0 -> fc, sum_loss, recv_grad cut0 <- fc, backward, all_reduce bucket0
+    fc     recv target <- conv, recv cut0 <- conv, forward, sum_loss, backward, all_reduce bucket0,
+           send_grad cut0 -> conv
 
-Inputs are sent before the role computes, so that they are on their way meanwhile.  `reduce bucketN` after `backward`
-means: started as backward fills it, finished there.  The role of the loss goes forward and backward once for each turn
-of its groups; gradients add up over the turns (SplitBrain 3.1):
+Inputs are sent before the role computes, so that they travel meanwhile.  An `all_reduce` after `backward` begins when
+backward has filled the bucket, and ends there.  The role of the loss goes forward and backward once for each microbatch
+of its groups; gradients add up over the microbatches (SplitBrain 3.1):
 
-    fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], modulo_grad cut0 [k]     for every turn k
+    fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], modulo_grad cut0 [k]    for each microbatch k
 """
 
 from __future__ import annotations
@@ -20,129 +21,120 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from splitc.checks.actions import actions_are_complete
-from splitc.checks.graph import no_deadlock, sends_meet_receives, served_buckets_travel, stages_cover_the_graph
+from splitc.checks.deadlock import no_deadlock, sends_meet_receives
+from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage
-from splitc.ir.tied import tied
+from splitc.ir.program import Cut, LoweredProgram, RankProgram, Stage
 
 
 @dataclass(frozen=True)
 class Schedule(Pass[LoweredProgram, LoweredProgram]):
-    """One batch at a time: forward through all roles, then backward."""
+    """Schedule one batch at a time: forward through all roles, then backward."""
 
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
-    ensures: ClassVar[tuple[Check, ...]] = (
-        actions_are_complete,
-        sends_meet_receives,
-        no_deadlock,
-        served_buckets_travel,
-    )
+    ensures: ClassVar[tuple[Check, ...]] = (actions_are_complete, sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        return replace(
-            program,
-            rank_programs=tuple(replace(p, actions=tuple(_actions(program, p))) for p in program.rank_programs),
-        )
+        scheduled = (replace(each, actions=tuple(_actions(program, each))) for each in program.rank_programs)
+        return replace(program, rank_programs=tuple(scheduled))
 
 
-def _actions(program: LoweredProgram, part: RankProgram) -> Iterator[Action]:
-    stages = [program.stage(role) for role in part.roles if role != SERVER]
-    serves = part.roles == (SERVER,)  # a server beside a worker serves while it pulls and pushes itself
-    if serves:
-        yield Action("send_parameters", own=SERVER)
-    for stage in stages:
-        if stage.served:
-            yield Action("pull", own=stage.role)
-    for role in program.plan.roles:
-        yield from _forward(program, part, role)
+def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
+    roles, plan = rank_program.roles, program.plan
+    stages = [program.stage(role) for role in roles if role != SERVER]
+    dedicated = roles == (SERVER,)  # a rank that is a worker too serves while it pulls and pushes
+    if dedicated:
+        yield Action("send_parameters", role=SERVER)
+    yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
+    for role in plan.roles:
+        yield from _forward(program, rank_program, role)
     with_loss = next((stage for stage in stages if stage.has_loss), None)
-    yield Action("sum_loss", own=with_loss.role if with_loss else part.roles[-1])
-    for role in reversed(list(program.plan.roles)):
-        yield from _backward(program, part, role)
-    for k, ranks in enumerate(tied(program).values()):
-        if set(part.ranks) <= set(ranks):
-            yield Action("all_reduce_tied", f"tied{k}", own=part.roles[0])
-    if serves:
-        yield Action("reduce_gradients", own=SERVER)
+    yield Action("sum_loss", role=with_loss.role if with_loss else roles[-1])
+    for role in reversed(list(plan.roles)):
+        yield from _backward(program, rank_program, role)
+    for name, ranks in program.tied.items():
+        if set(rank_program.ranks) <= set(ranks):
+            yield Action("all_reduce_tied", name, role=roles[0])
+    if dedicated:
+        yield Action("reduce_gradients", role=SERVER)
 
 
-def _forward(program: LoweredProgram, part: RankProgram, role: str) -> Iterator[Action]:
-    """What a rank does while `role` goes forward: as one of it, and as one of those that it sends to.
+def _forward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:
+    """Yield what a rank does while `role` goes forward: as one of it, and as one of the roles that it sends to.
 
-    Every rank takes a value at the same place in its order, whatever it does besides: so no two of them wait for each
-    other.
+    Every rank receives a value at the same point of its list, whatever else it does, so no two wait for each other.
     """
-    stage, inside = program.stage(role), role in part.roles
-    yield from _crossing(part, [cut for cut in stage.sends if cut.value in stage.inputs])
-    if inside:
+    stage = program.stage(role)
+    yield from _cross(rank_program, (cut for cut in stage.sends if cut.value in stage.inputs))
+    if role in rank_program.roles:
         yield from _run(program, stage)
-    yield from _crossing(part, [cut for cut in stage.sends if cut.value not in stage.inputs])
+    yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs))
 
 
-def _crossing(part: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
-    """Send what the part makes, and take what it needs, of one role's cuts."""
+def _cross(rank_program: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
+    """Walk the paths of cuts as far as their consumer's role; it gathers them when it computes."""
     for cut in cuts:
-        if cut.producer in part.roles:
-            if cut.leaves:
-                yield Action("slice_batch", cut.name, own=cut.producer)
-            if not cut.local:
+        produces, consumes = (role in rank_program.roles for role in (cut.producer, cut.consumer))
+        for link in cut.path:
+            if link.op == "slice_batch" and produces:
+                yield Action("slice_batch", cut.name, role=cut.producer)
+            if link.op == "send" and produces:
                 yield Action("send", cut.name, cut.consumer, cut.producer)
-        if cut.consumer in part.roles and not cut.local:
-            yield Action("recv", cut.name, cut.producer, cut.consumer)
+            if link.op == "send" and consumes:
+                yield Action("recv", cut.name, cut.producer, cut.consumer)
 
 
 def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
-    """A stage's forward, in turns with its backward where its groups work in turns."""
+    """Yield a stage's forward; with several microbatches each one's backward follows its forward."""
     number = program.num_microbatches(stage)
-    for turn in range(number):
+    for k in range(number):
         for cut in stage.receives:
-            if cut.enters:
-                yield Action("modulo", cut.name, own=stage.role, turn=turn)
-        yield Action("forward", own=stage.role, turn=turn)
+            if cut.passes("modulo"):
+                yield Action("modulo", cut.name, role=stage.role, microbatch=k)
+        yield Action("forward", role=stage.role, microbatch=k)
         if number > 1:
-            yield from _turn_back(program, stage, turn, turn == number - 1)
+            yield from _run_back(program, stage, k, last=k == number - 1)
 
 
-def _backward(program: LoweredProgram, part: RankProgram, role: str) -> Iterator[Action]:
-    """What a rank does while `role` goes backward, and the gradients of what it received go back."""
+def _backward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:
+    """Yield what a rank does while `role` goes backward and the gradients of its cuts are returned."""
     stage = program.stage(role)
-    if role in part.roles:
-        arrives = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
-        for cut in reversed(arrives):
-            if cut.leaves:
-                yield Action("all_gather_grad", cut.name, own=role)
-        if program.num_microbatches(stage) == 1 and (stage.has_loss or arrives):
-            yield from _turn_back(program, stage, 0, last=True)
+    if role in rank_program.roles:
+        gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
+        for cut in reversed(gradients):
+            if cut.passes("slice_batch"):
+                yield Action("all_gather_grad", cut.name, role=role)
+        if program.num_microbatches(stage) == 1 and (stage.has_loss or gradients):
+            yield from _run_back(program, stage, 0, last=True)
     for cut in reversed(stage.receives):
-        if not cut.gradient or cut.local:
-            continue
-        if role in part.roles:
-            yield Action("send_grad", cut.name, cut.producer, role)
-        if cut.producer in part.roles:
-            yield Action("recv_grad", cut.name, role, cut.producer)
+        if cut.gradient and cut.passes("send"):
+            if role in rank_program.roles:
+                yield Action("send_grad", cut.name, cut.producer, role)
+            if cut.producer in rank_program.roles:
+                yield Action("recv_grad", cut.name, role, cut.producer)
 
 
-def _turn_back(program: PlacedProgram, stage: Stage, turn: int, last: bool) -> Iterator[Action]:
-    own = stage.role
-    grouping = program.plan.groups.get(own)
+def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool) -> Iterator[Action]:
+    """Yield a stage's backward, with what it begins and leaves to be done."""
+    role, grouping = stage.role, program.plan.groups.get(stage.role)
     every = grouping is not None and grouping.updates == "every"
+    trains = any(program.tensors[name].trainable for name in stage.tensors)
     returns = [cut for cut in stage.receives if cut.gradient]
-    if not returns and not any(program.tensors[h].trainable for h in stage.tensors):
+    if not returns and not trains:
         return
-    yield Action("backward", own=own, turn=turn)
+    yield Action("backward", role=role, microbatch=microbatch)
     if last or every:
-        for k in range(len(stage.buckets)):
-            yield Action("all_reduce", f"bucket{k}", own=own, turn=turn)
-        for k in range(len(stage.served)):
-            yield Action("push", f"bucket{k}", own=own, turn=turn)
+        for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
+            for bucket in range(len(buckets)):
+                yield Action(verb, role=role, microbatch=microbatch, bucket=bucket)
     if any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
-        yield Action("multiply", own=own, turn=turn)
+        yield Action("multiply", role=role, microbatch=microbatch)
     for cut in reversed(returns):
-        if cut.enters:
-            yield Action("modulo_grad", cut.name, own=own, turn=turn)
-    if every and any(program.tensors[h].trainable for h in stage.tensors):
-        yield Action("update", own=own, turn=turn)
+        if cut.passes("modulo"):
+            yield Action("modulo_grad", cut.name, role=role, microbatch=microbatch)
+    if every and trains:
+        yield Action("update", role=role, microbatch=microbatch)

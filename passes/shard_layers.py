@@ -168,7 +168,7 @@ class _Walk:
         """Say on all nodes of a value's way whether the gradients of its readers are parts of a sum."""
         for node in self._graph.nodes:
             if "cut" in node.meta and (node.meta["cut"].name, node.meta["cut"].consumer) == (cut, self._role):
-                node.meta["cut"] = replace(node.meta["cut"], partial=partial)
+                node.meta["cut"] = node.meta["cut"].with_partial(partial)
 
 
 def _first(program: Program, name: str | None) -> str:

@@ -11,12 +11,12 @@ Framework overhead (CUDA context, allocator fragmentation, library workspaces) i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitc.ir.program import LoweredProgram, StateTensor, TensorSpec
 from splitc.ir.wire import wire
+from splitc.ir.wire_op import Payload, What
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,9 @@ def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:
 
     A value and its gradient both count; of a value gathered by microbatches, its largest microbatch.
     """
-    largest: dict[str, float] = {}
+    largest: dict[Payload, float] = {}
     for op in wire(program, rank):
-        if ".bucket" in op.label:
-            continue
-        name = op.label.partition("[")[0] if op.kind == "collective" else op.label  # without its microbatch
-        largest[name] = max(largest.get(name, 0.0), math.prod(op.shape) * op.dtype.itemsize)
+        if op.payload.what is not What.BUCKET:
+            value = replace(op.payload, microbatch=0)
+            largest[value] = max(largest.get(value, 0.0), op.nbytes)
     return sum(largest.values())

@@ -6,7 +6,6 @@ ranks with equal memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from splitc import units
@@ -135,5 +134,5 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
         served = [bucket for stage in program.stages for bucket in stage.served]
         placed = [piece for bucket in served for piece in pieces(program, bucket, plan.servers)]
         held += sum(piece.nbytes for piece in placed if piece.server == rank)
-    exchanged = sum(math.prod(op.shape) * op.dtype.itemsize for op in wire(program, rank))
+    exchanged = sum(op.nbytes for op in wire(program, rank))
     return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged

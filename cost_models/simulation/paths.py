@@ -18,7 +18,7 @@ from splitc.cost_models.network.alpha_beta import (
 )
 from splitc.cost_models.simulation.events import Transfer
 from splitc.ir.cluster import Cluster, Link
-from splitc.ir.wire import WireOp
+from splitc.ir.wire_op import WireOp
 
 _ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
     "all_reduce": ring_all_reduce,
@@ -41,10 +41,10 @@ class Paths:
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
-            return Transfer(op.label, ends, tuple(lines), seconds, link.processor * op.nbytes)
+            return Transfer(str(op.payload), ends, tuple(lines), seconds, link.processor * op.nbytes)
         seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
         lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
-        return Transfer(op.label, ends, tuple(sorted(lines)), seconds, 2 * link.processor * op.sent)
+        return Transfer(str(op.payload), ends, tuple(sorted(lines)), seconds, 2 * link.processor * op.sent)
 
     def _line(self, rank: int, link: Link, out: bool) -> int:
         """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or inside its host."""

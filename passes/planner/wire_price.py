@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from splitc.cost_models.network.alpha_beta import concurrent
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
-from splitc.ir.wire import WireOp, wire
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.passes.planner.request import Request
 
 
@@ -60,25 +62,23 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
 def _exchange_seconds(request: Request, program: LoweredProgram) -> float:
     """Equations (2) and (3)."""
     plan = program.plan
-    values: dict[str, float] = defaultdict(float)
-    syncs: dict[str, float] = defaultdict(float)
+    values: dict[Payload, float] = defaultdict(float)
     for value, seconds in _each_busy(request.cluster, program):
-        into = syncs if ".bucket" in value else values
-        into[value] = max(into[value], seconds)
+        values[value] = max(values[value], seconds)
     by_role: dict[str, float] = defaultdict(float)
-    for value, seconds in syncs.items():
-        by_role[value.partition(".")[0]] += seconds
+    for value in [value for value in values if value.what is What.BUCKET]:
+        by_role[value.role] += values.pop(value)
     shared = len({rank for ranks in plan.roles.values() for rank in ranks}) < sum(map(len, plan.roles.values()))
     sync = sum(by_role.values()) if shared else max(by_role.values(), default=0.0)
     return sum(values.values()) + sync
 
 
-def _each_busy(cluster: Cluster, program: LoweredProgram) -> Iterator[tuple[str, float]]:
-    """(value, seconds) for every value that a rank, or the link of a host, is busy with."""
+def _each_busy(cluster: Cluster, program: LoweredProgram) -> Iterator[tuple[Payload, float]]:
+    """Yield (value, seconds) for every value that a rank, or the link of a host, is busy with."""
     plan = program.plan
-    leaving: dict[tuple[int, str], list[WireOp]] = defaultdict(list)
+    leaving: dict[tuple[int, Payload], list[WireOp]] = defaultdict(list)
     for rank in _looked_at(cluster, program):
-        here: dict[str, list[WireOp]] = defaultdict(list)
+        here: dict[Payload, list[WireOp]] = defaultdict(list)
         for op in wire(program, rank):
             here[_value(op)].append(op)
         for value, ops in here.items():
@@ -120,9 +120,9 @@ def _link(cluster: Cluster, plan: Plan, rank: int, op: WireOp) -> Link:
     return cluster.link_over(op.ranks, rings=rings)
 
 
-def _value(op: WireOp) -> str:
-    """What an operation belongs to: the cut, the node or the bucket, without examples and turn."""
-    return op.label.partition("[")[0] if op.kind != "collective" else op.label
+def _value(op: WireOp) -> Payload:
+    """Return the cut, node or bucket that an operation is a part of: all messages of a cut are parts of one value."""
+    return op.payload if op.kind == "collective" else replace(op.payload, rows=(0, 0), more=0)
 
 
 def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:

@@ -1,21 +1,17 @@
-"""Checks of a program: each returns what is wrong, one line a problem, and names the node, role or rank."""
+"""Checks of graphs, placements and buckets: each returns one line for each problem, which names node, role or rank."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
+from splitc.checks.servers import servers_fit
 from splitc.ir import comm_ops
 from splitc.ir.interpreter import NodeRunner, mode_of
-from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
-from splitc.ir.server_rows import pushable, read_by
-from splitc.ir.tied import tied, tied_are_plain
-from splitc.ir.wire import WireOp, wire
+from splitc.ir.server_rows import pushable
 
 
 def has_costs(program: Program) -> list[str]:
@@ -29,7 +25,7 @@ def has_costs(program: Program) -> list[str]:
 def every_layer_placed(program: PlacedProgram) -> list[str]:
     """Every layer has a placement whose role exists, and roles have ranks within the world."""
     plan = program.plan
-    problems = tied_are_plain(program)
+    problems = _tied_are_replicated(program)
     problems += [
         f"layer {layer.name} ({layer.source}) has no placement"
         for layer in program.layers
@@ -46,7 +42,7 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
         for rank in (*ranks, *plan.servers)
         if not 0 <= rank < plan.world
     ]
-    problems += _servers_fit(program)
+    problems += servers_fit(program)
     for role, group in plan.groups.items():
         if len(plan.roles.get(role, ())) % group.size:
             problems.append(
@@ -66,26 +62,19 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
     return problems
 
 
-def _servers_fit(program: PlacedProgram) -> list[str]:
-    """Served layers have servers, and a server that is a worker too works in every role that is served."""
+def _tied_are_replicated(program: PlacedProgram) -> list[str]:
+    """A parameter that several roles use is replicated in all of them, and all-reduced over them."""
     plan = program.plan
-    served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
-    problems = [f"layer {name} is served, but the plan has no servers" for name in served if not plan.servers]
-    problems += [
-        f"layer {name} is served, but its role {role} has model-parallel groups"
-        for name, role in served.items()
-        if role in plan.groups
+    if any(layer.name not in plan.placements for layer in program.layers):
+        return []
+    return [
+        f"{name} is used in several roles, so layer {layer.name} cannot have it {place.holding}, with sync {place.sync}"
+        for layer in program.layers
+        for name in layer.tensors
+        for place in [plan.placements[layer.name]]
+        if name in program.tied
+        and (place.holding != "replicated" or place.sync not in ("all_reduce", "none") or place.role in plan.groups)
     ]
-    problems += [
-        f"rank {rank} is a server and in role {' and '.join(plan.roles_of(rank))}, but not in role {role}, whose "
-        f"parameters it serves"
-        for rank in plan.servers
-        for role in dict.fromkeys(served.values())
-        if plan.roles_of(rank) and role not in plan.roles_of(rank)
-    ]
-    if len(set(plan.servers)) != len(plan.servers):
-        problems.append(f"the servers {plan.servers} name a rank twice")
-    return problems
 
 
 def graph_is_sound(program: Program) -> list[str]:
@@ -142,7 +131,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     """Each trainable parameter's gradient is summed over its replicas exactly once, in the way that its plan says."""
     plan, problems = program.plan, []
     served = pushable(program) if plan.servers else frozenset()
-    apart = tied(program)
+    apart = program.tied
     for stage in program.stages:
         summed = [name for bucket in stage.buckets for name in bucket]
         pushed = [name for bucket in stage.served for name in bucket]
@@ -179,116 +168,6 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                         f"the gradient of {name} in role {stage.role} is summed {told}, not once by {place.sync}"
                     )
     return list(dict.fromkeys(problems))
-
-
-def served_parameters_are_pulled(program: LoweredProgram) -> list[str]:
-    """Where parameters come layer by layer, each served bucket is pulled once, before the first node that reads it."""
-    if not program.plan.overlap:
-        return []
-    problems: list[str] = []
-    for stage in program.stages:
-        pulled: list[int] = []
-        for node in stage.graph.nodes:
-            if node.target is comm_ops.pull:
-                pulled.append(int(node.kwargs["bucket"]))
-            elif node.op not in ("get_attr", "placeholder", "output"):
-                read = read_by(program, node)
-                problems += [
-                    f"{node.name} ({node.meta['source']}) in role {stage.role} reads {name} before it is pulled"
-                    for k, bucket in enumerate(stage.served)
-                    for name in bucket
-                    if name in read and k not in pulled
-                ]
-        problems += [
-            f"bucket {k} of role {stage.role} is pulled {pulled.count(k)} times, not once"
-            for k in range(len(stage.served))
-            if pulled.count(k) != 1
-        ]
-    return problems
-
-
-def served_buckets_travel(program: LoweredProgram) -> list[str]:
-    """In a step, workers pull before they compute and push each bucket once; servers on their own give and take."""
-    problems: list[str] = []
-    for part in program.rank_programs:
-        stages = [stage for stage in program.stages if stage.role in part.roles and stage.served]
-        wanted = [f"{SERVER}: {verb}" for verb in ("send_parameters", "reduce_gradients") if part.roles == (SERVER,)]
-        wanted += [f"{stage.role}: pull" for stage in stages]
-        wanted += [f"{stage.role}: push bucket{k}" for stage in stages for k in range(len(stage.served))]
-        done = [str(action) for action in part.actions]
-        problems += [
-            f"part {part.name} has the action {action!r} {done.count(action)} times, not once"
-            for action in wanted
-            if done.count(action) != 1
-        ]
-        problems += [
-            f"role {stage.role} computes before it pulls"
-            for pull, forward, stage in ((f"{s.role}: pull", f"{s.role}: forward", s) for s in stages)
-            if pull in done and forward in done and done.index(pull) > done.index(forward)
-        ]
-    return problems
-
-
-def sends_meet_receives(program: LoweredProgram) -> list[str]:
-    """Between two ranks the k-th send meets the k-th recv: same value, shape and dtype.  Collectives likewise."""
-    problems: list[str] = []
-    sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
-    collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
-    for rank in range(program.plan.world):
-        for op in wire(program, rank):
-            if op.kind == "send":
-                sent[rank, op.ranks[0]].append(op)
-            elif op.kind == "recv":
-                received[op.ranks[0], rank].append(op)
-            else:
-                collectives[op.ranks][rank].append(op)
-    for src, dst in sorted(sent.keys() | received.keys()):
-        problems += _match(f"rank {src}", f"rank {dst}", sent[src, dst], received[src, dst], ("sends", "receives"))
-    for ranks, by_rank in collectives.items():
-        first = by_rank[ranks[0]]
-        for rank in ranks[1:]:
-            problems += _match(f"rank {ranks[0]}", f"rank {rank}", first, by_rank[rank], ("sums", "sums"))
-    return problems
-
-
-def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
-    for x, y in zip(a, b, strict=False):
-        if (x.label, x.shape, x.dtype) != (y.label, y.shape, y.dtype):
-            return [
-                f"{left} {verbs[0]} {x.label} {x.shape} {x.dtype} "
-                f"where {right} {verbs[1]} {y.label} {y.shape} {y.dtype}"
-            ]
-    if len(a) > len(b):
-        return [f"{left} {verbs[0]} {a[len(b)].label}, which {right} never {verbs[1]}"]
-    if len(b) > len(a):
-        return [f"{right} {verbs[1]} {b[len(a)].label}, which {left} never {verbs[0]}"]
-    return []
-
-
-def no_deadlock(program: LoweredProgram) -> list[str]:
-    """The ranks' orders on the wire, with matching operations merged, form no cycle (design 8)."""
-    graph: nx.DiGraph[Any] = nx.DiGraph()
-    counts: dict[Any, int] = defaultdict(int)
-    for rank in range(program.plan.world):
-        before = None
-        for op in wire(program, rank):
-            if op.kind == "collective":
-                channel: tuple[Any, ...] = ("collective", op.ranks, rank)
-            else:
-                channel = ("message", *((rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)), op.kind)
-            event = (*channel[: 2 if op.kind == "collective" else 3], counts[channel])
-            counts[channel] += 1
-            graph.add_node(event)
-            graph.nodes[event].setdefault("text", []).append(f"rank {rank}: {op}")
-            if before is not None:
-                graph.add_edge(before, event)
-            before = event
-    try:
-        cycle = nx.find_cycle(graph)
-    except nx.NetworkXNoCycle:
-        return []
-    chain = "; then ".join(" with ".join(graph.nodes[event]["text"]) for event, _ in cycle)
-    return [f"the ranks wait for each other in a circle: {chain}; then the first again"]
 
 
 def shapes_hold(program: LoweredProgram) -> list[str]:

@@ -191,7 +191,9 @@ def _inputs(program: Program, stages: Sequence[Stage]) -> str:
 
 
 def _partners(stage: Stage) -> list[str]:
-    found = [c.producer for c in stage.receives if not c.local] + [c.consumer for c in stage.sends if not c.local]
+    found = [c.producer for c in stage.receives if c.passes("send")] + [
+        c.consumer for c in stage.sends if c.passes("send")
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -206,7 +208,7 @@ def _rank_table(program: PlacedProgram, stages: Sequence[Stage], rank: int) -> l
             return ranks_text(tuple(peer for peer, _, _ in plan.routes(rank, mine, role)))
 
         rows += [("in", name, inputs[name], "", batch) for name in stage.inputs]
-        rows += [("in", c.name, c.spec, f"<- {peers(c.producer)}", batch) for c in stage.receives if not c.local]
+        rows += [("in", c.name, c.spec, f"<- {peers(c.producer)}", batch) for c in stage.receives if c.passes("send")]
         rows += [
             (
                 "in",
@@ -216,9 +218,9 @@ def _rank_table(program: PlacedProgram, stages: Sequence[Stage], rank: int) -> l
                 plan.peak_batch(stage.role, rank),
             )
             for c in stage.receives
-            if c.enters
+            if c.passes("modulo")
         ]
-        rows += [("out", c.name, c.spec, f"-> {peers(c.consumer)}", batch) for c in stage.sends if not c.local]
+        rows += [("out", c.name, c.spec, f"-> {peers(c.consumer)}", batch) for c in stage.sends if c.passes("send")]
     width = max((len(name) for _, name, _, _, _ in rows), default=0)
     return [
         f"{kind:<9}{name:<{width}}  {spec.at(batch)!s:<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}".rstrip()

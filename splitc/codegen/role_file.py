@@ -10,7 +10,6 @@ from splitc.codegen.step import batch_of, buckets_name, step_functions
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, RankProgram, Stage
-from splitc.ir.tied import tied
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
@@ -87,13 +86,13 @@ def _rows(program: PlacedProgram, part: RankProgram, stage: Stage) -> Iterator[t
     for name in stage.inputs:
         yield "in", name, text(None, name, "read by this role")
     for cut in stage.receives:
-        if cut.enters and cut.divides:
+        if cut.passes("modulo"):
             size = program.plan.groups[stage.role].size
             yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
-        if not cut.local:
+        if cut.passes("send"):
             yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}")
     for cut in stage.sends:
-        if not cut.local:
+        if cut.passes("send"):
             back = ", its gradient comes back" if cut.gradient else ""
             yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{back}")
 
@@ -129,9 +128,7 @@ def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[st
 
 def _tied(program: PlacedProgram, part: RankProgram) -> list[str]:
     lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
-    lines += [
-        f"    {literal(name)}: {ranks}," for name, ranks in tied(program).items() if set(part.ranks) <= set(ranks)
-    ]
+    lines += [f"    {literal(name)}: {ranks}," for name, ranks in program.tied.items() if set(part.ranks) <= set(ranks)]
     return [*lines, "}"]
 
 

@@ -114,8 +114,8 @@ def _forward(
     groups = program.plan.groups
     parts = groups[stage.role].size if stage.role in groups else 1
     for node in stage.graph.nodes:
-        op = comm_ops.OPS.get(node.target) if node.op == "call_function" else None
-        if node.op in ("placeholder", "output", "get_attr") or (op is not None and not op.inside):
+        op = comm_ops.op_of(node)
+        if node.op in ("placeholder", "output", "get_attr") or (op is not None and not op.in_stage):
             continue
         if node.target is assigned:
             body += _assignment(node, emitter, names, batch)

@@ -83,7 +83,7 @@ class _Writer:
 
     def _source(self, cut: Cut) -> str:
         """What its producer, or an input, has of a cut; its own examples only."""
-        if cut.leaves:
+        if cut.passes("slice_batch"):
             return f"{cut.name}_own"
         stage = self._stage(cut.producer)
         if cut.value in stage.inputs:
@@ -99,21 +99,21 @@ class _Writer:
 
     def _taken(self, cut: Cut) -> str:
         """What its consumer has of it before its group gathers more."""
-        if cut.local:
+        if not cut.passes("send"):
             return self._source(cut)
         return cut.name if len(self._seats()) == 1 else f"{cut.name}_{cut.consumer}"
 
     def _entered(self, cut: Cut) -> str:
         """What the consumer's stage reads."""
-        if cut.enters:
+        if cut.passes("modulo"):
             return f"{cut.name}_group"
-        if cut.local and cut.gradient and self._training:
+        if not cut.passes("send") and cut.gradient and self._training:
             return f"{cut.name}_{cut.consumer}"
         return self._taken(cut)
 
     def _given_back(self, cut: Cut) -> str:
         """The gradient of a consumer's own examples."""
-        if not cut.enters:
+        if not cut.passes("modulo"):
             return f"{self._entered(cut)}.grad"
         if cut.consumer in self._turned:
             dim = f", dim={cut.spec.batch_dim}" if cut.spec.batch_dim else ""
@@ -122,9 +122,9 @@ class _Writer:
 
     def _gradient(self, cut: Cut) -> str:
         """The gradient of what the producer made."""
-        if cut.leaves:
+        if cut.passes("slice_batch"):
             return f"d_{cut.name}_group"
-        return self._given_back(cut) if cut.local else f"d_{cut.name}"
+        return f"d_{cut.name}" if cut.passes("send") else self._given_back(cut)
 
     def _returned(self, stage: Stage) -> list[str]:
         return [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
@@ -136,11 +136,13 @@ class _Writer:
         k = 0
         while k < len(actions):
             action = actions[k]
-            if action.own in self._turned and action.verb in _IN_A_TURN:
+            if action.role in self._turned and action.verb in _IN_A_TURN:
                 run = k
-                while run < len(actions) and actions[run].own == action.own and actions[run].verb in _IN_A_TURN:
+                while run < len(actions) and actions[run].role == action.role and actions[run].verb in _IN_A_TURN:
                     run += 1
-                lines += self._loop(action.own, [a for a in actions[k:run] if a.turn == actions[run - 1].turn])
+                lines += self._loop(
+                    action.role, [a for a in actions[k:run] if a.microbatch == actions[run - 1].microbatch]
+                )
                 k = run
                 continue
             lines += self._line(action)
@@ -151,7 +153,7 @@ class _Writer:
         """The actions of a turn, in a loop over the turns."""
         stage = self._stage(role)
         grouping = self._program.plan.groups[role]
-        returned = [cut for cut in stage.receives if cut.enters and cut.gradient and self._training]
+        returned = [cut for cut in stage.receives if cut.passes("modulo") and cut.gradient and self._training]
         names = ["losses", *(f"d_{cut.name}" for cut in returned)]
         what = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
         adds = "; gradients add up" if self._training and grouping.updates == "once" else ""
@@ -166,7 +168,7 @@ class _Writer:
     def _line(self, action: Action) -> list[Line]:
         if action.verb == "sum_loss":
             return self._sum_loss(action)
-        seat = self._seat(action.own)
+        seat = self._seat(action.role)
         if action.verb == "all_reduce_tied":
             return (
                 [(f"{seat}.all_reduce_tied(stage, TIED)", "over all roles that use them")]
@@ -180,7 +182,7 @@ class _Writer:
                 else "gradients, summed over the workers"
             )
             return [(f"comm.{action.verb}(stage, SERVED)", what)]
-        stage = self._stage(action.own)
+        stage = self._stage(action.role)
         if action.verb in ("pull", "forward", "backward", "multiply", "update"):
             return getattr(self, f"_{action.verb}")(stage, seat, action)  # type: ignore[no-any-return]
         if action.verb in ("all_reduce", "push"):
@@ -189,19 +191,13 @@ class _Writer:
 
     def _exchange(self, stage: Stage, seat: str, action: Action) -> list[Line]:
         """A line of what crosses between roles, or within a group."""
-        verb, role = action.verb, action.role
-        sends = verb in ("send", "slice_batch", "recv_grad", "all_gather_grad")
-        cut = next(
-            c
-            for c in (stage.sends if sends else stage.receives)
-            if c.name == action.value and (not role or role in (c.consumer, c.producer))
-        )
+        verb, role, cut = action.verb, action.peer, stage.cut(action)
         layout, size = _layout(cut.spec), self._size(cut, stage)
         grad = ".requires_grad_()" if cut.gradient and self._training else ""
         if verb == "send":
             return [(f'{seat}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}")]
         if verb == "recv":
-            made = "" if cut.enters else grad
+            made = "" if cut.passes("modulo") else grad
             return [(f"{self._taken(cut)} = {_recv(seat, cut, role)}{made}", f"<- {role}  {size}")]
         if verb == "modulo":
             return [(f"{cut.name}_group = {seat}.modulo({self._taken(cut)}{layout}){grad}", self._gathers(stage))]
@@ -212,7 +208,7 @@ class _Writer:
         if verb == "send_grad":
             return [(f'{seat}.send({self._given_back(cut)}, "{role}"{layout})', f"-> {role}  {size}")]
         if verb == "all_gather_grad":
-            own = self._given_back(cut) if cut.local else f"d_{cut.name}"
+            own = f"d_{cut.name}" if cut.passes("send") else self._given_back(cut)
             return [(f"d_{cut.name}_group = {seat}.all_gather_grad({own}{layout})", "of all ranks of the group")]
         assert verb == "modulo_grad", verb
         partial = "" if cut.partial else ", partial=False"
@@ -231,7 +227,7 @@ class _Writer:
     def _forward(self, stage: Stage, seat: str, action: Action) -> list[Line]:
         lines: list[Line] = []
         for cut in stage.receives:
-            if self._entered(cut) != self._taken(cut) and not cut.enters:
+            if self._entered(cut) != self._taken(cut) and not cut.passes("modulo"):
                 lines.append((f"{self._entered(cut)} = {self._taken(cut)}.detach().requires_grad_()", ""))
         called = "stage" if len(self.stages) == 1 else f"stage.{method_name(stage)}"
         call = f"{called}({', '.join([seat, *forward_inputs(stage), *map(self._entered, stage.receives)])})"
@@ -246,7 +242,7 @@ class _Writer:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
-            seat = self._seat(action.own) if action.own != SERVER else "comm"
+            seat = self._seat(action.role) if action.role != SERVER else "comm"
             role = "role" if len(self._seats()) == 1 else "rank"
             return [(f"total = {seat}.sum_loss({zero_text(self._program)})", f"this {role} adds nothing to the loss")]
         loss = "sum(losses)" if stage.role in self._turned else "loss"

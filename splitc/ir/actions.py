@@ -1,4 +1,4 @@
-"""The action list of a step: data that codegen writes out line by line and the checker follows.
+"""The action list of a training step: data that codegen writes out line by line and the checks follow.
 
     conv: send target -> fc          fc: recv cut0 <- conv
     conv: forward                    fc: sum_loss
@@ -6,8 +6,8 @@
     fc: send_grad cut0 -> conv       conv: all_reduce bucket0
     fc: modulo cut0 [1]              fc: modulo_grad cut0 [1]
 
-Each line says in which of its roles a rank does it; a number in brackets is the turn of its group.  Reordering the
-list is how a schedule changes.  It prints as text and parses back.
+A line begins with the role in which a rank does it; a number in brackets is the microbatch of its group.  Reordering
+the list changes the schedule.  It prints as text and parses back.
 """
 
 from __future__ import annotations
@@ -19,62 +19,88 @@ from dataclasses import dataclass
 from splitc.errors import InternalError
 
 VERBS = {
-    "send": "give the examples of a cut to those who work on them",
-    "recv": "take a cut",
-    "modulo": "gather a turn's examples of a cut over the group",
-    "slice_batch": "take one's own examples of a cut out of the group's",
-    "forward": "run the stage",
-    "sum_loss": "start to sum the loss over all ranks",
-    "backward": "run the stage's backward",
-    "recv_grad": "take the gradient of a cut that was sent",
-    "send_grad": "give the gradient of a cut that was taken",
-    "all_gather_grad": "gather the gradient of a kept cut over the group",
-    "modulo_grad": "give the gradient of a turn's examples back to their owners in the group",
-    "all_reduce": "sum a bucket of gradients over the replicas",
-    "all_reduce_tied": "sum the gradient of a parameter over all roles that use it",
-    "multiply": "multiply what late-multiplied layers gathered",
-    "update": "let the optimizer step on this role's parameters",
-    "send_parameters": "a server gives its parameters to the workers",
-    "pull": "a worker takes parameters",
-    "push": "a worker gives a bucket of gradients to the servers",
-    "reduce_gradients": "a server sums the gradients of the workers",
+    "send": "send the examples of a cut to the ranks that compute on them",
+    "recv": "receive a cut",
+    "modulo": "gather a microbatch of a cut over the group",
+    "slice_batch": "slice this rank's examples out of a cut of its group",
+    "forward": "run the stage forward",
+    "sum_loss": "begin to all-reduce the loss over all ranks",
+    "backward": "run the stage backward",
+    "recv_grad": "receive the gradient of a cut that was sent",
+    "send_grad": "send the gradient of a cut that was received",
+    "all_gather_grad": "gather the gradient of a sliced cut over the group",
+    "modulo_grad": "return the gradient of a gathered microbatch to the ranks whose examples it has",
+    "all_reduce": "all-reduce a bucket of gradients over the replicas",
+    "all_reduce_tied": "all-reduce the gradient of a parameter over all roles that use it",
+    "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
+    "update": "step the optimizer of this role's parameters",
+    "send_parameters": "send a server's parameters to the workers",
+    "pull": "receive parameters from the servers",
+    "push": "send a bucket of gradients to the servers",
+    "reduce_gradients": "sum the workers' gradients on a server",
 }
 """What a rank can do in a step."""
+
+BUCKET_VERBS = ("all_reduce", "push")
+PRODUCER_VERBS = ("send", "slice_batch", "recv_grad", "all_gather_grad")
+"""What the producer of a cut does."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does as one of `own`.  value: the cut or bucket; role: the other side; turn: of a group."""
+    """One thing that a rank does in one of its roles.
+
+    role: that role.  value: name of the cut, or of the tied parameter.  peer: the role at the other end of a cut.
+    bucket: number of the bucket, of an `all_reduce` or a `push`.  microbatch: of the role's groups.
+    """
 
     verb: str
     value: str = ""
+    peer: str = ""
     role: str = ""
-    own: str = ""
-    turn: int = 0
+    microbatch: int = 0
+    bucket: int | None = None
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
             raise InternalError(f"unknown action {self.verb!r}; there are {', '.join(VERBS)}")
+        if (self.bucket is not None) != (self.verb in BUCKET_VERBS):
+            raise InternalError(f"{self.verb} has bucket {self.bucket}; {' and '.join(BUCKET_VERBS)} have one each")
 
     def __str__(self) -> str:
         arrow = "<-" if self.verb.startswith("recv") else "->"
-        own = f"{self.own}: " if self.own else ""
-        other = f" {arrow} {self.role}" if self.role else ""
-        turn = f" [{self.turn}]" if self.turn else ""
-        return f"{own}{self.verb}{' ' + self.value if self.value else ''}{other}{turn}"
+        role = f"{self.role}: " if self.role else ""
+        value = self.value if self.bucket is None else f"bucket{self.bucket}"
+        peer = f" {arrow} {self.peer}" if self.peer else ""
+        microbatch = f" [{self.microbatch}]" if self.microbatch else ""
+        return f"{role}{self.verb}{' ' + value if value else ''}{peer}{microbatch}"
 
 
 def print_actions(actions: Iterable[Action]) -> str:
-    """One action a line."""
+    """Return the actions as text, one a line."""
     return "\n".join(map(str, actions)) + "\n"
 
 
+_LINE = r"(?:(\w+): )?(\w+)(?: (?!->|<-|\[)(.+?))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?"
+
+
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The inverse of `print_actions`.  Raises InternalError that names the line."""
+    """Return the actions that `print_actions` wrote.  Raises InternalError that names the line."""
     actions = []
     for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
-        match = re.fullmatch(r"(?:(\w+): )?(\w+)(?: (\w+))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?", line)
+        match = re.fullmatch(_LINE, line)
         if match is None:
             raise InternalError(f"line {number} is no action: {line!r}")
-        actions.append(Action(match[2], match[3] or "", match[4] or "", match[1] or "", int(match[5] or 0)))
+        role, verb, value, peer, microbatch = match.groups(default="")
+        bucket = re.fullmatch(r"bucket(\d+)", value) if verb in BUCKET_VERBS else None
+        actions.append(
+            Action(
+                verb,
+                value if bucket is None else "",
+                peer,
+                role,
+                int(microbatch or 0),
+                None if bucket is None else int(bucket[1]),
+            )
+        )
     return tuple(actions)

@@ -1,173 +1,239 @@
-"""The communication nodes: one definition each, read by the printer, the prices, the checker and codegen.
+"""The communication operations, each defined once: printer, prices, memory, checks and codegen read `OPS`.
 
-Every op is a function that can stand as the target of a graph node.  Called on (fake) tensors it is what one rank alone
-would see, so a graph with communication still runs for its shapes; on the wire it is what `splitc.runtime.Rank`'s
-method of the same name does.  `OPS[function]` tells its adjoint and its bytes.
+A communication node calls one of the functions below.  On (fake) tensors each computes what a single rank would see, so
+a graph with communication runs for its shapes; at run time the method of `splitc.runtime.RoleComm` of the same name
+communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def send(value: torch.Tensor, *, cut: str, role: str) -> torch.Tensor:
-    """Give each rank of `role` the examples it works on.  One to one, many to one, one to many, or both."""
+    """Send each rank of `role` the examples that it computes on: from one or several ranks, to one or several."""
     return value
 
 
 def recv(
     value: torch.Tensor | None, *, cut: str, role: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The examples this rank works on, from the ranks of `role` that have them.  shape: -1 is the batch."""
+    """Receive the examples that this rank computes on from the ranks of `role`.  shape: -1 stands for the batch."""
     assert value is not None, "a split graph gets its received values from outside"
     return value
 
 
 def modulo(value: torch.Tensor, *, cut: str) -> torch.Tensor:
-    """A turn's examples of every rank of the group, gathered (SplitBrain 3, L_M); backward gives them back, summed."""
+    """Gather a microbatch of every rank of the group (SplitBrain 3, L_M); backward reduce-scatters its gradient."""
     return value
 
 
 def slice_batch(value: torch.Tensor, *, cut: str) -> torch.Tensor:
-    """Each rank's own examples out of those of its group; backward gathers the gradients of the group."""
+    """Slice this rank's examples out of those of its group; backward gathers the gradients of the group."""
     return value
 
 
 def shard(value: torch.Tensor, *, features: int, partial: bool = True) -> torch.Tensor:
-    """Each rank's part of the last dim, gathered over the group (SplitBrain 3, L_S).
+    """Gather the ranks' slices of the last dim over the group (SplitBrain 3, L_S).
 
-    features: of the whole.  partial: the consumer is sharded, so that the ranks' gradients are parts of a sum, which
-    backward takes by a reduce-scatter; else all ranks have the same gradient and take their own part of it.
+    features: size of the gathered dim.  partial: the consumer is sharded, so the ranks' gradients are terms of a sum
+    and backward is a reduce-scatter; else all ranks have the same gradient and slice it.
     """
     return value
 
 
 def copy_to_group(value: torch.Tensor) -> torch.Tensor:
-    """Identity; in backward the sharded readers' gradients are summed over the group."""
+    """Return `value`; backward all-reduces the gradients of its sharded readers over the group."""
     return value
 
 
 def reduce_from_group(value: torch.Tensor) -> torch.Tensor:
-    """The sum over the group of what the ranks made of their part of the features; backward is the identity."""
+    """All-reduce the ranks' partial products over the group; backward is the identity."""
     return value
 
 
 def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer.  Backward all-gathers its input X and output error E, and every rank computes W' = E^T X."""
+    """Apply a linear layer.  Backward all-gathers its input X and output error E; every rank computes dW = E^T X."""
     return torch.nn.functional.linear(value, weight, bias)
 
 
 def batch_norm(value: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """BatchNorm `module` over the examples of all ranks of the role."""
+    """Apply the BatchNorm `module` with statistics over all ranks of the role."""
     normalised: torch.Tensor = module(value)
     return normalised
 
 
 def pull(*, role: str, bucket: int) -> None:
-    """Wait for the parameters of a bucket, which servers send."""
+    """Wait for the parameters of a bucket from the servers."""
 
 
 def push(*, role: str, parameters: tuple[str, ...]) -> None:
-    """Identity; in backward the gradients of `parameters` go to their servers, which sum them over the workers."""
+    """Mark `parameters` whose gradients are sent to servers, which sum them over the workers."""
 
 
 def all_reduce(*, role: str, parameters: tuple[str, ...]) -> None:
-    """Identity; in backward the gradients of `parameters` are summed over their replicas in `role`."""
+    """Mark `parameters` whose gradients are all-reduced over their replicas in `role`."""
 
 
 def all_reduce_scalar(value: torch.Tensor) -> torch.Tensor:
-    """A scalar without gradient, summed over the ranks of the role: the denominator of a weighted mean."""
+    """All-reduce a scalar without gradient over the role: the denominator of a weighted mean."""
     return value
 
 
 def global_weight(target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100) -> torch.Tensor:
-    """The weights of all targets of the role's ranks, summed; ignored ones weigh nothing."""
+    """Sum the class weights of all targets of the role's ranks; ignored targets count zero."""
     return target.new_zeros((), dtype=torch.int64 if weight is None else weight.dtype)
 
 
 def scale_by_share(value: torch.Tensor) -> torch.Tensor:
-    """`value` times this rank's share of the global batch, so that the ranks' values sum to the mean."""
+    """Multiply a mean by this rank's share of the global batch, so that the ranks' values sum to the global mean."""
     return value * 1.0
 
 
 def dropout(value: torch.Tensor, p: float, *, layer: str, feature_dims: int = 0, sharded: bool = False) -> torch.Tensor:
-    """Dropout whose mask depends on seed, step, layer and examples, not on the rank.  No bytes on the wire.
+    """Apply dropout with a mask that depends on seed, step, layer and example, not on the rank.
 
-    sharded: the rank has a part of the features, whose mask depends on which part.
+    sharded: the rank has a slice of the features, and the mask of that slice.
     """
     return value * 1.0
 
 
+class Collective(StrEnum):
+    """What an operation does on the wire."""
+
+    SEND = "send"
+    RECV = "recv"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    NONE = "none"  # the rank computes it alone
+
+    def sent(self, nbytes: float, own: float, ranks: int) -> float:
+        """Return the payload bytes that a rank sends.
+
+        nbytes: of the whole value.  own: of this rank's part of it, which is the whole value for a sum or a message.
+        """
+        match self:
+            case Collective.SEND:
+                return own
+            case Collective.ALL_GATHER:
+                return (ranks - 1) * own
+            case Collective.REDUCE_SCATTER:
+                return nbytes - own
+            case Collective.ALL_REDUCE:  # on a ring
+                return 2 * (ranks - 1) / ranks * nbytes
+            case _:
+                return 0.0
+
+
+class Over(Enum):
+    """The ranks that an operation joins."""
+
+    ROUTES = "the ranks of the peer role that have examples in common with this rank"
+    GROUP = "the model-parallel group"
+    REPLICAS = "the ranks of the role that hold the same parameters"
+    SERVERS = "the parameter servers, or their workers"
+    WORLD = "all ranks"
+
+
+class Dim(Enum):
+    """The dimension along which the ranks' parts of a value lie."""
+
+    EXAMPLES = "examples"
+    FEATURES = "features"
+
+
 @dataclass(frozen=True)
 class CommOp:
-    """What the compiler knows of one communication node.
+    """One operation: a communication node, the adjoint of one, or an action of the step.
 
-    adjoint: the op of its backward, None when no gradient passes.
-    sent: payload bytes that a rank sends in forward, and in backward, from the value's bytes on that rank (before the
-    op) and the number of ranks.
-    inside: whether it is called within a stage's forward, not as an action of the step.
+    dim: None where every rank has a whole value, or a term of its sum.
+    adjoint: the operation that takes its gradient; None where none passes.
+    in_stage: called within a stage's forward; the others are actions of the step.
     """
 
-    function: Callable[..., Any]
-    adjoint: Callable[..., Any] | None
-    sent: Callable[[float, int], float]
-    returned: Callable[[float, int], float]
-    inside: bool = True
-    wire: bool = True
+    name: str
+    collective: Collective
+    over: Over | None = None
+    dim: Dim | None = None
+    adjoint: str | None = None
+    in_stage: bool = False
 
-    @property
-    def name(self) -> str:
-        return self.function.__name__
+    def backward(self, partial: bool = True) -> Collective:
+        """Return what the gradient does on the wire.
 
-
-def _whole(nbytes: float, ranks: int) -> float:
-    return nbytes
-
-
-def _nothing(nbytes: float, ranks: int) -> float:
-    return 0.0
+        partial: the ranks' gradients are terms of a sum; else all ranks have the same one, and slice their part of it.
+        """
+        collective = Collective.NONE if self.adjoint is None else OPS[self.adjoint].collective
+        return collective if partial or collective is not Collective.REDUCE_SCATTER else Collective.NONE
 
 
-def _to_others(nbytes: float, ranks: int) -> float:
-    """An all-gather of `nbytes` on each rank."""
-    return (ranks - 1) * nbytes
-
-
-def _parts(nbytes: float, ranks: int) -> float:
-    """A reduce-scatter of `nbytes` on each rank."""
-    return (ranks - 1) / ranks * nbytes
-
-
-def _ring(nbytes: float, ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks * nbytes
-
-
-OPS: dict[Callable[..., Any], CommOp] = {
-    op.function: op
+OPS = {
+    op.name: op
     for op in (
-        CommOp(send, recv, _whole, _nothing, inside=False),
-        CommOp(recv, send, _nothing, _whole, inside=False),
-        CommOp(modulo, modulo, _to_others, _parts, inside=False),
-        CommOp(slice_batch, slice_batch, _nothing, _to_others, inside=False),
-        CommOp(shard, shard, _to_others, _parts),
-        CommOp(copy_to_group, reduce_from_group, _nothing, _ring),
-        CommOp(reduce_from_group, copy_to_group, _ring, _nothing),
-        CommOp(late_multiply, late_multiply, _nothing, _to_others),
-        CommOp(batch_norm, batch_norm, _ring, _ring),
-        CommOp(pull, push, _whole, _nothing),
-        CommOp(push, pull, _nothing, _whole, inside=False),
-        CommOp(all_reduce, all_reduce, _nothing, _ring, inside=False),
-        CommOp(all_reduce_scalar, None, _ring, _nothing),
-        CommOp(global_weight, None, _ring, _nothing),
-        CommOp(scale_by_share, scale_by_share, _nothing, _nothing, wire=False),
-        CommOp(dropout, dropout, _nothing, _nothing, wire=False),
+        CommOp("send", Collective.SEND, Over.ROUTES, Dim.EXAMPLES, "recv_grad"),
+        CommOp("recv_grad", Collective.RECV, Over.ROUTES, Dim.EXAMPLES, "send"),
+        CommOp("recv", Collective.RECV, Over.ROUTES, Dim.EXAMPLES, "send_grad"),
+        CommOp("send_grad", Collective.SEND, Over.ROUTES, Dim.EXAMPLES, "recv"),
+        CommOp("modulo", Collective.ALL_GATHER, Over.GROUP, Dim.EXAMPLES, "modulo_grad"),
+        CommOp("modulo_grad", Collective.REDUCE_SCATTER, Over.GROUP, Dim.EXAMPLES, "modulo"),
+        CommOp("slice_batch", Collective.NONE, Over.GROUP, Dim.EXAMPLES, "all_gather_grad"),
+        CommOp("all_gather_grad", Collective.ALL_GATHER, Over.GROUP, Dim.EXAMPLES, "slice_batch"),
+        CommOp("shard", Collective.ALL_GATHER, Over.GROUP, Dim.FEATURES, "shard_grad", in_stage=True),
+        CommOp("shard_grad", Collective.REDUCE_SCATTER, Over.GROUP, Dim.FEATURES, "shard", in_stage=True),
+        CommOp("copy_to_group", Collective.NONE, Over.GROUP, None, "reduce_from_group", in_stage=True),
+        CommOp("reduce_from_group", Collective.ALL_REDUCE, Over.GROUP, None, "copy_to_group", in_stage=True),
+        CommOp("late_multiply", Collective.NONE, Over.REPLICAS, Dim.EXAMPLES, "gather_errors", in_stage=True),
+        CommOp("gather_errors", Collective.ALL_GATHER, Over.REPLICAS, Dim.EXAMPLES, "late_multiply", in_stage=True),
+        CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, None, "batch_norm", in_stage=True),
+        CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
+        CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
+        CommOp("scale_by_share", Collective.NONE, None, None, "scale_by_share", in_stage=True),
+        CommOp("dropout", Collective.NONE, None, None, "dropout", in_stage=True),
+        CommOp("pull", Collective.RECV, Over.SERVERS, None, "push", in_stage=True),
+        CommOp("push", Collective.SEND, Over.SERVERS, None, "pull"),
+        CommOp("send_parameters", Collective.SEND, Over.SERVERS, None, "reduce_gradients"),
+        CommOp("reduce_gradients", Collective.RECV, Over.SERVERS, None, "send_parameters"),
+        CommOp("all_reduce", Collective.ALL_REDUCE, Over.REPLICAS, None, "all_reduce"),
+        CommOp("all_reduce_tied", Collective.ALL_REDUCE, None, None, "all_reduce_tied"),
+        CommOp("sum_loss", Collective.ALL_REDUCE, Over.WORLD, None),
     )
 }
-"""Every communication node."""
+"""Every operation, by the name of its node or action."""
+
+NODES: dict[Callable[..., Any], CommOp] = {
+    function: OPS[function.__name__]
+    for function in (
+        send,
+        recv,
+        modulo,
+        slice_batch,
+        shard,
+        copy_to_group,
+        reduce_from_group,
+        late_multiply,
+        batch_norm,
+        pull,
+        push,
+        all_reduce,
+        all_reduce_scalar,
+        global_weight,
+        scale_by_share,
+        dropout,
+    )
+}
+"""The operations that are nodes of a graph, by their function."""
 
 ENTRIES = (recv, modulo)
-"""What brings a value into a stage."""
+"""The nodes that bring a value into a stage."""
+
+
+def op_of(node: fx.Node) -> CommOp | None:
+    """Return the operation that `node` is, None for other nodes."""
+    return NODES.get(node.target) if callable(node.target) else None

@@ -37,9 +37,9 @@ _NAMES = _all_names()  # now: while a model is traced, some functions of torch a
 
 def function_name(target: Callable[..., Any]) -> str:
     """How generated code calls a function."""
-    return f"comm.{target.__name__}" if target in comm_ops.OPS else _NAMES[id(target)]
+    return f"comm.{target.__name__}" if target in comm_ops.NODES else _NAMES[id(target)]
 
 
 def is_nameable(target: Callable[..., Any]) -> bool:
     """Whether generated code can call the function."""
-    return target in comm_ops.OPS or id(target) in _NAMES
+    return target in comm_ops.NODES or id(target) in _NAMES

@@ -8,6 +8,7 @@ from torch import fx
 
 from splitc.ir import comm_ops
 from splitc.ir.actions import print_actions
+from splitc.ir.comm_ops import Over, op_of
 from splitc.ir.graph import copy_node
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
@@ -36,8 +37,8 @@ def print_program(program: Program) -> str:
 def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
     """The graph of one rank as a GraphModule, of all its roles.
 
-    `meta["shape"]` is a node's shape on this rank; `meta["comm"]` of send and recv nodes names peers and examples, of
-    nodes that gather over a group its ranks.
+    `meta["shape"]` is a node's shape on this rank; `meta["comm"]` of send and recv nodes has the peers and their
+    examples, of other communication nodes the ranks that communicate.
     """
     plan, part = program.plan, program.rank_program(rank)
     graph = fx.Graph()
@@ -61,18 +62,14 @@ def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
     if isinstance(spec, TensorSpec):
         own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.slice_batch)
         node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.peak_batch(role, rank))
-    if node.target in (comm_ops.send, comm_ops.recv):
-        node.meta["comm"] = plan.routes(rank, role, str(node.kwargs["role"]))
-    elif node.target in (
-        comm_ops.modulo,
-        comm_ops.slice_batch,
-        comm_ops.shard,
-        comm_ops.copy_to_group,
-        comm_ops.reduce_from_group,
-    ):
-        node.meta["comm"] = plan.group(role, rank)
-    elif node.target in (comm_ops.late_multiply, comm_ops.all_reduce):
-        node.meta["comm"] = plan.replicas(role, rank)
+    op = op_of(node)
+    match None if op is None else op.over:
+        case Over.ROUTES:
+            node.meta["comm"] = plan.routes(rank, role, str(node.kwargs["role"]))
+        case Over.GROUP:
+            node.meta["comm"] = plan.group(role, rank)
+        case Over.REPLICAS:
+            node.meta["comm"] = plan.replicas(role, rank)
 
 
 def _statement(node: fx.Node) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
 from torch import fx, nn
 
-from splitc.ir.actions import Action
+from splitc.ir.actions import PRODUCER_VERBS, Action
 from splitc.ir.costs import CostLine
 from splitc.ir.plan import Plan
 
@@ -134,13 +134,24 @@ class LossTerm:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A value that crosses from one role to another; its gradient comes back when `gradient` is set.
+class CutLink:
+    """One operation on the path of a cut.
 
-    name: the value's name in both generated programs.  value: the node that makes it.
-    local: both roles are the same ranks with the same examples, so that nothing is sent.
-    enters: the consumer has groups, which gather their members' examples; partial: the gradient of the members is
-    to be summed then, else they have it alike.  leaves: the producer has groups, of which each rank keeps its own.
+    op: its name in `comm_ops.OPS`: "slice_batch", "send" (with the consumer's recv) or "modulo".
+    partial: of a modulo, whether the gradients of the group's ranks are terms of a sum; else they are the same.
+    """
+
+    op: str
+    partial: bool = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A value that one role computes and another one reads; its gradient takes the way back where `gradient` is set.
+
+    name: the value's name in both generated programs.  value: the node that computes it.
+    path: its way to the consumer: `slice_batch` where the producer has groups, `send` unless both roles are the same
+    ranks with the same examples, `modulo` where the consumer has groups.
     """
 
     name: str
@@ -149,15 +160,21 @@ class Cut:
     consumer: str
     spec: TensorSpec
     gradient: bool
-    local: bool = False
-    enters: bool = False
-    partial: bool = True
-    leaves: bool = False
+    path: tuple[CutLink, ...] = ()
+
+    def passes(self, op: str) -> bool:
+        """Return whether `op` is a link of the path."""
+        return any(link.op == op for link in self.path)
 
     @property
-    def divides(self) -> bool:
-        """Whether it has examples; what has none, a sum over all ranks, is the same everywhere."""
-        return self.spec.batch_dim is not None
+    def partial(self) -> bool:
+        """Whether the gradients of the consumer's ranks are terms of a sum."""
+        return any(link.partial for link in self.path if link.op == "modulo")
+
+    def with_partial(self, partial: bool) -> Cut:
+        """Return the cut with its modulo so."""
+        path = (replace(link, partial=partial) if link.op == "modulo" else link for link in self.path)
+        return replace(self, path=tuple(path))
 
 
 @dataclass(frozen=True)
@@ -181,6 +198,20 @@ class Stage:
     shards: Mapping[str, int] = field(default_factory=dict)
     has_loss: bool = False
 
+    def cut(self, action: Action) -> Cut:
+        """Return the cut that an action moves."""
+        cuts = self.sends if action.verb in PRODUCER_VERBS else self.receives
+        return next(
+            cut
+            for cut in cuts
+            if cut.name == action.value and (not action.peer or action.peer in (cut.producer, cut.consumer))
+        )
+
+    def bucket(self, action: Action) -> tuple[str, ...]:
+        """Return the parameters of an `all_reduce` or a `push`."""
+        assert action.bucket is not None, action
+        return (self.buckets if action.verb == "all_reduce" else self.served)[action.bucket]
+
 
 @dataclass(frozen=True)
 class RankProgram:
@@ -196,7 +227,7 @@ class RankProgram:
         return "_".join(self.roles)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
 
@@ -247,11 +278,29 @@ class Program:
         return PlacedProgram(**{each.name: getattr(self, each.name) for each in fields(Program)}, plan=plan)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedProgram(Program):
     """A program with its plan; passes insert the communication that the plan needs into its graph."""
 
     plan: Plan
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Trainable parameter -> the ranks that hold a copy, for each one that layers of several roles use.
+
+        Each role has a copy; its gradients are summed over all of them before identical updates.
+        """
+        users: dict[str, dict[str, None]] = {}
+        for layer in self.layers:
+            role = self.plan.placements[layer.name].role
+            for name in layer.tensors:
+                if self.tensors[name].trainable:
+                    users.setdefault(name, {})[role] = None
+        return {
+            name: tuple(sorted({rank for role in roles for rank in self.plan.roles[role]}))
+            for name, roles in users.items()
+            if len(roles) > 1
+        }
 
     def lowered(self, stages: tuple[Stage, ...], rank_programs: tuple[RankProgram, ...]) -> LoweredProgram:
         """The program split into the stages of its roles."""
@@ -259,7 +308,7 @@ class PlacedProgram(Program):
         return LoweredProgram(**own, stages=stages, rank_programs=rank_programs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LoweredProgram(PlacedProgram):
     """A placed program split into one stage for each role, and one rank program for ranks of the same roles."""
 

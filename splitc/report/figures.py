@@ -15,7 +15,8 @@ from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import Layer, LoweredProgram, Program
-from splitc.ir.wire import WireOp, wire
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import WireOp
 
 
 def as_json(program: LoweredProgram) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_programs_without_autocast_are_as_they_were() -> None:
 def test_a_cut_in_bfloat16_is_half_the_bytes() -> None:
     def sizes(done: CompiledProgram) -> dict[tuple[int, str], float]:
         ops = [(rank, op) for rank in range(3) for op in wire(done.program, rank)]
-        return {(rank, op.label): op.sent for rank, op in ops if "cut0" in op.label and op.kind == "send"}
+        return {(rank, op.payload): op.sent for rank, op in ops if op.payload.name == "cut0" and op.kind == "send"}
 
     narrow, wide = sizes(separated()), sizes(separated(None))
     assert len(narrow) == 4 and all(narrow[op] == wide[op] / 2 > 0 for op in wide)

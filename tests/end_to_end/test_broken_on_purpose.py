@@ -8,11 +8,10 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
+from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import (
     buckets_hold_every_gradient,
     cuts_are_communicated,
-    no_deadlock,
-    sends_meet_receives,
     shapes_hold,
     stages_cover_the_graph,
 )

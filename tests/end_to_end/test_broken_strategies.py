@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.checks.graph import no_deadlock, sends_meet_receives
+from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
 from splitc.ir.actions import Action
 from splitc.ir.plan import Placement

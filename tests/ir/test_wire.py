@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.ir.plan import Placement
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.wire import WireOp, wire
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
@@ -109,7 +110,7 @@ def test_so_it_does_with_norms_that_are_synchronised(strategy: str) -> None:
     text = f"{strategy[:-1]},sync_batchnorm=True)" if strategy.endswith(")") else f"{strategy}(sync_batchnorm=True)"
     pins = {"conv": "conv", "fc8": "fc"} if strategy.startswith("layer") else {}
     program = planned(3, text, norm=True, pins=pins)
-    (ops,) = {tuple(op.label for op in wire(program.program, rank) if "norm" in op.label) for rank in (0, 1)}
+    (ops,) = {tuple(op.payload for op in ops_of(program.program, rank, "norm")) for rank in (0, 1)}
     assert len(ops) == 2, "one sum in forward and one in backward"
     assert_defined(program, images(program.plan.global_batch))
 
@@ -155,8 +156,8 @@ def test_so_it_does_with_values_that_have_a_time_dimension(strategy: str) -> Non
 
 
 def ops_of(program: LoweredProgram, rank: int, *words: str) -> list[WireOp]:
-    """The operations of a rank whose label has one of `words`."""
-    return [op for op in wire(program, rank) if any(word in op.label for word in words)]
+    """The operations of a rank whose payload has one of `words` in its text."""
+    return [op for op in wire(program, rank) if any(word in str(op.payload) for word in words)]
 
 
 def nbytes(program: Program, *layers: str) -> int:
@@ -237,8 +238,9 @@ def test_a_shard_layer_sends_its_features_and_returns_the_others(world: int) -> 
     program = compiled(model, (x,), y, F.cross_entropy, world, f"modulo_shard(mp={world},scheme=B/K)", pins=every)
     K, batch, features = world, 4, 12 * world
     for rank in range(world):
-        forward = [op for op in ops_of(program.program, rank, "relu_1_whole") if not op.label.startswith("d_")]
-        backward = [op for op in ops_of(program.program, rank, "relu_1_whole") if op.label.startswith("d_")]
+        ops = ops_of(program.program, rank, "relu_1_whole")
+        forward = [op for op in ops if op.payload.what is What.NODE]
+        backward = [op for op in ops if op.payload.what is What.NODE_GRADIENT]
         assert len(forward) == len(backward) == K
         # B/K does not divide the batch for K = 3: over all turns it does
         assert sum(op.sent for op in forward) == K * (K - 1) * batch * features // K * 4
@@ -251,7 +253,7 @@ def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_lay
     program = planned(world, Asked("", "late_multiply", {"fc*": Placement(sync="late_multiply")})).program
     for rank in range(world):
         gathers = ops_of(program, rank, "X ", "E ")
-        shapes = {op.label.split(".")[-1].split("[")[0] + op.label[0]: op.shape for op in gathers}
+        shapes = {op.payload.name + op.payload.what: op.shape for op in gathers}
         M = 4 * world
         assert shapes == {
             "fc6X": (M, 27), "fc6E": (M, 14), "fc7X": (M, 14), "fc7E": (M, 13), "fc8X": (M, 13), "fc8E": (M, 5)

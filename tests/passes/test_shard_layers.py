@@ -42,7 +42,7 @@ def inserted(program: CompiledProgram) -> dict[str, str]:
     found = {}
     for node in program.program.graph.nodes:
         if node.target in INSERTED:
-            name = comm_ops.OPS[node.target].name
+            name = comm_ops.NODES[node.target].name
             found[node.name] = f"{name} partial" if node.kwargs.get("partial") else name
     return found
 

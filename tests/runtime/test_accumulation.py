@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitc.errors import LaunchError
 from splitc.ir.wire import wire
+from splitc.ir.wire_op import What
 from splitc.runtime.worker import Worker
 from tests.support.ranks import (
     SEPARATION,
@@ -141,7 +142,7 @@ def test_gradients_travel_with_the_last_batch_only(strategy: str) -> None:
 
     for rank, (first, second, last) in enumerate(on_workers(program, run, accumulate=3)):
         ops = wire(program.program, rank)
-        summed = sum(int(op.sent) for op in ops if "bucket" in op.label)
+        summed = sum(int(op.sent) for op in ops if op.payload.what is What.BUCKET)
         assert last == sum(int(op.sent) for op in ops)
         assert first == second == last - summed
         assert summed > 0 or strategy == SEPARATION

@@ -39,7 +39,7 @@ def activations(scheme: str, K: int, kind: str) -> list[list[WireOp]]:
         cut.name for stage in program(scheme, K).program.stages for cut in stage.receives if cut.spec.shape == (1, 4096)
     }
     ops = [wire(program(scheme, K).program, rank) for rank in range(K)]
-    return [[op for op in each if op.label.startswith(f"{kind} {cut}[")] for each in ops]
+    return [[op for op in each if (op.payload.what, op.payload.name) == (kind, cut)] for each in ops]
 
 
 def exchange(scheme: str, K: int) -> Exchange:

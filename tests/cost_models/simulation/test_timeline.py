@@ -56,7 +56,7 @@ def test_one_rank_computes_its_layers_and_updates_its_parameters() -> None:
 def test_a_separation_of_one_rank_each_is_a_chain_and_takes_the_sum_of_all() -> None:
     """Stanza's equation (3): compute of both, and the cut there and back; the fc rank updates while conv goes back."""
     program = planned(2, "layer_separation(n_c=1, n_f=1)").program
-    cut = next(op for op in wire(program, 1) if op.kind == "recv" and op.label.startswith("cut"))
+    cut = next(op for op in wire(program, 1) if (op.kind, op.payload.name) == ("recv", "cut0"))
     link = toy(latency=0.0).link
     compute = computing(program, 0) + computing(program, 1) - computing(program, 1, "update")
     formula = compute + 2 * point_to_point(cut.nbytes, link)

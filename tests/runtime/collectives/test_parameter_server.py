@@ -15,13 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.example import Example
-from splitc.checks.graph import (
-    every_layer_placed,
-    no_deadlock,
-    sends_meet_receives,
-    served_buckets_travel,
-    served_parameters_are_pulled,
-)
+from splitc.checks.actions import actions_are_complete
+from splitc.checks.deadlock import no_deadlock, sends_meet_receives
+from splitc.checks.graph import every_layer_placed
+from splitc.checks.servers import served_parameters_are_pulled
 from splitc.compiled import CompiledProgram, Settings
 from splitc.errors import InternalError
 from splitc.ir.comm_ops import pull
@@ -465,8 +462,8 @@ def test_a_dropped_pull_or_push_is_named(servers: tuple[int, ...], verb: str) ->
     actions = actions_of(program, name)
     dropped = next(action for action in actions if action.verb == verb)
     broken = with_actions(program, **{name: [action for action in actions if action is not dropped]})
-    (problem,) = served_buckets_travel(broken)
-    assert problem == f"part {name} has the action '{dropped}' 0 times, not once"
+    (problem,) = actions_are_complete(broken)
+    assert problem == f"{name}: {dropped} is done 0 times, not once"
     if servers == (2,):
         problems = sends_meet_receives(broken)
         assert problems and all(verb in problem and "rank 2" in problem for problem in problems)
@@ -477,7 +474,7 @@ def test_a_server_that_forgets_its_part_is_named(verb: str) -> None:
     program = served(ConvNet(), (0, 1), (2,)).program
     actions = [action for action in actions_of(program, SERVER) if action.verb != verb]
     broken = with_actions(program, server=actions)
-    assert served_buckets_travel(broken) == [f"part server has the action 'server: {verb}' 0 times, not once"]
+    assert actions_are_complete(broken) == [f"server: server: {verb} is done 0 times, not once"]
     assert any("rank 2 never" in problem for problem in sends_meet_receives(broken))
 
 
@@ -485,7 +482,8 @@ def test_pulling_after_the_forward_and_collecting_before_it_are_named() -> None:
     program = served(ConvNet(), (0, 1), (2,)).program
     actions = actions_of(program, "worker")
     late = [*(a for a in actions if a.verb != "pull"), *(a for a in actions if a.verb == "pull")]
-    assert "role worker computes before it pulls" in served_buckets_travel(with_actions(program, worker=late))
+    problems = actions_are_complete(with_actions(program, worker=late))
+    assert problems == ["worker: worker: pull comes after worker: forward"]
     actions = actions_of(program, SERVER)
     (problem,) = no_deadlock(with_actions(program, server=[actions[-1], *actions[:-1]]))
     assert "in a circle" in problem and "push" in problem

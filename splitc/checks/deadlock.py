@@ -1,0 +1,76 @@
+"""Checks of what the ranks put on the wire: every message has its receiver, and no ranks wait for each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import networkx as nx
+
+from splitc.ir.program import LoweredProgram
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import WireOp
+
+
+def sends_meet_receives(program: LoweredProgram) -> list[str]:
+    """Between two ranks the k-th send meets the k-th recv: same payload, shape and dtype.  Collectives likewise."""
+    problems: list[str] = []
+    sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
+    collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
+    for rank in range(program.plan.world):
+        for op in wire(program, rank):
+            if op.kind == "send":
+                sent[rank, op.ranks[0]].append(op)
+            elif op.kind == "recv":
+                received[op.ranks[0], rank].append(op)
+            else:
+                collectives[op.ranks][rank].append(op)
+    for src, dst in sorted(sent.keys() | received.keys()):
+        problems += _match(f"rank {src}", f"rank {dst}", sent[src, dst], received[src, dst], ("sends", "receives"))
+    for ranks, by_rank in collectives.items():
+        first = by_rank[ranks[0]]
+        for rank in ranks[1:]:
+            problems += _match(f"rank {ranks[0]}", f"rank {rank}", first, by_rank[rank], ("sums", "sums"))
+    return problems
+
+
+def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
+    for x, y in zip(a, b, strict=False):
+        if (x.payload, x.shape, x.dtype) != (y.payload, y.shape, y.dtype):
+            return [
+                f"{left} {verbs[0]} {x.payload} {x.shape} {x.dtype} "
+                f"where {right} {verbs[1]} {y.payload} {y.shape} {y.dtype}"
+            ]
+    if len(a) > len(b):
+        return [f"{left} {verbs[0]} {a[len(b)].payload}, which {right} never {verbs[1]}"]
+    if len(b) > len(a):
+        return [f"{right} {verbs[1]} {b[len(a)].payload}, which {left} never {verbs[0]}"]
+    return []
+
+
+def no_deadlock(program: LoweredProgram) -> list[str]:
+    """The ranks' orders on the wire, with matching operations merged, form no cycle (docs/design.md 8)."""
+    graph: nx.DiGraph[Any] = nx.DiGraph()
+    counts: dict[Any, int] = defaultdict(int)
+    for rank in range(program.plan.world):
+        before = None
+        for op in wire(program, rank):
+            if op.kind == "collective":
+                channel: tuple[Any, ...] = ("collective", op.ranks, rank)
+            else:
+                channel = ("message", *((rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)), op.kind)
+            event = (*channel[: 2 if op.kind == "collective" else 3], counts[channel])
+            counts[channel] += 1
+            graph.add_node(event)
+            graph.nodes[event].setdefault("ops", []).append((rank, op))
+            if before is not None:
+                graph.add_edge(before, event)
+            before = event
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return []
+    chain = "; then ".join(
+        " with ".join(f"rank {rank}: {op}" for rank, op in graph.nodes[event]["ops"]) for event, _ in cycle
+    )
+    return [f"the ranks wait for each other in a circle: {chain}; then the first again"]

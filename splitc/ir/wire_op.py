@@ -1,0 +1,103 @@
+"""One message or collective of a step, and what travels in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+
+class What(StrEnum):
+    """What a payload is."""
+
+    CUT = "cut"
+    CUT_GRADIENT = "d_cut"
+    MODULO = "modulo"
+    MODULO_GRADIENT = "modulo_grad"
+    SLICE_GRADIENT = "all_gather_grad"
+    NODE = "node"
+    NODE_GRADIENT = "d_node"
+    LATE_INPUT = "X"
+    LATE_ERROR = "E"
+    BUCKET = "bucket"
+    TIED = "tied"
+    LOSS = "loss"
+    PULL = "pull"
+    PUSH = "push"
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels: equal on both sides of a message, and on all members of a collective.
+
+    name: of the cut, the node, the tied parameter, or the first served parameter.
+    role: that communicates; of a cut, its producer.  peer: the consumer of a cut that is sent.
+    rows: (first, last + 1) of the examples of a message, or of the rows of a served parameter.
+    more: number of further parameters in the same message.
+    """
+
+    what: What
+    name: str = ""
+    role: str = ""
+    peer: str = ""
+    bucket: int | None = None
+    microbatch: int = 0
+    rows: tuple[int, int] = (0, 0)
+    more: int = 0
+
+    def __str__(self) -> str:
+        rows = f"[{self.rows[0]}:{self.rows[1]}]"
+        match self.what:
+            case What.CUT:
+                return f"{self.name}.{self.role}.{self.peer}{rows}"
+            case What.CUT_GRADIENT:
+                return f"d_{self.name}.{self.role}.{self.peer}{rows}"
+            case What.MODULO | What.MODULO_GRADIENT:
+                return f"{self.what} {self.name}[{self.microbatch}]"
+            case What.NODE:
+                return f"{self.role}.{self.name}[{self.microbatch}]"
+            case What.NODE_GRADIENT:
+                return f"d_{self.role}.{self.name}[{self.microbatch}]"
+            case What.LATE_INPUT | What.LATE_ERROR:
+                return f"{self.what} {self.role}.{self.name}[{self.microbatch}]"
+            case What.BUCKET:
+                return f"{self.role}.bucket{self.bucket}"
+            case What.PULL | What.PUSH:
+                return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
+            case What.LOSS:
+                return "loss"
+            case What.TIED | What.SLICE_GRADIENT:
+                return f"{self.what} {self.name}"
+
+
+@dataclass(frozen=True)
+class WireOp:
+    """One message or collective of one rank.
+
+    kind: "send", "recv" or "collective".  ranks: the peer, or all members.
+    shape: of the payload; of a collective whose members contribute different shapes, of the whole.
+    sent: payload bytes that this rank sends.
+    algorithm: of a collective, a `Collective` or "recursive_doubling".
+    layer: the layer that computed the value, or whose computation the communication is part of; None for inputs,
+    buckets and the loss.
+    """
+
+    kind: str
+    payload: Payload
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sent: float = 0.0
+    layer: str | None = None
+    algorithm: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `shape`."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        other = {"send": "to", "recv": "from"}.get(self.kind, "of ranks")
+        return f"{self.kind} {self.payload} {self.shape} {self.dtype} {other} {', '.join(map(str, self.ranks))}"
