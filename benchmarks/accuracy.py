@@ -1,6 +1,6 @@
 """How wrong are the prices?  Predicted step seconds beside measured ones: models x strategies x worlds x networks.
 
-For each world ranks are launched once on a bed, calibrated at each rate of the network, and then every plan for the
+For each world ranks are launched once on a testbed, calibrated at each rate of the network, and then every plan for the
 calibrated cluster is run again and again, all of them in turns (`campaign`).
 
     python -m benchmarks.accuracy                                        64 cells, 5 runs of each
@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.campaign import Campaign, Settings, layer_times, rates_of
-from benchmarks.errors import BedError
+from benchmarks.cases import MODELS, Case, predictions
+from benchmarks.errors import BenchmarkError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, report
 from benchmarks.layout import for_each
-from benchmarks.subjects import MODELS, Subject, predictions
 from splitc.cli.options import positive
 from splitc.errors import SplitcError
 from splitc.ir.cluster_file import parse_cluster
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures = predicted_again(figures, times) if args.predict else figures
         else:
             figures = _measured(args, arguments)
-    except (BedError, SplitcError) as error:
+    except (BenchmarkError, SplitcError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cells(models: Sequence[str], strategies: Sequence[str], worlds: Sequence[int], rates: Sequence[str]) -> list[Cell]:
-    """All combinations.  Raises BedError or PlacementError for a rate or a strategy that there is not."""
+    """All combinations.  Raises BenchmarkError or PlacementError for a rate or a strategy that there is not."""
     for strategy in strategies:
         parse_strategy(strategy)
     for rate in rates:
@@ -82,14 +82,14 @@ def predicted_again(figures: Figures, layers: Path | None = None) -> Figures:
 
     layers: as in `predictions`.
     """
-    subjects = {name: Subject(name) for name in dict.fromkeys(r.cell.model for r in figures.results if r.plan)}
+    cases = {name: Case(name) for name in dict.fromkeys(r.cell.model for r in figures.results if r.plan)}
     results = []
     for result in figures.results:
         if result.plan:
             cell, key = result.cell, f"{result.cell.world} {result.cell.rate}"
             cluster = parse_cluster(figures.clusters[key], f"the cluster of {key}")
-            compiled = subjects[cell.model].compile(cell, cluster, Plan.from_json(result.plan))
-            found = predictions(subjects[cell.model], compiled.program, cluster, layers)
+            compiled = cases[cell.model].compile(cell, cluster, Plan.from_json(result.plan))
+            found = predictions(cases[cell.model], compiled.program, cluster, layers)
             result = replace(result, predicted=found)
         results.append(result)
     return replace(figures, results=tuple(results))
@@ -123,7 +123,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BedError(f"cannot read {path}: {error}") from error
+        raise BenchmarkError(f"cannot read {path}: {error}") from error
 
 
 def _fraction(text: str) -> float:
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     usual = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy",
-        description="Predicted step seconds beside measured ones, on a network bed that was calibrated before.",
+        description="Predicted step seconds beside measured ones, on a network testbed that was calibrated before.",
         epilog=f"exit codes: 0 the median error is at most {MEDIAN:.0%} and the worst {WORST:.0%}; 1 they are not, or "
         "a cell was not measured; 2 it could not be run; 130 stopped by Ctrl-C",
         allow_abbrev=False,

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bed import Bed
-from benchmarks.errors import BedError
+from benchmarks.cases import Case, predictions
+from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Cell, Figures, Result
 from benchmarks.layout import parse_rates
 from benchmarks.session import Run, Session
-from benchmarks.subjects import Subject, predictions
+from benchmarks.testbed import NetworkTestbed
 from splitc import units
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Cluster
@@ -42,8 +42,8 @@ Say = Callable[[str], None]
 class Settings:
     """How a campaign is carried out.
 
-    repeats: runs of every cell.  cpus: processors that the ranks share, by a quota.  mtu: of the bed.  budget: seconds
-    of each calibration, about.  foreign: fraction of the processors above which other processes disturb a run.
+    repeats: runs of every cell.  cpus: processors that the ranks share, by a quota.  mtu: of links.  budget: seconds of
+    each calibration, about.  foreign: fraction of the processors above which other processes disturb a run.
     clusters: a folder with the clusters of an earlier campaign, in place of calibrating.  measured: layers are timed on
     this machine too, before anything else, and priced by that beside the roofline.
     """
@@ -82,7 +82,7 @@ class Campaign:
     def __init__(self, cells: Iterable[Cell], settings: Settings, folder: Path, say: Say) -> None:
         self.settings, self.folder, self._say = settings, folder, say
         self._results = {cell: Result(cell) for cell in cells}
-        self._subjects: dict[str, Subject] = {}
+        self._cases: dict[str, Case] = {}
         self._clusters: dict[str, str] = {}
         self._residuals: dict[str, list[dict[str, Any]]] = {}
         self._steps: dict[Cell, int] = {}
@@ -92,13 +92,13 @@ class Campaign:
     def run(self, about: Mapping[str, str]) -> None:
         """Measure everything.  about: goes with the figures.
 
-        Raises BedError when there can be no bed, or a rank fails; what was measured before is in the figures.
+        Raises BenchmarkError when there can be no testbed, or a rank fails; what was measured before is in the figures.
         """
         self._about = about
-        self._subjects = {name: Subject(name) for name in dict.fromkeys(cell.model for cell in self._results)}
-        for name, subject in self._subjects.items() if self.settings.measured else ():
+        self._cases = {name: Case(name) for name in dict.fromkeys(cell.model for cell in self._results)}
+        for name, case in self._cases.items() if self.settings.measured else ():
             self._say(f"timing the layers of {name}")
-            subject.measured(layer_times(self.folder))
+            case.measured(layer_times(self.folder))
         try:
             for world in dict.fromkeys(cell.world for cell in self._results):
                 self._world(world, [cell for cell in self._results if cell.world == world])
@@ -116,8 +116,8 @@ class Campaign:
         share = self.settings.cpus / world
         with (
             tempfile.TemporaryDirectory(prefix="campaign-") as builds,
-            Bed(world, cpus=share, mtu=self.settings.mtu) as bed,
-            Session(bed) as session,
+            NetworkTestbed(world, cpus=share, mtu=self.settings.mtu) as testbed,
+            Session(testbed) as session,
         ):
             clusters = {rate: self._cluster(session, rate) for rate in dict.fromkeys(cell.rate for cell in cells)}
             folders = self._compile(cells, clusters, Path(builds))
@@ -136,18 +136,18 @@ class Campaign:
 
     def _cluster(self, session: Session, rate: str) -> Cluster:
         """The cluster that the ranks are at a rate, calibrated or from the folder of an earlier campaign."""
-        world, settings = session.bed.world, self.settings
+        world, settings = session.testbed.world, self.settings
         key = f"{world} {rate}"
         if settings.clusters is not None:
             path = cluster_file(settings.clusters, world, rate)
             try:
                 text = path.read_text(encoding="utf-8")
             except OSError as error:
-                raise BedError(f"{path}: {error.strerror}; leave --clusters out to calibrate") from error
+                raise BenchmarkError(f"{path}: {error.strerror}; leave --clusters out to calibrate") from error
             self._residuals[key] = []
         else:
             self._say(f"{world} ranks, {rate}: calibrating, about {settings.budget:.0f} s")
-            session.bed.set_rate(rates_of(rate))
+            session.testbed.set_rate(rates_of(rate))
             text, self._residuals[key] = session.calibrate(
                 settings.budget, lambda what: self._say(f"{world} ranks, {rate}: {what}")
             )
@@ -160,15 +160,15 @@ class Campaign:
         folders: dict[Cell, Path] = {}
         for cell in cells:
             self._say(f"compiling {cell}")
-            subject = self._subjects[cell.model]
+            case = self._cases[cell.model]
             try:
-                compiled = subject.compile(cell, clusters[cell.rate])
+                compiled = case.compile(cell, clusters[cell.rate])
                 times = layer_times(self.folder) if self.settings.measured else None
-                predicted = predictions(subject, compiled.program, clusters[cell.rate], times)
+                predicted = predictions(case, compiled.program, clusters[cell.rate], times)
             except SplitcError as error:
                 self._results[cell] = replace(self._results[cell], why=str(error))
                 continue
-            folders[cell] = folder / f"build{list(self._subjects).index(cell.model)}-{compiled.plan.hash}"
+            folders[cell] = folder / f"build{list(self._cases).index(cell.model)}-{compiled.plan.hash}"
             if not folders[cell].exists():
                 compiled.save(folders[cell])
             self._results[cell] = replace(self._results[cell], plan=compiled.plan.to_json(), predicted=predicted)
@@ -179,7 +179,7 @@ class Campaign:
 
         Its build alone is open meanwhile: with thirty of them in one process every step took up to twice as long.
         """
-        session.bed.set_rate(rates_of(cell.rate))
+        session.testbed.set_rate(rates_of(cell.rate))
         session.load(folder.name, folder)
         runs = []
         if cell not in self._steps:
@@ -217,5 +217,5 @@ class Progress:
 
 
 def rates_of(rate: str) -> float | list[float] | None:
-    """What a bed takes: `230Mbit`, `230Mbit,100Mbit`, or None for "none"."""
+    """What a testbed takes: `230Mbit`, `230Mbit,100Mbit`, or None for "none"."""
     return None if rate == "none" else parse_rates(rate)

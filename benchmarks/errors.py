@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class BedError(RuntimeError):
-    """Something that the network bed needs is missing, or a process on it failed.  The text says what to do."""
+class BenchmarkError(RuntimeError):
+    """Something that the network testbed needs is missing, or a process on it failed.  The text says what to do."""

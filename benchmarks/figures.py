@@ -17,7 +17,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.session import Run
 
 SCHEMA = 1
@@ -115,18 +115,18 @@ class Figures:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Figures:
-        """Raises BedError when the text is none of `to_json`."""
+        """Raises BenchmarkError when the text is none of `to_json`."""
         try:
             data = json.loads(text)
             if data.pop("schema") != SCHEMA:
-                raise BedError(f"{where} has another schema than {SCHEMA}; measure again")
+                raise BenchmarkError(f"{where} has another schema than {SCHEMA}; measure again")
             data["results"] = tuple(
                 Result(**{**each, "cell": Cell(**each["cell"]), "runs": tuple(map(_run, each["runs"]))})
                 for each in data["results"]
             )
             return cls(**data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BedError(f"{where} holds no figures of a campaign: {error!r}") from error
+            raise BenchmarkError(f"{where} holds no figures of a campaign: {error!r}") from error
 
 
 def _run(data: Mapping[str, Any]) -> Run:

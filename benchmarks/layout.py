@@ -1,4 +1,4 @@
-"""The commands that make, shape and remove the network of a bed, as plain data: read and tested without root.
+"""The commands that make, shape and remove the network of a testbed, as plain data: read and tested without root.
 
     namespace <label>-switch               a bridge, and a port rank0, rank1, ... for each rank
     namespace <label>-rank0, -rank1, ...   eth0, the other end of the port, with the rank's address
@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 
-PREFIX = "splitc-bed"
+PREFIX = "splitc-testbed"
 INTERFACE = "eth0"  # in the namespace of every rank
 QUEUE_SECONDS = 0.05  # how long a frame may wait at a shaped link before it is dropped
 BURST_SECONDS = 0.002  # what a shaped link may send at once after a pause, and never less than ten frames
@@ -29,7 +29,7 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The network of one bed.
+    """The network of one testbed.
 
     label: leads the names of its namespaces.  rates: bytes/s of each rank's link, both ways; None is no limit.
     mtu: bytes of a frame without its Ethernet header.  congestion: TCP's congestion control in the namespaces.
@@ -110,12 +110,12 @@ def _inside(namespace: str, script: str) -> Command:
 
 
 def new_label(pid: int, started: int, number: int) -> str:
-    """The label of a process's bed.  started: of the process, in ticks since boot; tells it from one with its id."""
+    """The label of a process's testbed.  started: ticks since boot, to tell it from an earlier process with its id."""
     return f"{PREFIX}-{pid}-{started}-{number}"
 
 
 def leftovers(names: Iterable[str], started: Callable[[int], int | None]) -> list[str]:
-    """Those of `names` that a bed made whose process is gone.
+    """Those of `names` that a testbed made whose process is gone.
 
     started: when a process started, None if there is none.
     """
@@ -124,20 +124,20 @@ def leftovers(names: Iterable[str], started: Callable[[int], int | None]) -> lis
 
 
 def for_each(value: float | Iterable[float | None] | None, world: int, what: str) -> tuple[float | None, ...]:
-    """One value for all ranks, or one for each.  Raises BedError when their number is wrong, or one is not above 0."""
+    """One value for each rank, given once or by rank.  Raises BenchmarkError for another number of them, and for <= 0."""
     values = (value,) * world if value is None or isinstance(value, int | float) else tuple(value)
     if len(values) != world:
-        raise BedError(f"{what}: {len(values)} values for {world} ranks; give one for all, or one for each")
+        raise BenchmarkError(f"{what}: {len(values)} values for {world} ranks; give one for all, or one for each")
     if wrong := [each for each in values if each is not None and not 0 < each < float("inf")]:
-        raise BedError(f"{what}: {wrong[0]} is not above 0")
+        raise BenchmarkError(f"{what}: {wrong[0]} is not above 0")
     return values
 
 
 def parse_rate(text: str) -> float:
-    """`230Mbit` -> 28.75e6 bytes/s.  Raises BedError for what is no rate."""
+    """`230Mbit` -> 28.75e6 bytes/s.  Raises BenchmarkError for what is no rate."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmg]?)bit(?:/s)?", text.strip().lower())
     if found is None or float(found[1]) == 0:
-        raise BedError(f"{text!r} is no rate; write 230Mbit or 1.5Gbit")
+        raise BenchmarkError(f"{text!r} is no rate; write 230Mbit or 1.5Gbit")
     return float(found[1]) * _UNITS[found[2]] / 8
 
 

@@ -20,7 +20,7 @@ class Load:
     def foreign(self) -> float:
         """Fraction of all processors' time since the beginning that neither this process nor its descendants used.
 
-        Time that a hypervisor gave to others counts; interrupts do not, for most of them are the bed's own packets.
+        Time that a hypervisor gave to others counts; interrupts do not, for most of them are the testbed's own packets.
         Time is sampled in ticks: over less than a second the figure says little.
         """
         elapsed, busy, own = (now - then for now, then in zip(_now(), self._begin, strict=True))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 
 TIMEOUT = 300.0  # seconds to the next mark
 _PROGRESS = "progress"
@@ -36,7 +36,7 @@ class Marks:
         self._text = b""
 
     def reach(self, mark: str, **figures: Any) -> None:
-        """Tell the parent, and wait until it lets this rank go on.  Raises BedError when the parent is gone."""
+        """Tell the parent, and wait until it lets this rank go on.  Raises BenchmarkError when the parent is gone."""
         self.tell(mark, **figures)
         self._line()
 
@@ -51,7 +51,7 @@ class Marks:
         self.tell(_PROGRESS, text=text)
 
     def ask(self) -> dict[str, Any]:
-        """Wait for the parent's next command.  Raises BedError when the parent is gone."""
+        """Wait for the parent's next command.  Raises BenchmarkError when the parent is gone."""
         command: dict[str, Any] = json.loads(self._line())
         return command
 
@@ -59,7 +59,7 @@ class Marks:
         while b"\n" not in self._text:
             more = os.read(0, 65536)
             if not more:
-                raise BedError("the process that started this rank is gone")
+                raise BenchmarkError("the process that started this rank is gone")
             self._text += more
         line, _, self._text = self._text.partition(b"\n")
         return line
@@ -78,7 +78,7 @@ class Lockstep:
         """What every rank says at `mark`, in the order of the ranks.
 
         progress: called with a rank and what it is at.
-        Raises BedError, with the last lines of its errors, when a rank ends or says something else before.
+        Raises BenchmarkError, with the last lines of its errors, when a rank ends or says something else before.
         """
         deadline = time.monotonic() + timeout
         said: dict[int, dict[str, Any]] = {}
@@ -90,11 +90,11 @@ class Lockstep:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     late = ", ".join(str(key.data) for key in selector.get_map().values())
-                    raise BedError(f"rank {late} did not come to {mark!r} within {timeout:g} s")
+                    raise BenchmarkError(f"rank {late} did not come to {mark!r} within {timeout:g} s")
                 for key, _ in ready:
                     rank, text = key.data, os.read(key.fd, 65536)
                     if not text:
-                        raise BedError(self._failure(rank, f"before {mark!r}"))
+                        raise BenchmarkError(self._failure(rank, f"before {mark!r}"))
                     *lines, self._texts[rank] = (self._texts[rank] + text).split(b"\n")
                     for figures in map(json.loads, lines):
                         if figures["mark"] != _PROGRESS:
@@ -104,7 +104,7 @@ class Lockstep:
                             progress(rank, figures["text"])
         for rank, figures in said.items():
             if figures["mark"] != mark:
-                raise BedError(f"rank {rank} came to {figures['mark']!r}, not to {mark!r}")
+                raise BenchmarkError(f"rank {rank} came to {figures['mark']!r}, not to {mark!r}")
         return [said[rank] for rank in range(len(self._processes))]
 
     def go_on(self) -> None:
@@ -112,7 +112,7 @@ class Lockstep:
         self._write(b"\n")
 
     def order(self, **command: Any) -> None:
-        """Give all ranks the same command.  Raises BedError, with its last lines, when a rank has ended."""
+        """Give all ranks the same command.  Raises BenchmarkError, with its last lines, when a rank has ended."""
         self._write((json.dumps(command) + "\n").encode())
 
     def _write(self, text: bytes) -> None:
@@ -121,7 +121,7 @@ class Lockstep:
             try:
                 process.stdin.write(text)
             except BrokenPipeError as error:
-                raise BedError(self._failure(rank, "while it was waited for")) from error
+                raise BenchmarkError(self._failure(rank, "while it was waited for")) from error
 
     def _failure(self, rank: int, when: str) -> str:
         status = self._processes[rank].wait()

@@ -1,6 +1,6 @@
 """A share of the processor for each rank, by the cpu controller of control groups, version 1 or 2.
 
-Under a quota the ranks of a bed compute like machines of their own, as slow ones, instead of lending each other the
+Under a quota the ranks of a testbed compute like machines of their own, as slow ones, instead of lending each other the
 time that one of them waits for the network.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.layout import PREFIX
 
 PERIOD = 0.01  # seconds; a short one, so that a rank never stands still for long
@@ -37,12 +37,12 @@ class Controller:
         return group
 
     def names(self) -> list[str]:
-        """The groups that beds have made."""
+        """The groups that testbeds have made."""
         return [path.name for path in self.root.glob(f"{PREFIX}-*") if path.is_dir()]
 
 
 def find_controller(mounts: str) -> Controller:
-    """The cpu controller among the lines of /proc/mounts.  Raises BedError that says why there is none."""
+    """The cpu controller among the lines of /proc/mounts.  Raises BenchmarkError that says why there is none."""
     unified = None
     for line in mounts.splitlines():
         _, place, kind, options = line.split()[:4]
@@ -51,14 +51,14 @@ def find_controller(mounts: str) -> Controller:
         if kind == "cgroup2":
             unified = Path(place)
     if unified is None:
-        raise BedError("no CPU quota is possible here: no control groups are mounted; leave the quota out")
+        raise BenchmarkError("no CPU quota is possible here: no control groups are mounted; leave the quota out")
     if "cpu" not in (unified / "cgroup.controllers").read_text().split():
-        raise BedError(f"no CPU quota is possible here: {unified} has no cpu controller; leave the quota out")
+        raise BenchmarkError(f"no CPU quota is possible here: {unified} has no cpu controller; leave the quota out")
     return Controller(unified, 2)
 
 
 def make_quotas(names: list[str], cpus: list[float]) -> list[Path]:
-    """A group for each rank.  Raises BedError, and leaves no group behind, when this machine cannot."""
+    """A group for each rank.  Raises BenchmarkError, and leaves no group behind, when this machine cannot."""
     controller = find_controller(Path("/proc/mounts").read_text())
     made: list[Path] = []
     try:
@@ -68,15 +68,15 @@ def make_quotas(names: list[str], cpus: list[float]) -> list[Path]:
         for name in names:
             with contextlib.suppress(OSError):  # the one that failed may be there, or not
                 (controller.root / name).rmdir()
-        raise BedError(
+        raise BenchmarkError(
             f"no CPU quota is possible here: {error.strerror}: {error.filename}; leave the quota out"
         ) from error
     return made
 
 
 def groups() -> dict[str, Path]:
-    """All groups that beds have made, by name; none where there is no controller."""
-    with contextlib.suppress(BedError, OSError):
+    """All groups that testbeds have made, by name; none where there is no controller."""
+    with contextlib.suppress(BenchmarkError, OSError):
         controller = find_controller(Path("/proc/mounts").read_text())
         return {name: controller.root / name for name in controller.names()}
     return {}

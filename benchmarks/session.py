@@ -1,13 +1,13 @@
-"""One launch for many measurements: ranks that stay alive on a bed while builds and rates are swapped.
+"""One launch for many measurements: ranks that stay alive on a testbed while builds and rates are swapped.
 
-    with Bed(2, cpus=1.0) as bed, Session(bed) as session:
+    with NetworkTestbed(2, cpus=1.0) as testbed, Session(testbed) as session:
         session.load("mlp", folder)
         for rate in (None, parse_rate("230Mbit")):
-            bed.set_rate(rate)
+            testbed.set_rate(rate)
             print(session.run("mlp", steps=4).step_seconds)
 
 Starting processes, importing torch and joining takes seconds, a step tenths of one.  The ranks (`session_rank`) take
-commands through their pipes, so between two runs nothing travels on the bed.
+commands through their pipes, so between two runs nothing travels on the testbed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.bed import Bed
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.lockstep import TIMEOUT, Lockstep
+from benchmarks.testbed import NetworkTestbed
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps; TCP finds the rate of the links, and processors their caches
@@ -69,14 +69,14 @@ class Run:
 
 
 class Session:
-    """Ranks on a bed that stands.  The end of its `with` stops them; after an error the bed ends what is left.
+    """Ranks on a testbed that stands.  The end of its `with` stops them; after an error the testbed ends what is left.
 
-    Every method raises BedError, with the last lines of its errors, when a rank fails; then the session is over.
+    Every method raises BenchmarkError, with the last lines of its errors, when a rank fails; then the session is over.
     """
 
-    def __init__(self, bed: Bed) -> None:
+    def __init__(self, testbed: NetworkTestbed) -> None:
         self._best: list[float] = []  # seconds of the ranks' pace
-        self.bed = bed
+        self.testbed = testbed
         self._files = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lockstep = Lockstep([], [])
@@ -84,13 +84,13 @@ class Session:
 
     def __enter__(self) -> Session:
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="session-")))
-        logs = [folder / f"rank{rank}.log" for rank in range(self.bed.world)]
+        logs = [folder / f"rank{rank}.log" for rank in range(self.testbed.world)]
         try:
             for rank, log in enumerate(logs):
                 with log.open("wb") as errors:
                     command = [sys.executable, "-m", "benchmarks.session_rank"]
                     pipe = subprocess.PIPE
-                    process = self.bed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors)
+                    process = self.testbed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors)
                 self._processes.append(process)
             self._lockstep = Lockstep(self._processes, logs)
             self._lockstep.hear("ready")
@@ -107,7 +107,7 @@ class Session:
                     try:
                         process.wait(LEAVING)
                     except subprocess.TimeoutExpired as late:
-                        raise BedError(f"rank {rank} did not leave within {LEAVING:g} s") from late
+                        raise BenchmarkError(f"rank {rank} did not leave within {LEAVING:g} s") from late
         finally:
             self._files.close()
 
@@ -121,12 +121,12 @@ class Session:
 
     def run(self, name: str, steps: int, warm_up: int = WARM_UP, apart: bool = False) -> Run:
         """Train a build on one batch, again and again.  apart: with a barrier before each step that counts."""
-        ranks = range(self.bed.world)
-        self.bed.watch_load()
-        before = [self.bed.bytes_sent(rank) for rank in ranks]
+        ranks = range(self.testbed.world)
+        self.testbed.watch_load()
+        before = [self.testbed.bytes_sent(rank) for rank in ranks]
         said = self._do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
-        foreign = max(self.bed.foreign_load(), self._lost([each["pace"] for each in said]))
-        after = [self.bed.bytes_sent(rank) for rank in ranks]
+        foreign = max(self.testbed.foreign_load(), self._lost([each["pace"] for each in said]))
+        after = [self.testbed.bytes_sent(rank) for rank in ranks]
         first = min(each["begins"][0] for each in said)
         begins, ends = (
             tuple(tuple(round(clock - first, 7) for clock in each[what]) for each in said)
@@ -169,7 +169,7 @@ class Session:
         **options: Any,
     ) -> list[dict[str, Any]]:
         if self._over:
-            raise BedError(f"the session is over, a rank has failed before {command!r}; start another one")
+            raise BenchmarkError(f"the session is over, a rank has failed before {command!r}; start another one")
         self._over = True  # unless all ranks come to the end of it
         self._lockstep.order(do=command, **options)
         said = self._lockstep.hear(command, timeout, progress)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.wire_bytes --strategies data_parallel layer_separation --world 2 3 4
 
-Compiles each plan, runs its generated programs with gloo on a bed, and reads the kernel's counters of each rank's link
-before and after a few steps: connections, the first steps and all other traffic cancel out.
+Compiles each plan, runs its generated programs with gloo on a testbed, and reads the kernel's counters of each rank's
+link before and after a few steps: connections, the first steps and all other traffic cancel out.
 
     defined    what `splitc.ir.wire.wire` says that the rank sends, summed
     counted    what the rank's own program counted, `rank.sent_bytes`
@@ -26,10 +26,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.bed import Bed
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.layout import parse_rates
 from benchmarks.lockstep import Lockstep
+from benchmarks.testbed import NetworkTestbed
 from splitc.cli.model_file import load_model
 from splitc.cli.options import positive
 from splitc.compiled import CompiledProgram, Settings, compile_example
@@ -71,12 +71,15 @@ class Sent:
 
 
 def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | list[float] | None = None) -> list[Sent]:
-    """Run a compiled program on a bed, and return what each of its ranks sends.
+    """Run a compiled program on a testbed, and return what each of its ranks sends.
 
-    Raises BedError when there can be no bed, or a rank fails.
+    Raises BenchmarkError when there can be no testbed, or a rank fails.
     """
     ranks = range(case.world)
-    with tempfile.TemporaryDirectory(prefix="wire-bytes-") as name, Bed(case.world, rate, mtu=MTU) as bed:
+    with (
+        tempfile.TemporaryDirectory(prefix="wire-bytes-") as name,
+        NetworkTestbed(case.world, rate, mtu=MTU) as testbed,
+    ):
         folder = compiled.save(Path(name) / "build")
         logs = [Path(name) / f"rank{rank}.log" for rank in ranks]
         command = [sys.executable, "-m", "benchmarks.wire_rank", str(folder)]
@@ -85,13 +88,13 @@ def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | lis
         for rank, log in enumerate(logs):
             with log.open("wb") as errors:
                 pipe = subprocess.PIPE
-                processes.append(bed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors))
+                processes.append(testbed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors))
         lockstep = Lockstep(processes, logs)
         warm = lockstep.hear("warm")
-        before = _read(bed)
+        before = _read(testbed)
         lockstep.go_on()
         done = lockstep.hear("done")
-        after = _read(bed)
+        after = _read(testbed)
         lockstep.go_on()
     plan, program = compiled.plan, compiled.program
     return [
@@ -107,10 +110,10 @@ def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | lis
     ]
 
 
-def _read(bed: Bed) -> list[int]:
+def _read(testbed: NetworkTestbed) -> list[int]:
     """The counters, while every rank stands at a mark.  All have received all that was sent to them by then."""
     time.sleep(QUIET)
-    return [bed.bytes_sent(rank) for rank in range(bed.world)]
+    return [testbed.bytes_sent(rank) for rank in range(testbed.world)]
 
 
 def table(rows: Sequence[Sent]) -> str:
@@ -153,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     problems.append(f"{case.model} {case.strategy}, {case.world} ranks: {error}")
                     continue
                 rows += measure(case, compiled, args.steps, rate)
-    except (BedError, SplitcError) as error:
+    except (BenchmarkError, SplitcError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if rows:

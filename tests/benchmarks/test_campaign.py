@@ -12,10 +12,10 @@ import pytest
 from benchmarks import accuracy
 from benchmarks.accuracy import RATES, STRATEGIES, cells, predicted_again
 from benchmarks.campaign import LEAST, LONG, MOST, TRIES, Campaign, Progress, Settings, steps_for
-from benchmarks.errors import BedError
+from benchmarks.cases import MODELS, Case, predictions
+from benchmarks.errors import BenchmarkError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, Result, report
 from benchmarks.session import Run, Session
-from benchmarks.subjects import MODELS, Subject, predictions
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster_file import to_toml
@@ -66,9 +66,9 @@ def test_a_campaign_of_all_has_64_cells_and_each_is_there_once() -> None:
 def test_what_no_bed_and_no_planner_knows_is_refused_before_anything_is_launched() -> None:
     with pytest.raises(PlacementError, match="unknown strategy 'data_paralel'"):
         cells(["mlp"], ["data_paralel"], [2], ["none"])
-    with pytest.raises(BedError, match="'fast' is no rate"):
+    with pytest.raises(BenchmarkError, match="'fast' is no rate"):
         cells(["mlp"], ["data_parallel"], [2], ["fast"])
-    with pytest.raises(BedError, match="rate: 2 values for 4 ranks"):
+    with pytest.raises(BenchmarkError, match="rate: 2 values for 4 ranks"):
         cells(["mlp"], ["data_parallel"], [2, 4], ["230Mbit,100Mbit"])
     assert cells(["mlp"], ["data_parallel"], [2], ["230Mbit,100Mbit"])[0].rate == "230Mbit,100Mbit"
 
@@ -153,7 +153,7 @@ def test_figures_read_back_from_their_json_are_equal() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "results": [{}]}', '{"schema": 2}'])
 def test_a_text_that_is_no_figures_is_refused_by_its_name(text: str) -> None:
-    with pytest.raises(BedError, match=r"^some\.json "):
+    with pytest.raises(BenchmarkError, match=r"^some\.json "):
         Figures.from_json(text, "some.json")
 
 
@@ -173,12 +173,12 @@ def test_plans_of_an_earlier_campaign_are_predicted_again_on_its_clusters(tmp_pa
     model = tmp_path / "tiny_perceptron.py"
     model.write_text(MODEL)
     cell, cluster = Cell(str(model), "data_parallel", 2, "none"), load_cluster("v100-10gbe")
-    subject = Subject(cell.model)
-    compiled = subject.compile(cell, cluster)
+    case = Case(cell.model)
+    compiled = case.compile(cell, cluster)
     measured = Result(cell, compiled.plan.to_json(), {"roofline": 9.0}, (run(1.0),))
     before = replace(figures(measured), clusters={"2 none": to_toml(cluster)})
     after = predicted_again(before).results[0]
-    assert after.predicted == predictions(subject, compiled.program, cluster)
+    assert after.predicted == predictions(case, compiled.program, cluster)
     assert replace(after, predicted=measured.predicted) == measured, "nothing else changes"
 
 
@@ -190,11 +190,11 @@ def test_short_steps_are_counted_more_often_up_to_a_limit() -> None:
 
 
 class Rehearsal:
-    """In the place of a session and its bed: runs that take `seconds` a step, beside the given foreign loads."""
+    """In the place of a session and its testbed: runs that take `seconds` a step, beside the given foreign loads."""
 
     def __init__(self, seconds: float, *loads: float) -> None:
         self.seconds, self.loads, self.asked = seconds, list(loads), list[int]()
-        self.bed = self
+        self.testbed = self
         self.rates: list[object] = []
 
     def set_rate(self, rate: object) -> None:
@@ -251,23 +251,23 @@ def test_a_campaign_that_cannot_be_run_says_why_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: Campaign, about: Any) -> None:
-        raise BedError("the network bed needs root: run it with sudo")
+        raise BenchmarkError("the network testbed needs root: run it with sudo")
 
     monkeypatch.setattr(Campaign, "run", refuse)
     assert accuracy.main(["-o", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: the network bed needs root: run it with sudo\n"
+    assert capsys.readouterr().err == "error: the network testbed needs root: run it with sudo\n"
 
 
 def test_the_clusters_of_an_earlier_campaign_must_be_there(tmp_path: Path) -> None:
     made = Campaign([CELL], Settings(clusters=tmp_path), tmp_path, lambda line: None)
     session = cast(Any, Rehearsal(1.0))
     session.world = 2
-    with pytest.raises(BedError, match=r"cluster-2-230Mbit\.toml: .*; leave --clusters out to calibrate"):
+    with pytest.raises(BenchmarkError, match=r"cluster-2-230Mbit\.toml: .*; leave --clusters out to calibrate"):
         made._cluster(session, "230Mbit")
 
 
 def test_every_model_of_the_campaign_can_be_loaded_and_is_of_its_batch() -> None:
     for name in MODELS:
-        subject = Subject(name)
-        assert subject.file.example.batch > 1, name
-    assert Subject("alexnet").file.example.batch == 256
+        case = Case(name)
+        assert case.file.example.batch > 1, name
+    assert Case("alexnet").file.example.batch == 256

@@ -1,4 +1,4 @@
-"""Sessions: ranks that are launched once, on the loopback device and on a network bed where there is root."""
+"""Sessions: ranks that are launched once, on the loopback device and on a network testbed where there is root."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import nn
 
 import splitc
 from benchmarks import accuracy
-from benchmarks.bed import Bed
 from benchmarks.campaign import cluster_file
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Figures
 from benchmarks.layout import parse_rate
 from benchmarks.load import started
 from benchmarks.session import Session
+from benchmarks.testbed import NetworkTestbed
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.cluster_file import to_toml
 from tests import ROOT
 from tests.benchmarks.test_campaign import MODEL
-from tests.support.beds import OnLoopback, namespaces, skip_without_a_bed
 from tests.support.compiled import CLUSTER
+from tests.support.testbeds import OnLoopback, namespaces, skip_without_a_testbed
 
 pytestmark = pytest.mark.processes
 
@@ -41,13 +41,13 @@ def build(folder: Path, strategy: str, world: int = 2, hidden: int = 300) -> Pat
 
 
 @pytest.fixture
-def can_have_a_bed() -> None:
-    skip_without_a_bed()
+def can_have_a_testbed() -> None:
+    skip_without_a_testbed()
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with OnLoopback(2) as bed, Session(bed) as session:
+    with OnLoopback(2) as testbed, Session(testbed) as session:
         yield session
 
 
@@ -67,50 +67,50 @@ def test_ranks_take_builds_in_and_out_and_run_them_in_any_order(session: Session
         assert all(seconds > 0 for rank in each.seconds for seconds in rank)
     session.unload("dp")
     session.run("alone", steps=1)
-    with pytest.raises(BedError, match="KeyError: 'dp'"):
+    with pytest.raises(BenchmarkError, match="KeyError: 'dp'"):
         session.run("dp", steps=1)
-    with pytest.raises(BedError, match="the session is over"):
+    with pytest.raises(BenchmarkError, match="the session is over"):
         session.run("alone", steps=1)
 
 
 @pytest.mark.slow
 def test_an_error_of_a_rank_is_shown_and_ends_the_session(tmp_path: Path) -> None:
     words = r"(?s)rank \d ended with status 1 before 'load':.*weights.pt is missing"
-    with OnLoopback(2) as bed, pytest.raises(BedError, match=words), Session(bed) as session:
+    with OnLoopback(2) as testbed, pytest.raises(BenchmarkError, match=words), Session(testbed) as session:
         session.load("nothing", tmp_path)
 
 
 @pytest.mark.slow
 def test_ranks_that_are_told_to_stop_leave_by_themselves(tmp_path: Path) -> None:
-    with OnLoopback(2) as bed:
-        with Session(bed) as session:
+    with OnLoopback(2) as testbed:
+        with Session(testbed) as session:
             session.load("dp", build(tmp_path, "data_parallel"))
             session.run("dp", steps=1)
-        assert [process.poll() for processes in bed._processes for process in processes] == [0, 0]
+        assert [process.poll() for processes in testbed._processes for process in processes] == [0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_on_a_bed_plans_and_rates_are_swapped_and_no_step_is_faster_than_its_link(tmp_path: Path) -> None:
     rate = parse_rate("40Mbit")
-    with Bed(2, cpus=1.0) as bed, Session(bed) as session:
+    with NetworkTestbed(2, cpus=1.0) as testbed, Session(testbed) as session:
         for strategy in ("data_parallel", "layer_separation"):
             session.load(strategy, build(tmp_path, strategy, hidden=2000))
         for _ in range(2):
             for name in ("data_parallel", "layer_separation"):
                 for shaped in (False, True):
-                    bed.set_rate(rate if shaped else None)
+                    testbed.set_rate(rate if shaped else None)
                     run = session.run(name, steps=3)
                     assert all(1 < carried / sent < 2 for carried, sent in zip(run.carried, run.sent, strict=True))
                     if shaped:  # but for what a bucket lets through at once, once in a run
                         assert run.step_seconds > 0.8 * max(run.sent) / rate
-        bed.kill(1)
-        with pytest.raises(BedError, match=r"rank [01] ended"):
+        testbed.kill(1)
+        with pytest.raises(BenchmarkError, match=r"rank [01] ended"):
             session.run("data_parallel", steps=1)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_a_small_campaign_measures_every_cell_and_writes_what_the_table_is_made_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,19 +131,19 @@ def test_a_small_campaign_measures_every_cell_and_writes_what_the_table_is_made_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_a_session_that_is_stopped_by_ctrl_c_leaves_no_process_no_network_and_no_file(tmp_path: Path) -> None:
     script = f"""
 import signal
 from pathlib import Path
-from benchmarks.bed import Bed
+from benchmarks.testbed import NetworkTestbed
 from benchmarks.campaign import cluster_file
 from benchmarks.session import Session
 from splitc.cost_models.clusters.named import load_cluster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
-with Bed(2, rate=1e7, cpus=1.0) as bed, Session(bed) as session:
+with NetworkTestbed(2, rate=1e7, cpus=1.0) as testbed, Session(testbed) as session:
     session.load("dp", Path({str(build(tmp_path, "data_parallel"))!r}))
-    print(bed.layout.label, *(process.pid for process in session._processes), flush=True)
+    print(testbed.layout.label, *(process.pid for process in session._processes), flush=True)
     session.run("dp", steps=1_000_000)
 """
     files = tmp_path / "files"

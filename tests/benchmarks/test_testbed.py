@@ -1,4 +1,4 @@
-"""The network bed of the benchmarks: what can be read without root, and a run of `wire_bytes` where there is root."""
+"""The network testbed: what can be read without root, and a run of `wire_bytes` where there is root."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bed as bed_module
+from benchmarks import testbed as testbed_module
 from benchmarks import wire_bytes
-from benchmarks.bed import Bed
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.layout import Layout, for_each, leftovers, new_label, parse_rate, parse_rates
 from benchmarks.load import TICKS, Load, busy_seconds, own_seconds, started
 from benchmarks.lockstep import Lockstep
 from benchmarks.quota import find_controller
+from benchmarks.testbed import NetworkTestbed
 from benchmarks.wire_bytes import Case, Sent
 from tests import ROOT
-from tests.support.beds import namespaces, skip_without_a_bed
+from tests.support.testbeds import namespaces, skip_without_a_testbed
 
 
 def layout(world: int = 3, rates: tuple[float | None, ...] | None = None) -> Layout:
-    return Layout("bed", world, rates or (None,) * world)
+    return Layout("testbed", world, rates or (None,) * world)
 
 
 @pytest.fixture
-def can_have_a_bed() -> None:
-    skip_without_a_bed()
+def can_have_a_testbed() -> None:
+    skip_without_a_testbed()
 
 
 # -- rates and values --------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_a_rate_is_read_as_bytes_per_second(text: str, rate: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "230", "230MB", "-1Mbit", "0Mbit", "fast"])
 def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(BedError, match="is no rate; write 230Mbit"):
+    with pytest.raises(BenchmarkError, match="is no rate; write 230Mbit"):
         parse_rate(text)
 
 
@@ -55,9 +55,9 @@ def test_one_rate_is_for_all_ranks_and_several_are_for_one_each() -> None:
     assert for_each(parse_rates("8Mbit"), 2, "rate") == (1e6, 1e6)
     assert for_each(parse_rates("8Mbit,16Mbit"), 2, "rate") == (1e6, 2e6)
     assert for_each(None, 2, "rate") == (None, None)
-    with pytest.raises(BedError, match="rate: 2 values for 3 ranks"):
+    with pytest.raises(BenchmarkError, match="rate: 2 values for 3 ranks"):
         for_each(parse_rates("8Mbit,16Mbit"), 3, "rate")
-    with pytest.raises(BedError, match="cpus: 0 is not above 0"):
+    with pytest.raises(BenchmarkError, match="cpus: 0 is not above 0"):
         for_each(0, 2, "cpus")
 
 
@@ -66,51 +66,51 @@ def test_one_rate_is_for_all_ranks_and_several_are_for_one_each() -> None:
 
 def test_all_that_is_made_lies_in_namespaces_that_are_removed() -> None:
     """So removing the namespaces leaves nothing: every command makes one of them, or works inside one."""
-    bed = layout()
-    for command in bed.build():
+    testbed = layout()
+    for command in testbed.build():
         if command[:3] == ("ip", "netns", "add"):
-            assert command[3] in bed.namespaces
+            assert command[3] in testbed.namespaces
         else:
             inside = command[3] if command[:3] == ("ip", "netns", "exec") else command[2]
-            assert inside in bed.namespaces, command
+            assert inside in testbed.namespaces, command
             assert command[:2] in (("ip", "-n"), ("tc", "-n"), ("ip", "netns"))
 
 
 def test_a_rate_shapes_both_ends_of_the_link_of_its_rank_only() -> None:
     shaped = [command for command in layout(2, (None, 1e6)).build() if command[0] == "tc"]
     assert [(command[2], command[command.index("dev") + 1]) for command in shaped] == [
-        ("bed-rank1", "eth0"),
-        ("bed-switch", "rank1"),
+        ("testbed-rank1", "eth0"),
+        ("testbed-switch", "rank1"),
     ]
     assert all(command[command.index("rate") + 1] == "8000000bit" for command in shaped)
 
 
 def test_a_new_rate_changes_what_differs_and_nothing_else() -> None:
-    bed = layout(4, (None, 1e6, 1e6, 2e6))
+    testbed = layout(4, (None, 1e6, 1e6, 2e6))
     changed = [
         (command[2], command[4], command[command.index("rate") + 1] if "rate" in command else None)
-        for command in bed.reshape((2e6, 1e6, None, 1e6))
+        for command in testbed.reshape((2e6, 1e6, None, 1e6))
     ]
     assert changed == [
-        ("bed-rank0", "replace", "16000000bit"),
-        ("bed-switch", "replace", "16000000bit"),
-        ("bed-rank2", "delete", None),
-        ("bed-switch", "delete", None),
-        ("bed-rank3", "replace", "8000000bit"),
-        ("bed-switch", "replace", "8000000bit"),
+        ("testbed-rank0", "replace", "16000000bit"),
+        ("testbed-switch", "replace", "16000000bit"),
+        ("testbed-rank2", "delete", None),
+        ("testbed-switch", "delete", None),
+        ("testbed-rank3", "replace", "8000000bit"),
+        ("testbed-switch", "replace", "8000000bit"),
     ]
 
 
 def test_ranks_have_different_addresses() -> None:
-    bed = layout(300)
-    assert len({bed.address(rank) for rank in range(300)}) == 300
-    assert (bed.address(0), bed.address(299)) == ("10.77.0.1", "10.77.1.44")
+    testbed = layout(300)
+    assert len({testbed.address(rank) for rank in range(300)}) == 300
+    assert (testbed.address(0), testbed.address(299)) == ("10.77.0.1", "10.77.1.44")
 
 
 def test_leftovers_are_the_beds_of_processes_that_are_gone() -> None:
     alive, gone, reused = new_label(10, 500, 0), new_label(11, 501, 0), new_label(12, 502, 3)
     names = [f"{label}-{part}" for label in (alive, gone, reused) for part in ("switch", "rank0")]
-    others = ["mine", "splitc-bed", f"x{gone}-switch", f"{gone}-other"]
+    others = ["mine", "splitc-testbed", f"x{gone}-switch", f"{gone}-other"]
     found = leftovers([*names, *others], {10: 500, 12: 777}.get)
     assert found == [f"{gone}-switch", f"{gone}-rank0", f"{reused}-switch", f"{reused}-rank0"]
 
@@ -121,8 +121,8 @@ def test_leftovers_are_the_beds_of_processes_that_are_gone() -> None:
 def test_without_root_the_bed_says_so_and_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(bed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
-    with pytest.raises(BedError, match="needs root: run it with sudo"), Bed(2):
+    monkeypatch.setattr(testbed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
+    with pytest.raises(BenchmarkError, match="needs root: run it with sudo"), NetworkTestbed(2):
         pass
 
 
@@ -131,28 +131,28 @@ def test_a_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, missing: st
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == missing else f"/bin/{name}")
-    monkeypatch.setattr(bed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
-    with pytest.raises(BedError, match=f"the command {missing}: install iproute2"), Bed(2, rate=rate):
+    monkeypatch.setattr(testbed_module, "_run", lambda command: pytest.fail(f"ran {command}"))
+    with pytest.raises(BenchmarkError, match=f"the command {missing}: install iproute2"), NetworkTestbed(2, rate=rate):
         pass
 
 
 def test_the_command_ends_with_status_2_and_one_line_where_there_can_be_no_bed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(self: Bed) -> Bed:
-        raise BedError("the network bed needs root: run it with sudo")
+    def refuse(self: NetworkTestbed) -> NetworkTestbed:
+        raise BenchmarkError("the network testbed needs root: run it with sudo")
 
-    monkeypatch.setattr(Bed, "__enter__", refuse)
+    monkeypatch.setattr(NetworkTestbed, "__enter__", refuse)
     arguments = ["--models", str(ROOT / "examples" / "mlp.py"), "--strategies", "data_parallel", "--world", "2"]
     assert wire_bytes.main(arguments) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: the network bed needs root: run it with sudo"
+    assert capsys.readouterr().err.splitlines()[-1] == "error: the network testbed needs root: run it with sudo"
 
 
 def test_a_machine_without_a_cpu_controller_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BedError, match="no control groups are mounted"):
+    with pytest.raises(BenchmarkError, match="no control groups are mounted"):
         find_controller("proc /proc proc rw 0 0\n")
     (tmp_path / "cgroup.controllers").write_text("memory pids\n")
-    with pytest.raises(BedError, match="has no cpu controller"):
+    with pytest.raises(BenchmarkError, match="has no cpu controller"):
         find_controller(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n")
 
 
@@ -265,21 +265,21 @@ def test_a_command_to_a_rank_that_has_ended_shows_its_error(lockstep: Callable[.
     ranks = lockstep("Marks().tell('ready'); raise SystemExit('no memory')")
     ranks.hear("ready")
     ranks._processes[0].wait(10)
-    with pytest.raises(BedError, match=r"rank 0 ended with status 1 while it was waited for:\n  no memory"):
+    with pytest.raises(BenchmarkError, match=r"rank 0 ended with status 1 while it was waited for:\n  no memory"):
         ranks.order(do="work")
     leave(ranks)
 
 
 def test_the_error_of_a_rank_that_fails_is_shown(lockstep: Callable[..., Lockstep]) -> None:
     ranks = lockstep("Marks().reach('warm')", "raise SystemExit('no data')")
-    with pytest.raises(BedError, match=r"rank 1 ended with status 1 before 'warm':\n  no data"):
+    with pytest.raises(BenchmarkError, match=r"rank 1 ended with status 1 before 'warm':\n  no data"):
         ranks.hear("warm")
     assert leave(ranks)[0] == 1, "a rank whose parent is gone does not go on"
 
 
 def test_a_rank_that_does_not_come_is_named(lockstep: Callable[..., Lockstep]) -> None:
     ranks = lockstep("input()")
-    with pytest.raises(BedError, match=r"rank 0 did not come to 'warm' within 0\.1 s"):
+    with pytest.raises(BenchmarkError, match=r"rank 0 did not come to 'warm' within 0\.1 s"):
         ranks.hear("warm", timeout=0.1)
     leave(ranks)
 
@@ -310,7 +310,7 @@ def test_the_table_marks_a_rank_that_is_out_of_bounds_and_a_rank_without_role() 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_on_the_wire_two_ranks_send_what_their_programs_are_defined_to_send() -> None:
     command = [sys.executable, "-m", "benchmarks.wire_bytes", "--strategies", "layer_separation", "--world", "2"]
     done = subprocess.run([*command, "--steps", "2"], text=True, capture_output=True, cwd=ROOT, check=False)
@@ -323,14 +323,14 @@ def test_on_the_wire_two_ranks_send_what_their_programs_are_defined_to_send() ->
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_a_bed_that_is_told_to_stop_leaves_no_process_and_no_namespace(number: signal.Signals) -> None:
     script = """
 import signal, time
-from benchmarks.bed import Bed
+from benchmarks.testbed import NetworkTestbed
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
-with Bed(2, rate=1e7) as bed:
-    print(bed.layout.label, bed.start(1, ["sleep", "100"]).pid, flush=True)
+with NetworkTestbed(2, rate=1e7) as testbed:
+    print(testbed.layout.label, testbed.start(1, ["sleep", "100"]).pid, flush=True)
     time.sleep(100)
 """
     with subprocess.Popen(
@@ -347,11 +347,11 @@ with Bed(2, rate=1e7) as bed:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("can_have_a_bed")
+@pytest.mark.usefixtures("can_have_a_testbed")
 def test_links_get_another_rate_while_processes_run() -> None:
     def shapes() -> list[str]:
-        places = [(bed.layout.namespace(rank), "eth0") for rank in range(2)]
-        places += [(bed.layout.switch, f"rank{rank}") for rank in range(2)]
+        places = [(testbed.layout.namespace(rank), "eth0") for rank in range(2)]
+        places += [(testbed.layout.switch, f"rank{rank}") for rank in range(2)]
         shown = [
             subprocess.run(
                 ["tc", "-n", name, "qdisc", "show", "dev", device], text=True, capture_output=True, check=True
@@ -361,17 +361,17 @@ def test_links_get_another_rate_while_processes_run() -> None:
         words = [done.stdout.split() for done in shown]
         return [each[each.index("rate") + 1] if "rate" in each else each[1] for each in words]
 
-    with Bed(2) as bed:
-        process = bed.start(1, ["sleep", "100"])
+    with NetworkTestbed(2) as testbed:
+        process = testbed.start(1, ["sleep", "100"])
         assert shapes() == ["noqueue"] * 4
-        bed.set_rate(1e7)
+        testbed.set_rate(1e7)
         assert shapes() == ["80Mbit"] * 4
-        bed.set_rate([1e7, 2e7])
+        testbed.set_rate([1e7, 2e7])
         assert shapes() == ["80Mbit", "160Mbit"] * 2
-        bed.set_rate([None, 2e7])
+        testbed.set_rate([None, 2e7])
         assert shapes() == ["noqueue", "160Mbit"] * 2
-        bed.set_rate(None)
+        testbed.set_rate(None)
         assert shapes() == ["noqueue"] * 4
         assert process.poll() is None
-        with pytest.raises(BedError, match="rate: 3 values for 2 ranks"):
-            bed.set_rate([1e6, 1e6, 1e6])
+        with pytest.raises(BenchmarkError, match="rate: 3 values for 2 ranks"):
+            testbed.set_rate([1e6, 1e6, 1e6])

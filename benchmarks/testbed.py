@@ -1,9 +1,9 @@
 """A network of one's own for the ranks of a benchmark, on one machine, without leaving anything behind.
 
-    with Bed(4, rate=parse_rate("230Mbit"), cpus=0.5) as bed:
-        ranks = [bed.start(rank, [sys.executable, "script.py"]) for rank in range(4)]
+    with NetworkTestbed(4, rate=parse_rate("230Mbit"), cpus=0.5) as testbed:
+        ranks = [testbed.start(rank, [sys.executable, "script.py"]) for rank in range(4)]
         ...
-        bed.bytes_sent(0)
+        testbed.bytes_sent(0)
 
 Each rank has a network namespace and a link to a switch, shaped at both ends when it has a rate (`layout` says how).
 The kernel counts every frame that passes a rank's link, so what a program says that it sends can be held against what
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
-from benchmarks.errors import BedError
+from benchmarks.errors import BenchmarkError
 from benchmarks.layout import INTERFACE, Command, Layout, for_each, leftovers, new_label
 from benchmarks.load import Load, started
 from benchmarks.quota import groups, make_quotas
@@ -46,14 +46,14 @@ _numbers = itertools.count()
 File = int | IO[Any] | None
 
 
-class Bed:
-    """A bed for `world` ranks; its network stands inside `with`.
+class NetworkTestbed:
+    """A testbed for `world` ranks; its network stands inside `with`.
 
     rate: bytes/s of each link, both ways, one for all or one for each rank; None is as fast as the machine goes.
     cpus: how much of a processor each rank has, one for all or one for each; None is no limit.
     mtu, congestion: as in `Layout`.
 
-    Raises BedError when the machine cannot do what is asked for.
+    Raises BenchmarkError when the machine cannot do what is asked for.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Bed:
         congestion: str = "reno",
     ) -> None:
         if world < 1:
-            raise BedError(f"a bed for {world} ranks; it needs one at least")
+            raise BenchmarkError(f"a testbed for {world} ranks; it needs one at least")
         label = new_label(os.getpid(), started(os.getpid()) or 0, next(_numbers))
         self.world = world
         self.layout = Layout(label, world, for_each(rate, world, "rate"), mtu, congestion)
@@ -76,7 +76,7 @@ class Bed:
         self._before: dict[signal.Signals, Any] = {}
         self._load = Load()
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> NetworkTestbed:
         _check_machine(shaped=any(rate is not None for rate in self.layout.rates))
         remove_leftovers()
         self._owner = os.getpid()
@@ -102,7 +102,7 @@ class Bed:
     def close(self) -> None:
         """End what was started and remove the network; a second time does nothing.
 
-        Raises BedError that lists what could not be removed.
+        Raises BenchmarkError that lists what could not be removed.
         """
         if self._owner != os.getpid():
             return  # closed already, or a fork of the process that cleans up
@@ -118,7 +118,7 @@ class Bed:
                 signal.signal(number, handler)
             atexit.unregister(self.close)
         if problems:
-            raise BedError(f"the bed could not be removed: {'; '.join(problems)}")
+            raise BenchmarkError(f"the testbed could not be removed: {'; '.join(problems)}")
 
     def environment(self, rank: int) -> dict[str, str]:
         """What torch.distributed and splitc need to know on a rank, as torchrun would set it."""
@@ -146,7 +146,7 @@ class Bed:
     ) -> subprocess.Popen[bytes]:
         """Start a process on a rank, with `environment` and `env` besides this process's own.
 
-        It leads a process group of its own, which ends with the bed.  Its pipes have no buffer.
+        It leads a process group of its own, which ends with the testbed.  Its pipes have no buffer.
         """
         command = ["ip", "netns", "exec", self.layout.namespace(rank)]
         if shutil.which("setpriv") and threading.current_thread() is threading.main_thread():
@@ -175,7 +175,7 @@ class Bed:
                 process.wait()
 
     def set_rate(self, rate: float | Iterable[float | None] | None) -> None:
-        """Give the links another rate, as for a new bed; the processes go on.
+        """Give the links another rate, as for a new testbed; the processes go on.
 
         What waits at a link that loses its shape is dropped, so it is best done while the ranks stand still.
         """
@@ -202,7 +202,7 @@ class Bed:
         return self._counter(rank, "rx")
 
     def foreign_load(self) -> float:
-        """Fraction of the processors that other processes took since the bed was made, or since `watch_load`."""
+        """Fraction of the processors that other processes took since the testbed was made, or since `watch_load`."""
         return self._load.foreign()
 
     def watch_load(self) -> None:
@@ -214,14 +214,14 @@ class Bed:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces and groups of beds whose process is gone, and return their names."""
+    """Remove the namespaces and groups of testbeds whose process is gone, and return their names."""
     made = groups()
     there = {line.split()[0] for line in _run(("ip", "netns", "list")).splitlines()}
     names = leftovers(sorted(there | made.keys()), started)
     for name in set(names) & there:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # or another bed was quicker
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # or another one was quicker
     for name in set(names) & made.keys():
-        with contextlib.suppress(OSError):  # a process in it has not ended yet; the next bed will find it
+        with contextlib.suppress(OSError):  # a process in it has not ended yet; the next testbed will find it
             made[name].rmdir()
     return names
 
@@ -255,15 +255,15 @@ def _check_machine(shaped: bool) -> None:
         needed["the command tc: install iproute2"] = lambda: shutil.which("tc") is not None
     for what, there in needed.items():
         if not there():
-            raise BedError(f"the network bed needs {what}")
+            raise BenchmarkError(f"the network testbed needs {what}")
 
 
 def _run(command: Command) -> str:
-    """The output of a command.  Raises BedError with the command and what it says when it fails."""
+    """The output of a command.  Raises BenchmarkError with the command and what it says when it fails."""
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise BedError(f"{' '.join(command)}: {said}")
+        raise BenchmarkError(f"{' '.join(command)}: {said}")
     return done.stdout
 
 

@@ -33,7 +33,7 @@ A step of each computes for 0.1 to 0.2 s on one core of 2026, and has 9 to 18 MB
 """
 
 
-class Subject:
+class Case:
     """A model, analysed when it is needed, once for all plans.  name: of `MODELS`, or as `splitc compile` takes it."""
 
     def __init__(self, name: str) -> None:
@@ -61,14 +61,12 @@ class Subject:
         return CompiledProgram(placed, file.model, file.example, settings)
 
 
-def predictions(
-    subject: Subject, program: LoweredProgram, cluster: Cluster, layers: Path | None = None
-) -> dict[str, float]:
+def predictions(case: Case, program: LoweredProgram, cluster: Cluster, layers: Path | None = None) -> dict[str, float]:
     """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`.
 
     layers: the folder in which layer times of this machine are kept; None: they are not measured.
     """
     found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.plan.step_seconds}
     if layers is not None:
-        found["layers"] = simulate(replace(program, costs=subject.measured(layers)), cluster).step_seconds
+        found["layers"] = simulate(replace(program, costs=case.measured(layers)), cluster).step_seconds
     return found

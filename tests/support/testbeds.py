@@ -1,4 +1,4 @@
-"""For tests on a network bed: whether there can be one here, and ranks on the loopback device where there is none."""
+"""For tests on a network testbed: whether there can be one, and ranks on the loopback device where there is none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from benchmarks.bed import Bed
 from benchmarks.layout import PREFIX
+from benchmarks.testbed import NetworkTestbed
 
 
 def namespaces() -> list[str]:
@@ -19,13 +19,13 @@ def namespaces() -> list[str]:
     return [line.split()[0] for line in listed.splitlines()]
 
 
-def skip_without_a_bed() -> None:
+def skip_without_a_testbed() -> None:
     if (reason := _no_bed()) is not None:
         pytest.skip(reason)
 
 
 def _no_bed() -> str | None:
-    """Why there can be no bed here."""
+    """Why there can be no testbed here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -38,10 +38,10 @@ def _no_bed() -> str | None:
     return None
 
 
-class OnLoopback(Bed):
+class OnLoopback(NetworkTestbed):
     """Ranks that meet on the loopback device, without root: no rates, no quotas, no bytes counted."""
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> NetworkTestbed:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
