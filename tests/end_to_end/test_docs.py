@@ -51,6 +51,12 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text"}
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_every_product_file_that_a_page_names_exists(page: Path) -> None:
+    names = re.findall(r"\b(?:splitc|passes|cost_models|tests|benchmarks)/[\w/.-]+\.py\b", page.read_text())
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 LONG = [page for page in PAGES if page.name in ("README.md", "commands.md", "tutorial.md", "clusters.md")]
 """Pages whose commands train on real ranks or measure this machine."""
 
