@@ -124,7 +124,7 @@ def leftovers(names: Iterable[str], started: Callable[[int], int | None]) -> lis
 
 
 def for_each(value: float | Iterable[float | None] | None, world: int, what: str) -> tuple[float | None, ...]:
-    """One value for each rank, given once or by rank.  Raises BenchmarkError for another number of them, and for <= 0."""
+    """One value for each rank, given once or by rank.  Raises BenchmarkError for another number, and for <= 0."""
     values = (value,) * world if value is None or isinstance(value, int | float) else tuple(value)
     if len(values) != world:
         raise BenchmarkError(f"{what}: {len(values)} values for {world} ranks; give one for all, or one for each")
