@@ -1,7 +1,7 @@
 """How wrong are the prices of computing?  A device is measured, and models that it was not measured on train beside it.
 
-One process, one thread, no network.  The models take turns with the exercises of `splitc calibrate`, so that whatever
-else the machine does is the same for both.  Forward and backward are predicted op by op (`roofline`); the
+One process, one thread, no network.  The models take turns with the microbenchmarks of `splitc calibrate`, so that
+whatever else the machine does is the same for both.  Forward and backward are predicted op by op (`roofline`); the
 optimizer is left out.
 
     python -m benchmarks.compute_accuracy
@@ -22,9 +22,9 @@ from torch import Tensor
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.options import positive
 from splitc.compiled import analyse
-from splitc.cost_models.calibration.compute import time_exercises
-from splitc.cost_models.calibration.compute_fit import fit_rates
-from splitc.cost_models.calibration.exercises import Exercise, exercises
+from splitc.cost_models.calibration.device_fit import fit_rates
+from splitc.cost_models.calibration.devices import time_microbenchmarks
+from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks
 from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Device
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     models = [_as_exercise(name, file) for name, file in files.items()]
-    samples = time_exercises([*exercises(cpu), *models], cpu, args.seconds, lambda text: None)
+    samples = time_microbenchmarks([*microbenchmarks(cpu), *models], cpu, args.seconds, lambda text: None)
     seconds = {each.what: each.seconds for each in samples if each.what.partition(",")[0] in files}
     rates = fit_rates([each for each in samples if each.what not in seconds])
     device = rates.device("this core", 1e9, {})
@@ -102,7 +102,7 @@ def _load(argument: str) -> ModelFile:
     return load_model(path, batch or None)
 
 
-def _as_exercise(name: str, file: ModelFile) -> Exercise:
+def _as_exercise(name: str, file: ModelFile) -> Microbenchmark:
     first, tensor = next(iter(file.example.tensors.items()))
 
     def step(given: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _as_exercise(name: str, file: ModelFile) -> Exercise:
         loss: Tensor = file.example.loss_of(file.example.output(file.model, values), values)
         return loss
 
-    return Exercise(name, step, tensor, tuple(file.model.parameters()))
+    return Microbenchmark(name, step, tensor, tuple(file.model.parameters()))
 
 
 def _predicted(program: Program, device: Device) -> tuple[float, float]:

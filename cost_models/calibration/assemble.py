@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from splitc.cost_models.calibration.compute import DeviceFit
-from splitc.cost_models.calibration.fit import LinkFit
+from splitc.cost_models.calibration.devices import DeviceFit
+from splitc.cost_models.calibration.link_fit import LinkFit
 from splitc.cost_models.calibration.samples import LIKE
 from splitc.ir.cluster import Cluster, Device, Unlike
 from splitc.ir.cluster_file import from_data, to_data
 
 
 @dataclass(frozen=True)
-class Launched:
+class RankLayout:
     """Where the ranks of a calibration are.
 
     per_host: ranks of a host.  slots: how many of them can compute at once without sharing.
@@ -36,16 +36,16 @@ class Launched:
     @property
     def one_machine(self) -> bool:
         """Whether all ranks are on one host and share it."""
-        return self.share and self.per_host == self.world
+        return self.shares_device and self.per_host == self.world
 
     @property
-    def share(self) -> bool:
+    def shares_device(self) -> bool:
         """Whether the ranks of a host compute on the same cores, or on fewer GPUs than there are ranks."""
         several = self.per_host > 1 and not self.separate
         return several and (not self.gpus or self.slots < self.per_host)
 
     @property
-    def no_core_to_spare(self) -> bool:
+    def transfers_take_cores(self) -> bool:
         """Whether ranks compute on all cores that they have, so that transfers take theirs from computing."""
         return not self.gpus and (self.separate or self.slots <= self.per_host)
 
@@ -54,12 +54,12 @@ class Launched:
         return self.separate or rank % self.per_host < self.slots
 
     @property
-    def hosts_apart(self) -> int | None:
+    def ranks_per_host(self) -> int | None:
         """Ranks of a host, where there are several hosts of several ranks."""
         return self.per_host if not self.separate and 1 < self.per_host < self.world else None
 
 
-def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: Launched) -> Cluster:
+def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: RankLayout) -> Cluster:
     """The cluster of these measurements; fits: None for ranks that were not measured."""
     links = _of_whole_cores(links, ranks)
     if ranks.one_machine:
@@ -77,11 +77,11 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
         device=mean_device([own[rank] for rank in usual]),
         link=links.links[usual[0]],
         world=ranks.world,
-        ranks_share_device=ranks.share,
+        ranks_share_device=ranks.shares_device,
         source=source,
-        cores=ranks.slots if ranks.share else 1,
+        cores=ranks.slots if ranks.shares_device else 1,
         local_link=links.local,
-        ranks_per_host=ranks.hosts_apart,
+        ranks_per_host=ranks.ranks_per_host,
         unlike=tuple(
             Unlike(tuple(members), mean_device([own[rank] for rank in members]), links.links[members[0]])
             for members in others
@@ -89,9 +89,9 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
     )
 
 
-def _of_whole_cores(found: LinkFit, ranks: Launched) -> LinkFit:
+def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
     """Links with what a byte takes of a whole core: where ranks shared cores it was seen to take longer."""
-    part = min(1.0, ranks.slots / ranks.per_host) if ranks.share else 1.0
+    part = min(1.0, ranks.slots / ranks.per_host) if ranks.shares_device else 1.0
     links = tuple(replace(link, processor=link.processor * part) for link in found.links)
     local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
     return LinkFit(links, local, found.residuals)
@@ -108,12 +108,12 @@ def part_of(device: Device, share: float) -> Device:
 def alike(a: Device, b: Device) -> bool:
     """Whether two devices reach nearly the same FLOP rates and memory bandwidth."""
     rates = [(_reached(a, dtype), _reached(b, dtype)) for dtype in a.flop_rate if dtype in b.flop_rate]
-    rates.append((a.memory_bandwidth * a.reached("memory"), b.memory_bandwidth * b.reached("memory")))
+    rates.append((a.memory_bandwidth * a.efficiency_of("memory"), b.memory_bandwidth * b.efficiency_of("memory")))
     return a.flop_rate.keys() == b.flop_rate.keys() and all(max(pair) < LIKE * min(pair) for pair in rates)
 
 
 def _reached(device: Device, dtype: str) -> float:
-    return device.flop_rate[dtype] * device.reached("matmul")
+    return device.flop_rate[dtype] * device.efficiency_of("matmul")
 
 
 def mean_device(devices: Sequence[Device]) -> Device:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from splitc.cost_models.calibration.assemble import Launched, assemble, part_of, rounded
-from splitc.cost_models.calibration.bench import Bench, Progress, quiet
-from splitc.cost_models.calibration.compute import Residual, averaged, measure_device
-from splitc.cost_models.calibration.fit import LinkFit, fit_links
+from splitc.cost_models.calibration.assemble import RankLayout, assemble, part_of, rounded
+from splitc.cost_models.calibration.devices import Residual, averaged, measure_device
+from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
+from splitc.cost_models.calibration.rank_timer import Progress, RankTimer, no_progress
 from splitc.cost_models.compute.clocks import one_thread
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
@@ -41,7 +41,7 @@ class Calibration:
 def calibrate(
     transport: Transport | None = None,
     budget: float = BUDGET,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     *,
     separate: bool = False,
     name: str = "calibrated",
@@ -54,17 +54,19 @@ def calibrate(
     Raises LaunchError when hosts have unequal numbers of ranks.
     """
     if transport is None or transport.world == 1:
-        return alone(transport.device if transport else None, budget, progress, name)
-    bench = Bench(transport, progress)
-    ranks = _ranks(bench, separate)
+        return calibrate_one_process(transport.device if transport else None, budget, progress, name)
+    timer = RankTimer(transport, progress)
+    ranks = _ranks(timer, separate)
     transport.barrier()
     own = None
     if ranks.measures(transport.rank):
         own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         if separate and not ranks.gpus:
             own = replace(own, device=part_of(own.device, _share(budget / 20)))
-    fits = bench.everyone(own)
-    samples = measure_links(transport, budget * (1 - _DEVICES), progress, ranks.hosts_apart, ranks.no_core_to_spare)
+    fits = timer.all_gather_objects(own)
+    samples = measure_links(
+        transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host, ranks.transfers_take_cores
+    )
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())
@@ -72,7 +74,9 @@ def calibrate(
     return Calibration(rounded(cluster), (*averaged(r for fit in fits if fit for r in fit.residuals), *links.residuals))
 
 
-def alone(where: torch.device | None, budget: float, progress: Progress, name: str, source: str = "") -> Calibration:
+def calibrate_one_process(
+    where: torch.device | None, budget: float, progress: Progress, name: str, source: str = ""
+) -> Calibration:
     """This machine, measured by this process: its first GPU, or one of its cores; links as far as they can be."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
@@ -97,13 +101,13 @@ def alone(where: torch.device | None, budget: float, progress: Progress, name: s
 # -- where the ranks are -----------------------------------------------------------------------------------------------
 
 
-def _ranks(bench: Bench, separate: bool) -> Launched:
-    gpu = bench.device.type == "cuda"
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
+def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
+    gpu = timer.device.type == "cuda"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", timer.world))
     slots = torch.cuda.device_count() if gpu else max(1, cores() // torch.get_num_threads())
-    if bench.transport.waits_hold_the_stream:
+    if timer.transport.waits_hold_the_stream:
         slots = here  # NCCL has checked that each has a GPU of its own
-    hosts = bench.everyone((here, slots))
+    hosts = timer.all_gather_objects((here, slots))
     per_host = {each for each, _ in hosts}
     if len(per_host) > 1 and not separate:
         counts = ", ".join(str(each) for each, _ in hosts)
@@ -111,7 +115,7 @@ def _ranks(bench: Bench, separate: bool) -> Launched:
             f"the hosts have unequal numbers of ranks (of each rank, how many are on its host: {counts}); start as "
             f"many on each, or say --separate when every rank is a machine of its own"
         )
-    return Launched(bench.world, min(here, bench.world), min(each for _, each in hosts), gpu, separate)
+    return RankLayout(timer.world, min(here, timer.world), min(each for _, each in hosts), gpu, separate)
 
 
 def _share(seconds: float) -> float:

@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitc.cost_models.calibration.bench import LEAST, Bench, Progress, quiet
-from splitc.cost_models.calibration.beside import busy_cores, computing
+from splitc.cost_models.calibration.overlap import busy_cores, computing
+from splitc.cost_models.calibration.rank_timer import LEAST, Progress, RankTimer, no_progress
 from splitc.cost_models.calibration.samples import (
     LIKE,
     LinkSamples,
@@ -44,7 +44,7 @@ _SHARES = {"message": 0.35, "exchange": 0.08, "pairs": 0.05, "many": 0.12, "coll
 def measure_links(
     transport: Transport,
     budget: float,
-    progress: Progress = quiet,
+    progress: Progress = no_progress,
     ranks_per_host: int | None = None,
     one_core: bool = False,
 ) -> LinkSamples:
@@ -53,37 +53,37 @@ def measure_links(
     budget: seconds, about.  ranks_per_host: where ranks of a host talk over another link than those of different hosts;
     all hosts have as many.  one_core: every rank computes on all cores it has, so that transfers take theirs.
     """
-    bench, world, per_host = Bench(transport, progress), transport.world, ranks_per_host or 1
+    timer, world, per_host = RankTimer(transport, progress), transport.world, ranks_per_host or 1
     everybody = tuple(range(world))
     allowed = {what: share * budget for what, share in _SHARES.items()}
     local = _star(0, range(min(per_host, world))) if per_host > 1 else []
 
-    samples = _messages(bench, local, per_host, allowed["message"])
+    samples = _messages(timer, local, per_host, allowed["message"])
 
     # Between the two that are connected best, and within a host: a slow link would show the other end's limits too.
     best = list(between_hosts(samples, per_host))[:1]
     pairs = list(dict.fromkeys([*local[:1], *best]))
-    samples += _timed(bench, "exchange", pairs, LARGE, allowed["exchange"])
+    samples += _timed(timer, "exchange", pairs, LARGE, allowed["exchange"])
 
     # One host, and two hosts; without hosts all ranks.  One pair alone was measured as messages.
     sets = [everybody[:per_host], everybody[: 2 * per_host]] if per_host > 1 else [everybody]
     several = [ranks[: len(ranks) // 2 * 2] for ranks in dict.fromkeys(sets) if len(ranks) >= 4]
-    samples += _timed(bench, "pairs", several, LARGE, allowed["pairs"] * len(several) / len(set(sets)))
+    samples += _timed(timer, "pairs", several, LARGE, allowed["pairs"] * len(several) / len(set(sets)))
 
     # One rank and all ranks of other hosts; on one host all others.
     hub = best_connected(samples, per_host)
     others = [a + b - hub for a, b in _to_other_hosts(hub, world, per_host)] or [r for r in everybody if r != hub]
     if len(others) >= 2:
         for kind in ("many_to_one", "one_to_many"):
-            samples += _timed(bench, kind, [(hub, *others)], LARGE, allowed["many"] / 2)
+            samples += _timed(timer, kind, [(hub, *others)], LARGE, allowed["many"] / 2)
 
     groups = groups_of(world, per_host, samples)
     transport.connect(groups)
     for kind in COLLECTIVES:
-        samples += _timed(bench, kind, groups, SUMS, allowed["collectives"] / len(COLLECTIVES))
+        samples += _timed(timer, kind, groups, SUMS, allowed["collectives"] / len(COLLECTIVES))
 
     measure = busy_cores if one_core else computing
-    return LinkSamples(world, tuple(samples), measure(bench, allowed["computing"]), ranks_per_host)
+    return LinkSamples(world, tuple(samples), measure(timer, allowed["computing"]), ranks_per_host)
 
 
 def _star(hub: int, others: Iterable[int]) -> list[Ranks]:
@@ -95,13 +95,13 @@ def _to_other_hosts(hub: int, world: int, per_host: int) -> list[Ranks]:
     return _star(hub, (rank for rank in range(world) if rank // per_host != hub // per_host))
 
 
-def _messages(bench: Bench, local: list[Ranks], per_host: int, budget: float) -> list[Sample]:
+def _messages(timer: RankTimer, local: list[Ranks], per_host: int, budget: float) -> list[Sample]:
     """Messages between rank 0 and all others; if rank 0 turns out to be slow, also between another rank and all."""
-    remote = _to_other_hosts(0, bench.world, per_host)
+    remote = _to_other_hosts(0, timer.world, per_host)
     share = budget / (len(local) + len(remote) + 1)  # of a pair
 
     def timed(pairs: list[Ranks]) -> list[Sample]:
-        return _timed(bench, "message", pairs, MESSAGES, share * len(pairs))
+        return _timed(timer, "message", pairs, MESSAGES, share * len(pairs))
 
     samples = timed([*local, *remote])
     if len(remote) < 2:
@@ -114,35 +114,35 @@ def _messages(bench: Bench, local: list[Ranks], per_host: int, budget: float) ->
     samples += timed([between])
     known = between_hosts(samples, per_host)
     if LIKE * known[between] < known[first]:
-        star = _to_other_hosts(between[0], bench.world, per_host)
+        star = _to_other_hosts(between[0], timer.world, per_host)
         samples += timed([pair for pair in star if pair != between and 0 not in pair])
     return samples
 
 
-def _timed(bench: Bench, kind: str, groups: Sequence[Ranks], sizes: Sequence[int], budget: float) -> list[Sample]:
+def _timed(timer: RankTimer, kind: str, groups: Sequence[Ranks], sizes: Sequence[int], budget: float) -> list[Sample]:
     """Samples of one kind over each of `groups`, which have equal parts of the budget."""
     samples = []
     for ranks in groups:
         over = f"between ranks {ranks[0]} and {ranks[1]}" if len(ranks) == 2 else f"over {len(ranks)} ranks"
-        bench.say(f"{_SAID.get(kind, kind.replace('_', ' '))} {over}")
+        timer.progress(f"{_SAID.get(kind, kind.replace('_', ' '))} {over}")
         times = 2 if kind in ("message", "pairs") else 1  # they go there and back
-        samples += growing(bench, kind, ranks, sizes, _operation(bench, kind, ranks), budget / len(groups), times)
+        samples += growing(timer, kind, ranks, sizes, _operation(timer, kind, ranks), budget / len(groups), times)
     return samples
 
 
-def _operation(bench: Bench, kind: str, ranks: Ranks) -> Callable[[Tensor], None]:
+def _operation(timer: RankTimer, kind: str, ranks: Ranks) -> Callable[[Tensor], None]:
     """This rank's part in what `ranks` do with a tensor; the first of them is the hub of one to many."""
-    transport, n = bench.transport, len(ranks)
-    if bench.rank not in ranks:
+    transport, n = timer.transport, len(ranks)
+    if timer.rank not in ranks:
         return lambda tensor: None
-    place, (hub, *others) = ranks.index(bench.rank), ranks
+    place, (hub, *others) = ranks.index(timer.rank), ranks
     partner = ranks[(place + n // 2) % n]  # in the other half
-    is_hub, everybody = bench.rank == hub, tuple(sorted(ranks))
+    is_hub, everybody = timer.rank == hub, tuple(sorted(ranks))
 
     def pieces_of(tensor: Tensor) -> tuple[list[Tensor], Tensor]:
         """One of n equal pieces for each rank, and a buffer as large as one."""
         pieces = list(tensor[: tensor.numel() // n * n].chunk(n))
-        return pieces, bench.buffers(pieces[0].numel(), 1)[0]
+        return pieces, timer.buffers(pieces[0].numel(), 1)[0]
 
     def run(tensor: Tensor) -> None:
         match kind:
@@ -153,10 +153,10 @@ def _operation(bench: Bench, kind: str, ranks: Ranks) -> Callable[[Tensor], None
                 transport.irecv(tensor, partner).wait()
                 transport.isend(tensor, partner).wait()
             case "exchange":
-                (received,) = bench.buffers(tensor.numel(), 1)
+                (received,) = timer.buffers(tensor.numel(), 1)
                 transport.exchange([(tensor, partner)], [(received, partner)], ranks).wait()
             case "many_to_one" if is_hub:
-                messages = list(zip(bench.buffers(tensor.numel(), len(others)), others, strict=True))
+                messages = list(zip(timer.buffers(tensor.numel(), len(others)), others, strict=True))
                 transport.exchange([], messages, everybody).wait()
             case "many_to_one":
                 transport.exchange([(tensor, hub)], [], everybody).wait()
@@ -176,7 +176,7 @@ def _operation(bench: Bench, kind: str, ranks: Ranks) -> Callable[[Tensor], None
 
 
 def growing(
-    bench: Bench,
+    timer: RankTimer,
     kind: str,
     ranks: Ranks,
     sizes: Sequence[int],
@@ -186,16 +186,16 @@ def growing(
 ) -> list[Sample]:
     """Samples of `run`, which does it `times` times, on tensors of as many of `sizes` bytes as the budget allows."""
     found: list[Sample] = []
-    begin = bench.spent
-    if bench.rank in ranks:
-        run(torch.ones(16 * len(ranks), device=bench.device))  # connects them
+    begin = timer.spent
+    if timer.rank in ranks:
+        run(torch.ones(16 * len(ranks), device=timer.device))  # connects them
     for k, nbytes in enumerate(sizes):
-        left = budget - (bench.spent - begin)
+        left = budget - (timer.spent - begin)
         if found and nbytes > ALWAYS:
             expected = times * found[-1].seconds * nbytes / found[-1].nbytes
             if (1 + LEAST) * expected > left:
                 break
-        tensor = torch.ones(nbytes // 4, device=bench.device)
-        seconds = bench.seconds(ranks, partial(run, tensor), left / (len(sizes) - k))
+        tensor = torch.ones(nbytes // 4, device=timer.device)
+        seconds = timer.seconds(ranks, partial(run, tensor), left / (len(sizes) - k))
         found.append(Sample(kind, ranks, nbytes, seconds / times))
     return found

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitc.cost_models.calibration.bench import middle
-from splitc.cost_models.calibration.fit import LinkFit, fit_line, fit_links
+from splitc.cost_models.calibration.link_fit import LinkFit, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
+from splitc.cost_models.calibration.rank_timer import midmean
 from splitc.ir.cluster import Link
 from splitc.runtime.transport.base import AllOf, Transport, Work
 from splitc.runtime.transport.recorder import Forwarding
@@ -102,4 +102,4 @@ def _seconds(run: Callable[[], object], where: torch.device, budget: float) -> f
         run()
         torch.cuda.synchronize(where)
         times.append(time.perf_counter() - begin)
-    return middle(times[1:])
+    return midmean(times[1:])

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from splitc.cost_models.calibration.bench import quiet
-from splitc.cost_models.calibration.calibrate import alone, cores
-from splitc.cost_models.calibration.compute import cpu_model
+from splitc.cost_models.calibration.calibrate import calibrate_one_process, cores
+from splitc.cost_models.calibration.devices import cpu_model
+from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_toml
@@ -78,7 +78,7 @@ def write_cache(path: Path, text: str) -> None:
 
 
 def _measure(budget: float, key: str) -> Cluster:
-    return alone(None, budget, quiet, THIS_MACHINE, source=key).cluster
+    return calibrate_one_process(None, budget, no_progress, THIS_MACHINE, source=key).cluster
 
 
 def _cuda_names() -> str:

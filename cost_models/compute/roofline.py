@@ -54,9 +54,9 @@ def ops_seconds(ops: Iterable[OpCost], device: Device, dtype: str) -> float:
 def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
     arithmetic, moving = 0.0, op.op_class
     if op.flops:
-        rate = _flop_rate(device, dtype) * device.reached(op.op_class, op.backward)
+        rate = _flop_rate(device, dtype) * device.efficiency_of(op.op_class, op.backward)
         arithmetic, moving = (op.flops + op.padding_flops) / rate, f"{op.op_class}_moved"
-    memory = op.bytes_accessed / (device.memory_bandwidth * device.reached(moving, op.backward))
+    memory = op.bytes_accessed / (device.memory_bandwidth * device.efficiency_of(moving, op.backward))
     longer, shorter = max(arithmetic, memory), min(arithmetic, memory)
     launch = device.launch + (device.conv_launch if op.op_class == "conv" else 0.0)
     return longer + (1 - device.overlap) * shorter + op.kernel_launches * launch
@@ -64,7 +64,7 @@ def _op_seconds(op: OpCost, device: Device, dtype: str) -> float:
 
 def achieved_flop_rate(device: Device, dtype: str) -> float:
     """FLOP/s that large matrix products reach in `dtype`."""
-    return _flop_rate(device, dtype) * device.reached("matmul")
+    return _flop_rate(device, dtype) * device.efficiency_of("matmul")
 
 
 def _flop_rate(device: Device, dtype: str) -> float:

@@ -258,7 +258,7 @@ class _Step:
 
     @property
     def _memory_rate(self) -> float:
-        return self.device.memory_bandwidth * self.device.reached("memory")
+        return self.device.memory_bandwidth * self.device.efficiency_of("memory")
 
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []

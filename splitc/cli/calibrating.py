@@ -23,7 +23,7 @@ from splitc.ir.cluster_file import parse_cluster, to_data, to_toml
 
 if TYPE_CHECKING:
     from splitc.cost_models.calibration.calibrate import Calibration
-    from splitc.cost_models.calibration.compute import Residual
+    from splitc.cost_models.calibration.devices import Residual
     from splitc.ir.cluster import Cluster, Device, Link
 
 MOST = 16  # ranks that are started where there are no GPUs, however many cores there are

@@ -44,13 +44,13 @@ class Device:
     conv_launch: float = 0.0
     overlap: float = 1.0
 
-    def reached(self, op: str, backward: bool = False) -> float:
+    def efficiency_of(self, op: str, backward: bool = False) -> float:
         """The part of its peak that ops of a class reach: its own, else forward's, else that of what it is like."""
         if backward and f"{op}_backward" in self.efficiency:
             return self.efficiency[f"{op}_backward"]
         if op in self.efficiency or op == _LIKE.get(op, op):
             return self.efficiency[op]
-        return self.reached(_LIKE[op], backward)
+        return self.efficiency_of(_LIKE[op], backward)
 
     def scaled(self, factor: float) -> Device:
         """A device that computes and moves `factor` times as much in a second, and starts ops as before."""
@@ -255,8 +255,8 @@ def _slowest(devices: list[Device]) -> Device:
         of_memory = op in _OF_MEMORY
         peaks = [({"memory": each.memory_bandwidth} if of_memory else each.flop_rate, each) for each in devices]
         least = {"memory": bandwidth} if of_memory else rates
-        parts = [peak[k] / least[k] * each.reached(op, name != op) for peak, each in peaks for k in least]
-        return min(parts, default=first.reached(op, name != op))
+        parts = [peak[k] / least[k] * each.efficiency_of(op, name != op) for peak, each in peaks for k in least]
+        return min(parts, default=first.efficiency_of(op, name != op))
 
     return Device(
         name=" and ".join(dict.fromkeys(each.name for each in devices)),

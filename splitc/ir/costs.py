@@ -11,7 +11,7 @@ from functools import cached_property
 class OpCost:
     """One kind of op of a layer, as torch runs it in a step; `kernel_launches` equal ones together.
 
-    op_class: selects the rate at which a device runs it, see `Device.reached`.
+    op_class: selects the rate at which a device runs it, see `Device.efficiency_of`.
     flops: a multiply-add counts as two.  padding_flops: extra FLOPs spent on padded channels.
     bytes_accessed: bytes read and written in memory.
     unknown: it has no FLOP formula and is not known to be memory-bound, so it is priced by its bytes alone.

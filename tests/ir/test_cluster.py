@@ -31,12 +31,12 @@ def odd(*ranks: int, device: Device = FAST, link: Link = NET) -> Unlike:
 
 def test_an_op_class_reaches_its_own_part_else_forwards_else_that_of_products() -> None:
     device = replace(FAST, efficiency={"matmul": 0.5, "memory": 0.8, "conv": 0.4, "matmul_backward": 0.3})
-    assert device.reached("matmul") == 0.5
-    assert device.reached("matmul", backward=True) == 0.3
-    assert device.reached("conv") == device.reached("conv", backward=True) == 0.4
-    assert device.reached("attention") == 0.5
-    assert device.reached("attention", backward=True) == 0.3
-    assert device.reached("memory", backward=True) == 0.8
+    assert device.efficiency_of("matmul") == 0.5
+    assert device.efficiency_of("matmul", backward=True) == 0.3
+    assert device.efficiency_of("conv") == device.efficiency_of("conv", backward=True) == 0.4
+    assert device.efficiency_of("attention") == 0.5
+    assert device.efficiency_of("attention", backward=True) == 0.3
+    assert device.efficiency_of("memory", backward=True) == 0.8
 
 
 def test_a_rank_has_the_device_that_is_given_for_it() -> None:
@@ -90,9 +90,9 @@ def test_the_slowest_of_the_first_ranks_is_priced() -> None:
 def test_a_device_that_reaches_less_of_a_higher_peak_is_not_priced_below_what_it_does() -> None:
     idle = replace(FAST, name="idle", flop_rate={"float32": 1e14}, efficiency={"matmul": 0.01, "memory": 0.5})
     slowest = Cluster("mixed", SLOW, NET, unlike=(odd(1, device=idle),)).device_for(2)
-    assert slowest.flop_rate["float32"] * slowest.reached("matmul") == pytest.approx(0.25 * 2e12)
-    assert slowest.flop_rate["float32"] * slowest.reached("conv", backward=True) == pytest.approx(0.1 * 2e12)
-    assert slowest.memory_bandwidth * slowest.reached("memory") == pytest.approx(4e11)
+    assert slowest.flop_rate["float32"] * slowest.efficiency_of("matmul") == pytest.approx(0.25 * 2e12)
+    assert slowest.flop_rate["float32"] * slowest.efficiency_of("conv", backward=True) == pytest.approx(0.1 * 2e12)
+    assert slowest.memory_bandwidth * slowest.efficiency_of("memory") == pytest.approx(4e11)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -107,10 +107,10 @@ def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed: int)
             for op in ("matmul", "conv", "attention"):
                 for back in (False, True):
                     for dtype in priced.flop_rate:
-                        reached = priced.flop_rate[dtype] * priced.reached(op, back)
-                        assert own.flop_rate[dtype] * own.reached(op, back) >= reached * (1 - 1e-9)
-            moved = priced.memory_bandwidth * priced.reached("memory")
-            assert own.memory_bandwidth * own.reached("memory") >= moved * (1 - 1e-9)
+                        reached = priced.flop_rate[dtype] * priced.efficiency_of(op, back)
+                        assert own.flop_rate[dtype] * own.efficiency_of(op, back) >= reached * (1 - 1e-9)
+            moved = priced.memory_bandwidth * priced.efficiency_of("memory")
+            assert own.memory_bandwidth * own.efficiency_of("memory") >= moved * (1 - 1e-9)
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from splitc.cli.files import write_file
 from splitc.cli.progress import Step
 from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration import links
-from splitc.cost_models.calibration.assemble import Launched, alike, assemble, mean_device, part_of, rounded
-from splitc.cost_models.calibration.bench import Bench, middle
+from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, part_of, rounded
 from splitc.cost_models.calibration.calibrate import Calibration, calibrate
-from splitc.cost_models.calibration.compute import DeviceFit, Residual
-from splitc.cost_models.calibration.fit import LinkFit, fit_factor, fit_line, fit_links
+from splitc.cost_models.calibration.devices import DeviceFit, Residual
+from splitc.cost_models.calibration.link_fit import LinkFit, fit_factor, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
+from splitc.cost_models.calibration.rank_timer import RankTimer, midmean
 from splitc.cost_models.calibration.samples import LinkSamples, Overlap, Sample
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network import alpha_beta
@@ -53,7 +53,7 @@ FAST = Link(
     collectives={"all_reduce": Rate(8e8, 5e-5), "all_gather": Rate(5e8, 9e-5), "reduce_scatter": Rate(1e9, 4e-5)},
 )
 DEVICE = Device("a core", {"float32": 1e11, "float64": 5e10}, 2e10, 16e9, {"matmul": 0.9, "memory": 1.0}, 3e-6)
-TWO = Launched(world=2, per_host=2, slots=2, gpus=False)
+TWO = RankLayout(world=2, per_host=2, slots=2, gpus=False)
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ def measured(
 ) -> LinkSamples:
     """What `measure_links` would find on `world` ranks if everything took the seconds of `truth`."""
 
-    def growing(bench: Bench, kind: str, ranks: Any, sizes: Any, *_: Any, **__: Any) -> list[Sample]:
+    def growing(timer: RankTimer, kind: str, ranks: Any, sizes: Any, *_: Any, **__: Any) -> list[Sample]:
         return [Sample(kind, ranks, n, truth(Sample(kind, ranks, n, 0.0))) for n in sizes]
 
-    def computing(bench: Bench, budget: float) -> tuple[Overlap, ...]:
+    def computing(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
         return tuple(Overlap(r, 1 << 20, 2e6, 0.1, 0.1 + 2e6 * processor(r)) for r in range(world))
 
     monkeypatch.setattr(links, "growing", growing)
@@ -236,22 +236,22 @@ def test_transfers_that_take_nothing_from_computing_are_no_gain() -> None:
 
 
 def test_the_middle_half_leaves_out_what_is_slowed_down_and_what_was_buffered() -> None:
-    assert middle([5.0]) == 5.0
-    assert middle([1, 1, 1, 90]) == 1.0
-    assert middle([0, 2] * 8) == 1.0
+    assert midmean([5.0]) == 5.0
+    assert midmean([1, 1, 1, 90]) == 1.0
+    assert midmean([0, 2] * 8) == 1.0
 
 
 def test_a_bench_times_what_some_ranks_do_and_tells_all(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = dict.fromkeys(range(3), 0)
 
     def run(transport: Transport) -> tuple[float, float]:
-        bench = Bench(transport)
+        timer = RankTimer(transport)
 
         def work() -> None:
             calls[transport.rank] += 1
             time.sleep(0.002 if transport.rank == 1 else 0.0)
 
-        return bench.seconds((1, 2), work, 0.05), bench.spent
+        return timer.seconds((1, 2), work, 0.05), timer.spent
 
     found = run_ranks(3, run)
     assert len(set(found)) == 1
@@ -276,9 +276,9 @@ def test_every_kind_is_timed_on_every_world(world: int, per_host: int | None) ->
 def test_a_slow_link_is_timed_with_smaller_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def largest(bandwidth: float) -> float:
         def run(transport: Transport) -> list[Sample]:
-            bench = Bench(transport)
-            monkeypatch.setattr(bench, "seconds", lambda ranks, run, allowed: 1e-4 + 1e6 / bandwidth)
-            return links.growing(bench, "message", (0, 1), links.MESSAGES, lambda _: None, 1.0)
+            timer = RankTimer(transport)
+            monkeypatch.setattr(timer, "seconds", lambda ranks, run, allowed: 1e-4 + 1e6 / bandwidth)
+            return links.growing(timer, "message", (0, 1), links.MESSAGES, lambda _: None, 1.0)
 
         return max(each.nbytes for each in run_ranks(2, run)[0])
 
@@ -312,7 +312,7 @@ def test_ranks_on_the_cores_of_one_machine_share_them() -> None:
 
 
 def test_of_more_ranks_than_cores_only_as_many_are_measured() -> None:
-    ranks = Launched(world=4, per_host=4, slots=2, gpus=False)
+    ranks = RankLayout(world=4, per_host=4, slots=2, gpus=False)
     assert [ranks.measures(rank) for rank in range(4)] == [True, True, False, False]
     cluster = reads_back(assemble("here", "", fits(DEVICE, DEVICE, None, None), linked(*[FAST] * 4), ranks))
     assert cluster.cores == 2 and cluster.device_for(4).flop_rate["float32"] == pytest.approx(5e10)
@@ -320,7 +320,7 @@ def test_of_more_ranks_than_cores_only_as_many_are_measured() -> None:
 
 
 def test_separate_ranks_share_nothing_and_a_slow_one_is_unlike() -> None:
-    ranks = Launched(world=4, per_host=4, slots=2, gpus=False, separate=True)
+    ranks = RankLayout(world=4, per_host=4, slots=2, gpus=False, separate=True)
     assert all(ranks.measures(rank) for rank in range(4))
     devices = fits(DEVICE, DEVICE.scaled(1.1), DEVICE.scaled(0.5), DEVICE)
     cluster = reads_back(assemble("bed", "", devices, linked(SLOW, SLOW, SLOW, replace(SLOW, bandwidth=1e7)), ranks))
@@ -332,7 +332,7 @@ def test_separate_ranks_share_nothing_and_a_slow_one_is_unlike() -> None:
 
 
 def test_hosts_have_a_link_within_and_one_between_them() -> None:
-    ranks = Launched(world=4, per_host=2, slots=1, gpus=False)
+    ranks = RankLayout(world=4, per_host=2, slots=1, gpus=False)
     assert [ranks.measures(rank) for rank in range(4)] == [True, False, True, False]
     cluster = reads_back(assemble("two", "", fits(DEVICE, None, DEVICE, None), linked(*[SLOW] * 4, local=FAST), ranks))
     assert cluster.ranks_per_host == 2 and cluster.link_between(1, 2) == SLOW
@@ -343,16 +343,16 @@ def test_hosts_have_a_link_within_and_one_between_them() -> None:
 
 
 def test_hosts_of_one_rank_share_nothing() -> None:
-    ranks = Launched(world=3, per_host=1, slots=4, gpus=False)
+    ranks = RankLayout(world=3, per_host=1, slots=4, gpus=False)
     cluster = reads_back(assemble("three", "", fits(DEVICE, DEVICE, DEVICE), linked(SLOW, SLOW, SLOW), ranks))
     assert not cluster.ranks_share_device and cluster.ranks_per_host is None
     assert cluster.device_for(3) == cluster.device
 
 
 def test_gpus_of_one_host_are_shared_only_where_they_are_fewer_than_ranks() -> None:
-    assert not Launched(world=4, per_host=4, slots=4, gpus=True).share
-    assert Launched(world=4, per_host=4, slots=1, gpus=True).share
-    ranks = Launched(world=2, per_host=2, slots=2, gpus=True)
+    assert not RankLayout(world=4, per_host=4, slots=4, gpus=True).shares_device
+    assert RankLayout(world=4, per_host=4, slots=1, gpus=True).shares_device
+    ranks = RankLayout(world=2, per_host=2, slots=2, gpus=True)
     cluster = reads_back(assemble("gpus", "", fits(DEVICE, DEVICE), linked(FAST, FAST), ranks))
     assert cluster.world == 2 and cluster.device.memory == pytest.approx(DEVICE.memory)
 
@@ -401,7 +401,7 @@ def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster(monkeypatch: pyt
 
 def test_hosts_with_unequal_numbers_of_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(transport: Transport) -> None:
-        monkeypatch.setattr(Bench, "everyone", lambda self, value: [(2, 1), (2, 1), (1, 1)])
+        monkeypatch.setattr(RankTimer, "all_gather_objects", lambda self, value: [(2, 1), (2, 1), (1, 1)])
         calibrate(transport, 1.0)
 
     with pytest.raises(LaunchError, match=r"unequal numbers of ranks.*2, 2, 1.*--separate"):
@@ -465,7 +465,7 @@ def test_without_gpus_as_many_ranks_start_as_there_are_cores_two_at_least(monkey
 
 
 def test_the_report_has_every_residual_the_numbers_and_how_to_use_them() -> None:
-    ranks = Launched(world=3, per_host=3, slots=2, gpus=False, separate=True)
+    ranks = RankLayout(world=3, per_host=3, slots=2, gpus=False, separate=True)
     cluster = assemble("bed", "measured", fits(DEVICE, DEVICE, DEVICE.scaled(0.5)), linked(FAST, FAST, SLOW), ranks)
     residuals = (Residual("message, 64 B", 2e-4, 3e-4), Residual("matmul", 0.5, 0.45))
     found = Calibration(cluster, residuals)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from splitc import units
-from splitc.cost_models.calibration.compute import Residual, averaged
+from splitc.cost_models.calibration.devices import Residual, averaged
 from splitc.cost_models.calibration.samples import LIKE, LinkSamples, Overlap, Ranks, Sample, times
 from splitc.ir.cluster import COLLECTIVES, Link, Rate
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from splitc.cost_models.calibration import compute
-from splitc.cost_models.calibration.compute import measure_device, time_exercises
-from splitc.cost_models.calibration.compute_fit import fitted
-from splitc.cost_models.calibration.exercises import Exercise, exercises
+from splitc.cost_models.calibration import devices
+from splitc.cost_models.calibration.device_fit import fitted
+from splitc.cost_models.calibration.devices import measure_device, time_microbenchmarks
+from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.cluster_file import parse_cluster, to_toml
 
@@ -27,40 +27,40 @@ FAST = (
 )
 
 
-def quick() -> list[Exercise]:
-    """A few of the exercises, which take milliseconds."""
-    return [each for each in exercises(CPU) if each.what.startswith(FAST)]
+def quick() -> list[Microbenchmark]:
+    """A few of the microbenchmarks, which take milliseconds."""
+    return [each for each in microbenchmarks(CPU) if each.what.startswith(FAST)]
 
 
-def quiet(text: str) -> None:
+def no_progress(text: str) -> None:
     pass
 
 
 def test_every_exercise_has_work_to_do_and_names_of_its_own() -> None:
-    spread = exercises(CPU)
+    spread = microbenchmarks(CPU)
     assert len({each.what for each in spread}) == len(spread)
     for each in spread:
-        forward, backward = compute._counted(each)
+        forward, backward = devices._counted(each)
         assert forward and not any(op.backward for op in forward)
         assert all(op.backward for op in backward)
         assert each.what.startswith("update") or backward
 
 
 def test_the_spread_has_all_classes_both_ways() -> None:
-    seen = {(op.op_class, op.backward) for each in exercises(CPU) for ops in compute._counted(each) for op in ops}
+    seen = {(op.op_class, op.backward) for each in microbenchmarks(CPU) for ops in devices._counted(each) for op in ops}
     both = ("matmul", "conv", "attention", "memory", "math", "batch_norm", "pool", "max_pool")
     assert seen == {(op, back) for op in both for back in (False, True)} | {("random", False)}
 
 
 def test_nothing_is_left_behind_by_a_run() -> None:
     for each in quick():
-        compute._counted(each)
+        devices._counted(each)
         assert each.given.grad is None and all(parameter.grad is None for parameter in each.parameters)
 
 
 def test_every_sample_is_a_direction_of_an_exercise_that_took_time() -> None:
     spread, told = quick(), list[str]()
-    samples = time_exercises(spread, CPU, 0.01, told.append)
+    samples = time_microbenchmarks(spread, CPU, 0.01, told.append)
     assert {each.what for each in samples} == {f"{e.what}{end}" for e in spread for end in ("", ", backward")}
     assert all(each.seconds > 0 for each in samples)
     assert any("round 3" in text for text in told)  # however small the budget
@@ -68,15 +68,15 @@ def test_every_sample_is_a_direction_of_an_exercise_that_took_time() -> None:
 
 def test_a_backward_of_products_takes_longer_than_its_forward() -> None:
     layer = nn.Linear(512, 512)
-    spread = [Exercise("linear", layer, torch.randn(256, 512, requires_grad=True), tuple(layer.parameters()))]
-    forward, backward = time_exercises(spread, CPU, 0.2, quiet)
+    spread = [Microbenchmark("linear", layer, torch.randn(256, 512, requires_grad=True), tuple(layer.parameters()))]
+    forward, backward = time_microbenchmarks(spread, CPU, 0.2, no_progress)
     assert backward.seconds > forward.seconds
 
 
 def test_a_measured_device_explains_its_samples_and_stands_in_a_cluster_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "exercises", lambda where: quick())
+    monkeypatch.setattr(devices, "microbenchmarks", lambda where: quick())
     before = torch.random.get_rng_state()
-    fit = measure_device(CPU, 0.3, quiet)
+    fit = measure_device(CPU, 0.3, no_progress)
     assert torch.equal(torch.random.get_rng_state(), before)
     device = fit.device
     assert {"float32", "float64", "bfloat16"} <= set(device.flop_rate)
@@ -88,9 +88,9 @@ def test_a_measured_device_explains_its_samples_and_stands_in_a_cluster_file(mon
 
 
 def test_residuals_are_what_the_given_numbers_make_of_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = time_exercises(quick(), CPU, 0.01, quiet)
-    monkeypatch.setattr(compute, "time_exercises", lambda *_: samples)
-    fit = measure_device(CPU, 0.1, quiet)
+    samples = time_microbenchmarks(quick(), CPU, 0.01, no_progress)
+    monkeypatch.setattr(devices, "time_microbenchmarks", lambda *_: samples)
+    fit = measure_device(CPU, 0.1, no_progress)
     assert [(each.what, each.measured) for each in fit.residuals] == [(each.what, each.seconds) for each in samples]
     assert [each.fitted for each in fit.residuals] == [fitted(each, fit.device) for each in samples]
 
@@ -98,6 +98,6 @@ def test_residuals_are_what_the_given_numbers_make_of_every_sample(monkeypatch: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_a_gpu_is_measured_in_its_own_time() -> None:
-    fit = measure_device(torch.device("cuda", 0), 5.0, quiet)
+    fit = measure_device(torch.device("cuda", 0), 5.0, no_progress)
     assert fit.device.flop_rate["float32"] > 1e12 and fit.device.memory_bandwidth > 1e11
     assert statistics.median(abs(each.fitted / each.measured - 1) for each in fit.residuals) < 0.5

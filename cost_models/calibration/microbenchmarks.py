@@ -18,7 +18,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Exercise:
+class Microbenchmark:
     """`run` on `given`; its backward too when that requires a gradient or parameters do.
 
     parameters: whose gradients are dropped after each run.
@@ -30,7 +30,7 @@ class Exercise:
     parameters: tuple[Tensor, ...] = field(default=())
 
 
-def exercises(where: torch.device) -> list[Exercise]:
+def microbenchmarks(where: torch.device) -> list[Microbenchmark]:
     """All of them on a device, in float32.  A GPU gets larger batches: small ones would only show its launches."""
     batch = _GPU_BATCH if where.type == "cuda" else 1
     with torch.device(where):
@@ -44,22 +44,24 @@ def exercises(where: torch.device) -> list[Exercise]:
         ]
 
 
-def products(where: torch.device, dtype: torch.dtype) -> list[Exercise]:
+def products(where: torch.device, dtype: torch.dtype) -> list[Microbenchmark]:
     """Square matrix products in another dtype, forward only, the smallest first."""
     sizes = (1024, 2048, 4096) if where.type == "cuda" else (192, 384, 768)
     squares = [torch.ones(n, n, dtype=dtype, device=where) for n in sizes]
-    return [Exercise(f"product of {len(each)} x {len(each)}", partial(torch.matmul, each), each) for each in squares]
+    return [
+        Microbenchmark(f"product of {len(each)} x {len(each)}", partial(torch.matmul, each), each) for each in squares
+    ]
 
 
 _GPU_BATCH = 16
 
 
-def _of(what: str, module: nn.Module, *shape: int, first: bool = False) -> Exercise:
+def _of(what: str, module: nn.Module, *shape: int, first: bool = False) -> Microbenchmark:
     """A module on random numbers; `first`: its input needs no gradient, as that of a first layer."""
-    return Exercise(what, module, torch.randn(*shape).requires_grad_(not first), tuple(module.parameters()))
+    return Microbenchmark(what, module, torch.randn(*shape).requires_grad_(not first), tuple(module.parameters()))
 
 
-def _products(batch: int) -> Iterator[Exercise]:
+def _products(batch: int) -> Iterator[Microbenchmark]:
     sizes = (
         *((8, 4096, 1024), (16, 1024, 1024), (32, 2048, 1024), (48, 512, 2048), (64, 2048, 512), (96, 768, 768)),
         *((128, 1024, 1024), (256, 512, 1024), (256, 256, 256), (512, 256, 1024), (512, 256, 3000), (1024, 128, 128)),
@@ -67,7 +69,7 @@ def _products(batch: int) -> Iterator[Exercise]:
     )
     for rows, inputs, outputs in sizes:
         yield _of(f"linear {rows} x {inputs} -> {outputs}", nn.Linear(inputs, outputs), rows * batch, inputs)
-    yield Exercise(
+    yield Microbenchmark(
         "lstm 16 x 24 x 128",
         _first_of(lstm := nn.LSTM(128, 128)),
         torch.randn(24, 16 * batch, 128),
@@ -75,7 +77,7 @@ def _products(batch: int) -> Iterator[Exercise]:
     )
 
 
-def _convolutions(batch: int) -> Iterator[Exercise]:
+def _convolutions(batch: int) -> Iterator[Microbenchmark]:
     for images, inputs, outputs, kernel, stride, side in (
         *((8, 3, 64, 7, 2, 96), (16, 3, 32, 3, 1, 48), (16, 3, 48, 11, 4, 96), (32, 1, 16, 5, 1, 28)),
         *((16, 16, 16, 3, 1, 48), (32, 8, 16, 3, 1, 24), (32, 16, 32, 3, 1, 24), (8, 32, 32, 3, 1, 48)),
@@ -91,23 +93,25 @@ def _convolutions(batch: int) -> Iterator[Exercise]:
         yield _of(f"depthwise conv {images} x {channels} x {side} x {side}", conv, images * batch, channels, side, side)
 
 
-def _attention(batch: int) -> Iterator[Exercise]:
+def _attention(batch: int) -> Iterator[Microbenchmark]:
     for examples, heads, time, width in ((8, 4, 48, 32), (8, 4, 128, 64), (2, 8, 256, 32), (2, 4, 512, 64)):
         shape = (3, examples * batch, heads, time, width)
-        yield Exercise(
+        yield Microbenchmark(
             f"attention {examples} x {heads} x {time} x {width}", _attend, torch.randn(shape).requires_grad_()
         )
     shape = (3, 8 * batch, 4, 96, 32)
-    yield Exercise("attention by products 8 x 4 x 96 x 32", _attend_by_products, torch.randn(shape).requires_grad_())
+    yield Microbenchmark(
+        "attention by products 8 x 4 x 96 x 32", _attend_by_products, torch.randn(shape).requires_grad_()
+    )
 
 
-def _by_memory(batch: int) -> Iterator[Exercise]:
+def _by_memory(batch: int) -> Iterator[Microbenchmark]:
     for n in (1 << 16, 1 << 19, 1 << 21):
         for what, run in _ELEMENTWISE.items():
             if n < 1 << 21 or what in ("relu", "sum"):
-                yield Exercise(f"{what} of {n}", run, torch.randn(n * batch).requires_grad_())
+                yield Microbenchmark(f"{what} of {n}", run, torch.randn(n * batch).requires_grad_())
     for n in (1 << 14, 1 << 18):
-        yield Exercise(f"dropout of {n}", nn.Dropout(), torch.randn(n * batch).requires_grad_())
+        yield Microbenchmark(f"dropout of {n}", nn.Dropout(), torch.randn(n * batch).requires_grad_())
     for shape in ((32, 16, 24, 24), (16, 64, 16, 16), (32, 128, 6, 6)):
         size = " x ".join(map(str, shape))
         images = (shape[0] * batch, *shape[1:])
@@ -119,7 +123,7 @@ def _by_memory(batch: int) -> Iterator[Exercise]:
     for rows, width in ((384, 160), (1024, 384), (4096, 192)):
         yield _of(f"layer norm of {rows} x {width}", nn.LayerNorm(width), rows * batch, width)
     for rows, classes in ((96, 1000), (384, 5000)):
-        yield Exercise(
+        yield Microbenchmark(
             f"cross entropy of {rows} x {classes}",
             _cross_entropy(torch.randint(classes, (rows * batch,))),
             torch.randn(rows * batch, classes).requires_grad_(),
@@ -127,21 +131,21 @@ def _by_memory(batch: int) -> Iterator[Exercise]:
     for rows, width, looked_up in ((6000, 96, 1024), (20000, 64, 2048)):
         table = nn.Embedding(rows, width)
         given = torch.randint(rows, (looked_up * batch,))
-        yield Exercise(f"embedding {looked_up} of {rows} x {width}", table, given, (table.weight,))
-    yield Exercise(
+        yield Microbenchmark(f"embedding {looked_up} of {rows} x {width}", table, given, (table.weight,))
+    yield Microbenchmark(
         "heads aside 12 x 96 x 3 x 4 x 40", _heads_aside, torch.randn(12 * batch, 96, 3, 4, 40).requires_grad_()
     )
 
 
-def _updates() -> Iterator[Exercise]:
+def _updates() -> Iterator[Microbenchmark]:
     """What an optimizer does with parameters and gradients that were long unread."""
     for what, update, copies in (("SGD", _sgd, 1), ("SGD with momentum", _momentum, 2), ("Adam", _adam, 3)):
         for n in (1 << 13, 1 << 20):
             held = [torch.full((n,), 1e-3) for _ in range(1 + copies)]
-            yield Exercise(f"update of {n} by {what}", partial(_updated, update, held), torch.zeros(1))
+            yield Microbenchmark(f"update of {n} by {what}", partial(_updated, update, held), torch.zeros(1))
 
 
-def _small() -> Iterator[Exercise]:
+def _small() -> Iterator[Microbenchmark]:
     """So small that mostly the launches count, and several ops at a time, as in a model."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.ReLU())]
     yield _of("small perceptron", nn.Sequential(*layers), 6, 24)
@@ -150,7 +154,7 @@ def _small() -> Iterator[Exercise]:
         "small convolutions", nn.Sequential(*images, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10)), 4, 16, 4, 4
     )
     yield _of("small norms", nn.Sequential(*(nn.LayerNorm(20) for _ in range(6)), nn.GELU()), 16, 20)
-    yield Exercise("small residuals", _residuals, torch.randn(256).requires_grad_())
+    yield Microbenchmark("small residuals", _residuals, torch.randn(256).requires_grad_())
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from splitc.cost_models.calibration.compute_fit import Sample, fit_rates, fitted, non_negative
+from splitc.cost_models.calibration.device_fit import Sample, fit_rates, fitted, nnls
 from splitc.cost_models.compute.roofline import ops_seconds
 from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
@@ -90,19 +90,19 @@ def test_all_efficiencies_are_parts_of_the_peak() -> None:
     found = fit(samples_of(device(), noise=0.5))
     assert all(0 < part <= 1 for part in found.efficiency.values())
     assert {"matmul", "memory"} <= set(found.efficiency)
-    assert max(found.reached(op, back) for op in CLASSES[:3] for back in (False, True)) == 1.0
+    assert max(found.efficiency_of(op, back) for op in CLASSES[:3] for back in (False, True)) == 1.0
 
 
 def test_other_dtypes_reach_what_was_measured_of_them() -> None:
     found = fit_rates(samples_of(device())).device("a core", 1e9, {"bfloat16": 5e10})
-    assert found.flop_rate["bfloat16"] * found.reached("matmul") == pytest.approx(5e10)
+    assert found.flop_rate["bfloat16"] * found.efficiency_of("matmul") == pytest.approx(5e10)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_non_negative_numbers_come_nearer(seed: int) -> None:
     drawn = np.random.default_rng(seed)
     matrix, target = drawn.normal(size=(12, 6)), drawn.normal(size=12)
-    found = non_negative(matrix, target)
+    found = nnls(matrix, target)
     slope = matrix.T @ (target - matrix @ found)
     assert (found >= 0).all() and (slope < 1e-9).all()
     assert abs(slope[found > 0]).max(initial=0.0) < 1e-9  # the conditions of Karush, Kuhn and Tucker
@@ -110,4 +110,4 @@ def test_no_other_non_negative_numbers_come_nearer(seed: int) -> None:
 
 def test_a_column_of_zeros_gets_nothing() -> None:
     matrix = np.array([[1.0, 0.0], [2.0, 0.0]])
-    assert non_negative(matrix, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])
+    assert nnls(matrix, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])

@@ -112,7 +112,7 @@ class _Problem:
         best = found, np.inf
         for _ in range(_ROUNDS):
             rows = self._rows(overlap, found) / self._seconds[:, None]
-            found = non_negative(rows * weights[:, None], weights)
+            found = nnls(rows * weights[:, None], weights)
             errors = abs(self._rows(overlap, found) @ found / self._seconds - 1)
             weights = np.sqrt(np.minimum(1.0, _FAR / np.maximum(errors, 1e-12)))
             loss = float(np.where(errors < _FAR, errors**2, _FAR * (2 * errors - _FAR)).sum())
@@ -160,7 +160,7 @@ def _finite(rates: Mapping[str, float]) -> dict[str, float]:
     return {key: min(rate, fastest) for key, rate in rates.items()}
 
 
-def non_negative(matrix: Vector, target: Vector) -> Vector:
+def nnls(matrix: Vector, target: Vector) -> Vector:
     """The x >= 0 for which |matrix x - target| is least."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0

@@ -24,24 +24,24 @@ LEAST, MOST = 3, 400  # runs that are counted
 _FIGURES = 3  # that ranks tell each other at once
 
 
-def quiet(_: str) -> None:
+def no_progress(_: str) -> None:
     """Progress that nobody reads."""
 
 
-class Bench:
+class RankTimer:
     """The ranks of a transport with a clock each.  What it returns is the same on all ranks, which call it together.
 
     spent: seconds that everything timed so far has taken.
     """
 
-    def __init__(self, transport: Transport, progress: Progress = quiet) -> None:
+    def __init__(self, transport: Transport, progress: Progress = no_progress) -> None:
         self.transport = transport
         self.rank, self.world, self.device = transport.rank, transport.world, transport.device
-        self.say = progress
+        self.progress = progress
         self.spent = 0.0
         self._buffers: list[Tensor] = []
 
-    def everyone(self, value: Value) -> list[Value]:
+    def all_gather_objects(self, value: Value) -> list[Value]:
         """All ranks' values in rank order, on every rank."""
         values: list[Value] = self.transport.broadcast_object(self.transport.gather_objects(value))
         return values
@@ -68,15 +68,15 @@ class Bench:
         begin = time.perf_counter()
         if takes_part:
             run()
-        took = max(first for first, *_ in self._everyones(time.perf_counter() - begin if takes_part else 0.0))
+        took = max(first for first, *_ in self._all_gather_floats(time.perf_counter() - begin if takes_part else 0.0))
         runs = min(MOST, max(LEAST, int(allowed / max(took, 1e-9)) - 1))
         seen = [run() for _ in range(runs)] if takes_part else []
-        mine = [middle(values) for values in zip(*seen, strict=True)]
-        found = self._everyones(time.perf_counter() - begin, *mine)
+        mine = [midmean(values) for values in zip(*seen, strict=True)]
+        found = self._all_gather_floats(time.perf_counter() - begin, *mine)
         self.spent += max(whole for whole, *_ in found)
         return [tuple(figures) for rank, (_, *figures) in enumerate(found) if rank in ranks]
 
-    def _everyones(self, *figures: float) -> list[list[float]]:
+    def _all_gather_floats(self, *figures: float) -> list[list[float]]:
         """All ranks' figures; quicker than `everyone`."""
         own = torch.zeros(_FIGURES, dtype=torch.float64, device=self.device)
         own[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
@@ -96,7 +96,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
 
-def middle(values: Sequence[float]) -> float:
+def midmean(values: Sequence[float]) -> float:
     """The mean of the middle half, of three values the one between the others."""
     ordered, cut = sorted(values), max(len(values) // 4, int(len(values) == 3))
     half = ordered[cut : len(ordered) - cut]

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from splitc.cost_models.calibration.compute_fit import Rates, Sample, fit_rates, fitted
-from splitc.cost_models.calibration.exercises import Exercise, exercises, products
+from splitc.cost_models.calibration.device_fit import Rates, Sample, fit_rates, fitted
+from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks, products
 from splitc.cost_models.compute.clocks import Clock, clock_of, seeded
 from splitc.cost_models.compute.counting import OpCounter, merged
 from splitc.ir.cluster import Device
@@ -66,7 +66,7 @@ def measure_device(where: torch.device, budget: float, progress: Callable[[str],
     budget: seconds, about; every op is timed a few times however long that takes.
     """
     with seeded(where):
-        samples = time_exercises(exercises(where), where, (1 - _OTHERS) * budget, progress)
+        samples = time_microbenchmarks(microbenchmarks(where), where, (1 - _OTHERS) * budget, progress)
         rates = fit_rates(samples)
         progress("matrix products in other dtypes")
         others = _other_dtypes(where, rates, _OTHERS * budget)
@@ -75,16 +75,16 @@ def measure_device(where: torch.device, budget: float, progress: Callable[[str],
     return DeviceFit(device, tuple(Residual(each.what, each.seconds, fitted(each, device)) for each in samples))
 
 
-def time_exercises(
-    spread: Sequence[Exercise], where: torch.device, budget: float, progress: Callable[[str], None]
+def time_microbenchmarks(
+    spread: Sequence[Microbenchmark], where: torch.device, budget: float, progress: Callable[[str], None]
 ) -> list[Sample]:
-    """A sample of each exercise's forward, and of its backward where it has one."""
-    progress(f"counting {len(spread)} exercises")
+    """A sample of each microbenchmark's forward, and of its backward where it has one."""
+    progress(f"counting {len(spread)} microbenchmarks")
     ops = [_counted(each) for each in spread]
     timers = [_Timer(clock_of(where)) for _ in spread]
     end = time.monotonic() + budget
     for rounds in range(1, _MOST + 1):
-        progress(f"exercises, round {rounds}")
+        progress(f"microbenchmarks, round {rounds}")
         begin = time.monotonic()
         for each, timer in zip(spread, timers, strict=True):
             _run(each, timer)
@@ -99,25 +99,25 @@ def time_exercises(
     ]
 
 
-def _run(exercise: Exercise, watch: Callable[[bool], AbstractContextManager[object]]) -> None:
+def _run(microbenchmark: Microbenchmark, watch: Callable[[bool], AbstractContextManager[object]]) -> None:
     """Forward within `watch(False)`, and backward, where there is one, within `watch(True)`."""
-    given = exercise.given
+    given = microbenchmark.given
     if given.is_floating_point():  # freshly written, as what a model's op reads
         given = given.detach().clone().requires_grad_(given.requires_grad)
     with watch(False):
-        out = exercise.run(given)
+        out = microbenchmark.run(given)
     if out.requires_grad:
         gradient = torch.ones_like(out)
         with watch(True):
             out.backward(gradient)
-    for parameter in exercise.parameters:
+    for parameter in microbenchmark.parameters:
         parameter.grad = None
 
 
-def _counted(exercise: Exercise) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
-    """The ops of an exercise's forward and of its backward; the run warms up too."""
+def _counted(microbenchmark: Microbenchmark) -> tuple[tuple[OpCost, ...], tuple[OpCost, ...]]:
+    """The ops of an microbenchmark's forward and of its backward; the run warms up too."""
     ops: list[OpCost] = []
-    _run(exercise, lambda backward: OpCounter(ops.append, backward))
+    _run(microbenchmark, lambda backward: OpCounter(ops.append, backward))
     forward, backward = ([op for op in ops if op.backward == back] for back in (False, True))
     return merged(forward), merged(backward)
 
