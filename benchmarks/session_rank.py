@@ -25,8 +25,7 @@ from torch import Tensor
 from benchmarks.lockstep import Marks
 from splitc.cost_models.calibration.calibrate import calibrate
 from splitc.ir.cluster_file import to_toml
-from splitc.runtime.launch.loader import load_rank
-from splitc.runtime.launch.main import guarded, load_weights, synthetic
+from splitc.runtime.launch.main import guarded, load_worker, synthetic
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.worker import Worker
@@ -42,12 +41,10 @@ class SessionRank:
 
     def load(self, name: str, folder: str) -> dict[str, Any]:
         """Open the worker of the build in `folder`, and draw the one batch that it will see again and again."""
-        weights, keys = load_weights(Path(folder))
-        part = load_rank(Path(folder), self._transport.rank)
-        worker = Worker(
-            part, self._transport, weights, keys, lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+        worker = load_worker(
+            Path(folder), self._transport, lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)
         )
-        self._builds[name] = worker, next(synthetic(worker.rank))
+        self._builds[name] = worker, next(synthetic(worker.rank.spec))
         return {}
 
     def run(self, name: str, steps: int, warm_up: int, apart: bool) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.lockstep import Marks
-from splitc.runtime.launch.main import guarded, open_worker, synthetic
+from splitc.runtime.launch.main import guarded, load_worker, synthetic
+from splitc.runtime.transport.distributed import init
 
 WARM_UP = 2  # steps; connections are made and buffers found in the first
 
@@ -16,8 +17,8 @@ WARM_UP = 2  # steps; connections are made and buffers found in the first
 def train(folder: Path, world: int, steps: int) -> None:
     """Train `steps` steps between the marks `warm` and `done`."""
     marks = Marks()
-    worker = open_worker(folder, world, lambda params: torch.optim.SGD(params, lr=0.001))
-    batches = synthetic(worker.rank)
+    worker = load_worker(folder, init(world), lambda params: torch.optim.SGD(params, lr=0.001))
+    batches = synthetic(worker.rank.spec)
     for _ in range(WARM_UP):
         worker.step(*next(batches))
     marks.reach("warm", sent=worker.rank.sent_bytes)

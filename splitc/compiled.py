@@ -33,11 +33,12 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
-from splitc.runtime.checkpoint import hand_out
+from splitc.runtime.checkpoint import scatter_state
 from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names
-from splitc.runtime.worker import OptimizerFactory, Worker
+from splitc.runtime.worker import Worker
 from splitc.verify.verify import Verification, verify_program
 
 
@@ -247,7 +248,7 @@ class CompiledProgram:
         transport = init(self.plan.world, backend)
         parts = list(self.parts()) if transport.rank == 0 else None
         files = transport.broadcast_object(self.files if transport.rank == 0 else None)
-        held = hand_out(transport, parts)
+        held = scatter_state(transport, parts)
         keys = first_names(self._model.state_dict())
         return Worker(load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed)
 

@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader
 from splitc.capture.example import Example, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoint import hand_out
+from splitc.runtime.checkpoint import scatter_state
 from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names
-from splitc.runtime.worker import OptimizerFactory, Worker
+from splitc.runtime.worker import Worker
 
 
 class DeferredProgram:
@@ -122,7 +123,7 @@ class DeferredWorker:
         if reason is not None:
             raise LaunchError(f"rank 0 could not compile its first batch: {reason}")
         part = load_rank(files, self._transport.rank)
-        held = hand_out(self._transport, weights)
+        held = scatter_state(self._transport, weights)
         self._worker = Worker(part, self._transport, held, self._keys, self._factory, **self._options)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.codegen.rank_file import rank_file, served_file
-from splitc.codegen.role_file import part_file
+from splitc.codegen.role_file import role_file
 from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, LiveStorage
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.null_transport import NullTransport
@@ -93,7 +93,7 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
 def _module(program: LoweredProgram, rank: int) -> Any:
     """Return the generated module of a rank."""
     part = program.rank_program(rank)
-    files = {f"{part.name}.py": part_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
+    files = {f"{part.name}.py": role_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
     if program.plan.servers:
         files["served.py"] = served_file(program)
     return load_rank(files, rank)

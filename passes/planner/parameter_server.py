@@ -17,7 +17,7 @@ from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.pins import contradictions
 from splitc.passes.planner.request import Offer, Request, largest, shortage, smallest
-from splitc.runtime.collectives.parameter_server import ALONE
+from splitc.runtime.collectives.parameter_server import COALESCED_BELOW
 
 NAME = "parameter_server"
 
@@ -95,5 +95,5 @@ def server_memory(request: Request, workers: int, servers: int, beside: bool) ->
     whole, bucket = sum(sizes), BucketGradients.nbytes + max(sizes, default=0)
     arriving = whole if beside else min(whole, 2 * bucket)
     summed, kept = whole - arriving, request.optimizer_copies + (not beside)
-    packed = sum(size for size in sizes if size < ALONE)
+    packed = sum(size for size in sizes if size < COALESCED_BELOW)
     return (kept * whole + summed + workers * arriving + packed) / servers + packed * beside

@@ -47,6 +47,7 @@ RESERVED = {
     "Stage",
     "BUCKETS",
     "SERVED",
+    "EVERY_MICROBATCH",
     "TIED",
 }
 

@@ -1,28 +1,27 @@
-"""Write a program as files that a person can read, diff and edit: same program, same bytes.
+"""Write a program as files that a person can read, diff and edit: the same program gives the same bytes.
 
-conv.py fc.py        one for each role, or for roles that ranks have together (conv_fc.py): its Stage, and one training
+conv.py fc.py        one for each role, or for roles that the same ranks have (conv_fc.py): its Stage, and one training
                      step, line by line
-rank0.py rank1.py    what is a rank's own: its peers and its part of the batch
-launch.py            starts and trains the ranks
+rank0.py rank1.py    one for each rank: its peers and its examples of the batch
+launch.py            the training loop
 plan.json            the plan; `splitc.ir.plan.Plan.from_json` reads it
 """
 
 from __future__ import annotations
 
-from splitc.codegen.rank_file import idle_rank_file, rank_file, served_file
-from splitc.codegen.role_file import part_file
+from splitc.codegen.layout import docstring
+from splitc.codegen.rank_file import IDLE, idle_rank_file, rank_file, served_file
+from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
 from splitc.ir.plan import ranks_text
-from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.ir.program import LoweredProgram
 from splitc.version import __version__
-
-IDLE = "idle"  # the role file of ranks that a plan leaves without work
 
 
 def generate(program: LoweredProgram) -> dict[str, str]:
     """File name -> text of everything but the weights."""
     plan = program.plan
-    files = {f"{part.name}.py": part_file(program, part) for part in program.rank_programs}
+    files = {f"{part.name}.py": role_file(program, part) for part in program.rank_programs}
     if plan.servers:
         files["served.py"] = served_file(program)
     working = {rank for part in program.rank_programs for rank in part.ranks}
@@ -35,31 +34,53 @@ def generate(program: LoweredProgram) -> dict[str, str]:
     return files
 
 
-def _idle_file(program: PlacedProgram) -> str:
-    return (
-        f'"""Ranks of {program.name} that the plan gives no work: they only learn the loss.  '
-        f'Written by splitc {__version__}; yours to edit."""\n\nimport torch\nfrom torch import nn\n\n'
-        f'PLAN = "{program.plan.hash}"\n\n\nclass Stage(nn.Module):\n    """Nothing."""\n\n\n'
-        f'def step(comm, stage):\n    """Learn the loss of one batch."""\n'
-        f"    return comm.sum_loss({zero_text(program)}).wait()\n\n\nevaluate = step\n"
+def _idle_file(program: LoweredProgram) -> str:
+    title = f"Ranks of {program.name} that the plan gives no work: they only receive the loss."
+    return "\n".join(
+        [
+            *docstring(f"{title}  Written by splitc {__version__}; yours to edit.", []),
+            IDLE_BODY.format(hash=program.plan.hash, zero=zero_text(program)),
+        ]
     )
 
 
-def _launch_file(program: PlacedProgram) -> str:
+IDLE_BODY = '''
+import torch
+from torch import nn
+
+PLAN = "{hash}"
+
+
+class Stage(nn.Module):
+    """Holds nothing."""
+
+
+def step(comm, stage):
+    """The loss of one batch, which other ranks compute."""
+    return comm.sum_loss({zero}).wait()
+
+
+evaluate = step
+'''
+
+
+def _launch_file(program: LoweredProgram) -> str:
     plan = program.plan
     roles = ", ".join(f"{role} {ranks_text(ranks)}" for role, ranks in plan.roles.items())
-    return LAUNCH.format(
-        name=program.name, version=__version__, world=plan.world, roles=roles, strategy=plan.strategy, hash=plan.hash
-    )
+    title = f"Train {program.name} on {plan.world} ranks: {plan.strategy}, {roles}."
+    rest = LAUNCH_OPTIONS.format(world=plan.world, hash=plan.hash).splitlines()
+    head = docstring(f"{title}  Written by splitc {__version__}; yours to edit.", rest)
+    return "\n".join([*head, LAUNCH.format(world=plan.world, hash=plan.hash)])
 
 
-LAUNCH = '''"""Train {name} on {world} ranks: {strategy}, {roles}.  Written by splitc {version}; yours to edit.
-
+LAUNCH_OPTIONS = """\
 run      torchrun --nproc-per-node {world} launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
-                                  (inputs..., target), of the part that worker.data_rank reads
-plan     {hash}
-"""
+                                  (inputs..., target), of the examples that worker.data_rank reads
+plan     {hash}"""
+
+LAUNCH = """
+import time
 
 import torch
 
@@ -73,6 +94,19 @@ def optimizer(params):
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
+def train(args):
+    with launch.open_worker(__file__, WORLD, optimizer, args) as worker:
+        batches = launch.batches(worker, args)
+        begin = time.perf_counter()
+        for step, batch in enumerate(batches, start=1):
+            loss = worker.step(*batch)
+            if worker.rank.index == 0:
+                print(f"step {{step}}  loss {{loss.item():.6f}}  {{time.perf_counter() - begin:.3f}} s", flush=True)
+                begin = time.perf_counter()
+        if args.save is not None:
+            launch.save(worker.state_dict(), args.save)
+
+
 if __name__ == "__main__":
-    launch.main(__file__, WORLD, optimizer)
-'''
+    launch.main(train, WORLD)
+"""

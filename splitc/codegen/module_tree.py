@@ -27,7 +27,7 @@ class ModuleTree:
             assert call is not None, path
             self._modules[path] = call
         divided = {name.rpartition(".")[0] for stage in stages for name in stage.shards}
-        self._notes = {path: "  # a rank has a part of it, see its shares" for path in self._modules if path in divided}
+        self._notes = {path: "  # sharded, see rankN.py" for path in self._modules if path in divided}
         self._tensors = {
             path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
         }

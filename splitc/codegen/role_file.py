@@ -1,57 +1,57 @@
-"""Write the file of a part: what comes in and goes out, its Stage, its buckets, and one step, line by line."""
+"""Write the file of a rank program: its inputs and outputs, its Stage, its buckets, and one step, line by line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import fx
+
 from splitc import units
+from splitc.codegen.cut_lines import common_batch
+from splitc.codegen.layout import docstring
+from splitc.codegen.rank_file import updates_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
-from splitc.codegen.step import batch_of, buckets_name, step_functions
+from splitc.codegen.step import buckets_name, step_functions
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
 
-def part_file(program: LoweredProgram, part: RankProgram) -> str:
-    """The module of the ranks that are in the same roles."""
+def role_file(program: LoweredProgram, part: RankProgram) -> str:
+    """The module of the ranks that have the same roles."""
     plan = program.plan
     stages = [program.stage(role) for role in part.roles if role != SERVER]
-    worked = {stage.role: {plan.peak_batch(stage.role, rank) for rank in part.ranks} for stage in stages}
-    batches = {role: min(found) if len(found) == 1 else None for role, found in worked.items()}
-    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_served_stage(program)], batches), "", ""]
+    peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in part.ranks} for stage in stages}
+    batches = {role: min(found) if len(found) == 1 else None for role, found in peaks.items()}
+    body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_server_stage(program)], batches), "", ""]
     for stage in stages:
         if stage.buckets:
             body += [*_buckets(program, part, stage), "", ""]
     if any(action.verb == "all_reduce_tied" for action in part.actions):
         body += [*_tied(program, part), "", ""]
-    if every := [stage for stage in stages if stage.role in plan.groups and plan.groups[stage.role].updates == "every"]:
-        body += [*_every_turn(program, every), "", ""]
+    if every := [stage for stage in stages if updates_every_microbatch(program, stage)]:
+        body += [*_every_microbatch(program, every), "", ""]
     body += step_functions(program, part)
     served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
     return "\n".join([*_header(program, part, stages), "", *module_imports(body), *served, "", *body, ""])
 
 
-def _served_stage(program: LoweredProgram) -> Stage:
-    """What a server holds: the parameters of all workers' layers that it serves."""
-    from torch import fx
-
+def _server_stage(program: LoweredProgram) -> Stage:
+    """A stage that holds the parameters of all workers' layers that servers serve, and computes nothing."""
     graph = fx.Graph()
     graph.output(None)
-    names = tuple(name for stage in program.stages for bucket in stage.served for name in bucket)
-    holdings = tuple(name for name in program.tensors if name in names)
-    return Stage(SERVER, graph, (), (), (), (), holdings)
+    served = {name for stage in program.stages for bucket in stage.served for name in bucket}
+    return Stage(SERVER, graph, (), (), (), (), tuple(name for name in program.tensors if name in served))
 
 
 def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> list[str]:
     plan = program.plan
     roles = " and ".join(f'"{role}"' for role in part.roles)
-    lines = [
-        f'"""Role{"s" if len(part.roles) > 1 else ""} {roles} of {program.name}: {ranks_text(part.ranks)} of '
-        f"{plan.world}.  Written by splitc {__version__}; yours to edit.",
-        "",
-    ]
+    title = f"Role{'s' if len(part.roles) > 1 else ''} {roles} of {program.name}: "
+    title += f"{ranks_text(part.ranks)} of {plan.world}.  Written by splitc {__version__}; yours to edit."
+    lines: list[str] = []
     rows = [row for stage in stages for row in _rows(program, part, stage)]
     width = max((len(name) for _, name, _ in rows), default=0)
     before = ""
@@ -66,18 +66,17 @@ def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> l
         lines.append(f"holds    {units.count(count)} parameters, {units.nbytes(held)}")
         work = [stage_work(program, stage) for stage in stages]
         flops, seconds = (sum(each[k] for each in work) for k in (0, 1))
-        lines.append(
-            f"predicts {units.flops(flops)}, {units.seconds(seconds)} of compute in a step on {plan.prediction.cluster}"
-        )
+        compute = f"{units.flops(flops)}, {units.seconds(seconds)} of compute in a step"
+        lines.append(f"predicts {compute} on {plan.prediction.cluster}")
     else:
         lines.append("holds    its rows of the parameters, which rankN.py lists")
-    return [*lines, f"plan     {plan.hash}", '"""']
+    return docstring(title, [*lines, f"plan     {plan.hash}"])
 
 
 def _rows(program: PlacedProgram, part: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
     """(in or out, name, the rest) of what a stage exchanges with other ranks."""
     inputs = {i.name: i.spec for i in program.inputs}
-    batch = batch_of(program, part, stage)
+    batch = common_batch(program, part, stage)
 
     def text(cut: Cut | None, name: str, note: str) -> str:
         spec = inputs[name] if cut is None else cut.spec
@@ -115,10 +114,7 @@ def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
 
 
 def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[str]:
-    lines = [
-        f"{buckets_name(part, stage)} = (  # whose gradients are summed over the role together, in the order in which "
-        f"backward fills them"
-    ]
+    lines = [f"{buckets_name(part, stage)} = (  # gradients all-reduced together, in the order of backward"]
     for bucket in stage.buckets:
         lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
         lines += [f'        "{name}",' for name in bucket]
@@ -128,12 +124,12 @@ def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[st
 
 def _tied(program: PlacedProgram, part: RankProgram) -> list[str]:
     lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
-    lines += [f"    {literal(name)}: {ranks}," for name, ranks in program.tied.items() if set(part.ranks) <= set(ranks)]
-    return [*lines, "}"]
+    found = {name: ranks for name, ranks in program.tied.items() if set(part.ranks) <= set(ranks)}
+    return [*lines, *(f"    {literal(name)}: {ranks}," for name, ranks in found.items()), "}"]
 
 
-def _every_turn(program: Program, stages: list[Stage]) -> list[str]:
-    lines = ["EVERY_TURN = {  # parameters that the optimizer updates in every turn, which one process does not"]
+def _every_microbatch(program: PlacedProgram, stages: list[Stage]) -> list[str]:
+    lines = ["EVERY_MICROBATCH = {  # parameters that are updated after every microbatch, unlike in one process"]
     for stage in stages:
         trained = [name for name in stage.tensors if program.tensors[name].trainable]
         lines += [f'    "{stage.role}": (', *(f'        "{name}",' for name in trained), "    ),"]

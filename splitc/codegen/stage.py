@@ -10,14 +10,21 @@ from torch import fx
 
 from splitc import units
 from splitc.codegen.emit import RESERVED, Emitter
+from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.graph import assigned
-from splitc.ir.program import Cut, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
-_WIDTH = 76
+_STATEMENT = 72
+"""Columns of a statement, above which the values written inside it get lines of their own."""
+
+_FOLDED = 52
+"""Columns of a value that may be written inside its reader."""
+
 _FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
+"""Functions and methods whose result shares no memory with other tensors."""
 
 
 def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mapping[str, int | None]) -> list[str]:
@@ -28,15 +35,26 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
     tree = ModuleTree(program, stages)
     lines = [f"class Stage({tree.base}):"]
     lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
-    lines += ["    def __init__(self):", *("        " + line for line in tree.lines())]
+    lines += ["    def __init__(self):", *(f"        {line}" for text in tree.lines() for line in _module_lines(text))]
     for stage in stages:
         name = "forward" if len(stages) == 1 else method_name(stage)
         lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
     return lines
 
 
+def _module_lines(text: str) -> list[str]:
+    """A line of `__init__`, broken inside its brackets where it is too long."""
+    statement = text.lstrip()
+    indent = text[: len(text) - len(statement)]
+    if len(text) <= 112 or statement.endswith("{"):
+        return [text]
+    statement, _, note = statement.partition("  # ")
+    lines = [f"# {note}", *wrapped(statement, 112 - len(indent))] if note else wrapped(statement, 112 - len(indent))
+    return [f"{indent}{line}" for line in lines]
+
+
 def method_name(stage: Stage) -> str:
-    """How a part with several stages calls one."""
+    """The method that runs a stage, in a class with several stages."""
     return f"forward_{stage.role}"
 
 
@@ -47,23 +65,11 @@ def returned_cuts(stage: Stage) -> list[Cut]:
 
 def _method(program: PlacedProgram, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
     names = variables(stage.graph)
-    emitter = Emitter(names, tree.access)
+    writer = _ForwardWriter(program, stage, Emitter(names, tree.access), names, batch)
     inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
     inputs += [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
     header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
-    body = _forward(program, stage, emitter, names, batch)
-    returned = [emitter.value(_returned(stage, cut)) for cut in returned_cuts(stage)]
-    if stage.has_loss:
-        output = next(node for node in stage.graph.nodes if node.op == "output")
-        returned.append(emitter.value(output.args[0]))
-    body.append((f"return {', '.join(returned)}" if returned else "return None", ""))
-    return [header, *aligned(body, "        ")]
-
-
-def aligned(body: list[tuple[str, str]], indent: str) -> list[str]:
-    """Statements with their comments in one column where they are not too long for it."""
-    column = min(max((len(text) for text, note in body if note), default=0), _WIDTH)
-    return [f"{indent}{text:<{column}}  # {note}" if note else f"{indent}{text}" for text, note in body]
+    return [*wrapped(header, 120), *aligned(writer.lines(), "        ")]
 
 
 def forward_inputs(stage: Stage) -> list[str]:
@@ -73,7 +79,7 @@ def forward_inputs(stage: Stage) -> list[str]:
 
 
 def variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A Python name for every node; received values are called as their cut."""
+    """A Python name for every node; received values have the name of their cut."""
     names: dict[fx.Node, str] = {}
     taken = set(RESERVED)
     for node in graph.nodes:
@@ -106,64 +112,90 @@ def _returned(stage: Stage, cut: Cut) -> fx.Node:
     return found
 
 
-def _forward(
-    program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
-) -> list[tuple[str, str]]:
-    """(statement, comment) of every layer's line."""
-    body: list[tuple[str, str]] = []
-    groups = program.plan.groups
-    parts = groups[stage.role].size if stage.role in groups else 1
-    for node in stage.graph.nodes:
+_Layer = tuple[str, tuple[str, str]]
+"""A statement, the shape of its value, and the user's line that it comes from."""
+
+
+class _ForwardWriter:
+    """Writes the body of a stage's forward."""
+
+    def __init__(
+        self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
+    ) -> None:
+        self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
+        groups = program.plan.groups
+        self._group_size = groups[stage.role].size if stage.role in groups else 1
+
+    def lines(self) -> list[Line]:
+        """Every statement with its comment: the shape, and the user's line where it is another one than above."""
+        layers = [layer for node in self._stage.graph.nodes if self._is_written(node) for layer in self._layer(node)]
+        width, above = max((len(note[0]) for _, note in layers), default=0), ""
+        lines: list[Line] = []
+        for text, (shape, source) in layers:
+            shown, above = source if source != above else "", source or above
+            lines.append((text, f"{shape:{width}}  {shown}".strip()))
+        returned = [self._emitter.value(_returned(self._stage, cut)) for cut in returned_cuts(self._stage)]
+        if self._stage.has_loss:
+            output = next(node for node in self._stage.graph.nodes if node.op == "output")
+            returned.append(self._emitter.value(output.args[0]))
+        return [*lines, (f"return {', '.join(returned)}" if returned else "return None", "")]
+
+    def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
-        if node.op in ("placeholder", "output", "get_attr") or (op is not None and not op.in_stage):
-            continue
+        return node.op not in ("placeholder", "output", "get_attr") and (op is None or op.in_stage)
+
+    def _layer(self, node: fx.Node) -> list[_Layer]:
+        """The statements of a node; none where it is written inside its reader."""
         if node.target is assigned:
-            body += _assignment(node, emitter, names, batch)
-            continue
+            return self._assignment(node)
         if node.target is comm_ops.pull:
-            body.append(_pull(program, stage, node))
-            continue
-        text = emitter.expression(node)
+            return [self._pull(node)]
+        text = self._emitter.expression(node)
         if _folds(node, text):
-            emitter.folded[node] = text
-            continue
-        statement = text if "writes" in node.meta else f"{names[node]} = {text}"
-        body.append((statement, _note(node, batch, parts)))
-    return body
+            self._emitter.folded[node] = text
+            return []
+        return self._statement(node, text)
 
+    def _statement(self, node: fx.Node, text: str) -> list[_Layer]:
+        """A node's statement; where it is too long, the values inside it get lines of their own before it."""
+        name = "" if "writes" in node.meta else f"{self._names[node]} = "
+        lines: list[_Layer] = []
+        if len(name) + len(text) > _STATEMENT:
+            for inner in [each for each in node.all_input_nodes if each in self._emitter.folded]:
+                lines += self._statement(inner, self._emitter.folded.pop(inner))
+            text = self._emitter.expression(node)
+        return [*lines, (f"{name}{text}", self._note(node))]
 
-def _pull(program: Program, stage: Stage, node: fx.Node) -> tuple[str, str]:
-    """Waiting for a bucket of parameters."""
-    k: Any = node.kwargs["bucket"]
-    size = sum(program.tensors[name].nbytes for name in stage.served[k])
-    return f"comm.pull({k})", f"{units.nbytes(size)} of parameters"
+    def _pull(self, node: fx.Node) -> _Layer:
+        """Waiting for a bucket of parameters."""
+        k: Any = node.kwargs["bucket"]
+        size = sum(self._program.tensors[name].nbytes for name in self._stage.served[k])
+        return f"comm.pull({k})", (f"{units.nbytes(size)} of parameters", "")
 
+    def _assignment(self, node: fx.Node) -> list[_Layer]:
+        """`y = x.clone()` and `y[key] = value`; without the copy where nothing else reads a tensor made for this."""
+        before, key, value = node.args
+        lines: list[_Layer] = []
+        if isinstance(before, fx.Node) and list(before.users) == [node] and _is_fresh(before):
+            self._names[node] = self._names[before]
+        else:
+            lines.append((f"{self._names[node]} = {self._emitter.receiver(before)}.clone()", ("", "")))
+        statement = f"{self._names[node]}[{self._emitter.index(key)}] = {self._emitter.value(value)}"
+        return [*lines, (statement, self._note(node))]
 
-def _assignment(node: fx.Node, emitter: Emitter, names: dict[fx.Node, str], batch: int | None) -> list[tuple[str, str]]:
-    """`y = x.clone()` and `y[key] = value`; without the copy where nothing else reads a tensor made for this."""
-    before, key, value = node.args
-    lines = []
-    if isinstance(before, fx.Node) and list(before.users) == [node] and _is_own(before):
-        names[node] = names[before]
-    else:
-        lines.append((f"{names[node]} = {emitter.receiver(before)}.clone()", ""))
-    return [*lines, (f"{names[node]}[{emitter.index(key)}] = {emitter.value(value)}", _note(node, batch))]
-
-
-def _is_own(node: fx.Node) -> bool:
-    """Whether the tensor was made by the line before, so that nothing else shares its memory."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_factory = node.op == "call_function" and getattr(torch, name, None) is node.target and name in _FRESH
-    return (
-        node.target is assigned
-        or is_factory
-        or (node.op == "call_method" and (name in _FRESH or name.startswith("new_")))
-    )
+    def _note(self, node: fx.Node) -> tuple[str, str]:
+        spec, source = node.meta.get("spec"), str(node.meta["source"])
+        if not isinstance(spec, TensorSpec):
+            return "", source
+        shape = shape_text(spec, self._batch)
+        if node.meta.get("sharded") and self._group_size > 1:
+            shape = f"{shape.removesuffix(')')}/{self._group_size})"  # a shard of the features
+        return shape, source
 
 
 def _folds(node: fx.Node, text: str) -> bool:
     """Whether a value is written inside its only reader, so that one line holds one layer."""
-    if len(node.users) != 1 or len(text) > _WIDTH - 24 or "writes" in node.meta:
+    if len(node.users) != 1 or len(text) > _FOLDED or "writes" in node.meta:
         return False
     (user,) = node.users
     changed = user.target is assigned and user.args[0] is node
@@ -183,15 +215,15 @@ def _folds(node: fx.Node, text: str) -> bool:
     return uses == 1
 
 
-def _note(node: fx.Node, batch: int | None, parts: int = 1) -> str:
-    spec = node.meta.get("spec")
-    source = node.meta["source"]
-    if not isinstance(spec, TensorSpec):
-        return str(source)
-    shape = shape_text(spec, batch)
-    if node.meta.get("sharded") and parts > 1:
-        shape = f"{shape.removesuffix(')')}/{parts})"  # a part of the features
-    return f"{shape:20}  {source}"
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether the tensor was made by the line before, so that nothing else shares its memory."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_factory = node.op == "call_function" and getattr(torch, name, None) is node.target and name in _FRESH
+    return (
+        node.target is assigned
+        or is_factory
+        or (node.op == "call_method" and (name in _FRESH or name.startswith("new_")))
+    )
 
 
 def shape_text(spec: TensorSpec, batch: int | None) -> str:

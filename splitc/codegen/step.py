@@ -1,28 +1,27 @@
-"""Write a part's `step` and `evaluate`: one line for each action."""
+"""Write `step` and `evaluate` of the ranks of one rank program: one line for each action."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from splitc import units
-from splitc.codegen.stage import aligned, forward_inputs, method_name, returned_cuts, variables
+from splitc.codegen.cut_lines import CutLines
+from splitc.codegen.layout import Line, aligned, wrapped
+from splitc.codegen.stage import forward_inputs, method_name, returned_cuts, variables
 from splitc.ir.actions import Action
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, RankProgram, Stage, TensorSpec
+from splitc.ir.program import LoweredProgram, RankProgram, Stage
 from splitc.ir.wire import bucket_nbytes
 
-Line = tuple[str, str]
-"""A statement and its comment."""
-
 _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")
-_IN_A_TURN = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
+_IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
 
 
 def step_functions(program: LoweredProgram, part: RankProgram) -> list[str]:
     """The lines of both functions."""
-    train, evaluate = _Writer(program, part, training=True), _Writer(program, part, training=False)
+    train, evaluate = _StepWriter(program, part, training=True), _StepWriter(program, part, training=False)
     return [
-        *train.function("step", f"One batch forward and backward; the gradients {_where(train.stages)}."),
+        *train.function("step", f"Forward and backward of one batch; the gradients {_where(train.stages)}."),
         "",
         "",
         *evaluate.function("evaluate", "The loss of one batch, forward only."),
@@ -40,281 +39,160 @@ def _where(stages: Sequence[Stage]) -> str:
 
 
 def buckets_name(part: RankProgram, stage: Stage) -> str:
-    """The constant that lists the gradients which a stage sums."""
+    """The constant that lists the buckets of gradients which a stage all-reduces."""
     return "BUCKETS" if len(part.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
 
 
-class _Writer:
+class _StepWriter:
+    """Writes one function of a rank program, from its actions."""
+
     def __init__(self, program: LoweredProgram, part: RankProgram, training: bool) -> None:
-        self._program, self._part, self._training = program, part, training
+        self._program, self._plan, self._part, self._training = program, program.plan, part, training
         self.stages = [program.stage(role) for role in part.roles if role != SERVER]
+        self._microbatched = {stage.role for stage in self.stages if program.num_microbatches(stage) > 1}
         self._first_tied = next((a.value for a in part.actions if a.verb == "all_reduce_tied"), "")
-        self._turned = {
-            stage.role: program.num_microbatches(stage) for stage in self.stages if program.num_microbatches(stage) > 1
-        }
+        self._cuts = CutLines(program, part, training, self._microbatched)
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
-        arguments = ", ".join([*map(self._seat, self._seats()), "stage", *self._inputs()])
+        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *self._inputs()])
         actions = [a for a in self._part.actions if self._training or a.verb in _EVALUATED]
-        body = [*self._body(actions), (self._return_loss(), "")]
-        return [f"def {name}({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
-
-    # -- names ---------------------------------------------------------------------------------------------------------
-
-    def _seats(self) -> list[str]:
-        return [role for role in self._part.roles if role != SERVER] or [SERVER]
-
-    def _seat(self, role: str) -> str:
-        """What stands for the rank as one of `role`."""
-        return "comm" if len(self._seats()) == 1 else role
+        loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
+        body = [*self._body(actions), (f"return {loss}", "")]
+        return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
 
     def _inputs(self) -> list[str]:
-        return [
-            names[node]
-            for stage in self.stages
-            for names in [variables(stage.graph)]
-            for node in stage.graph.nodes
-            if node.op == "placeholder"
-        ]
-
-    def _stage(self, role: str) -> Stage:
-        return self._program.stage(role)
-
-    def _source(self, cut: Cut) -> str:
-        """What its producer, or an input, has of a cut; its own examples only."""
-        if cut.passes("slice_batch"):
-            return f"{cut.name}_own"
-        stage = self._stage(cut.producer)
-        if cut.value in stage.inputs:
-            names = {str(n.target): name for n, name in variables(stage.graph).items() if n.op == "placeholder"}
-            return names[cut.value]
-        return cut.name
-
-    def _sent(self, cut: Cut) -> str:
-        """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
-        source = self._source(cut)
-        is_made = cut.spec.dtype.is_floating_point and cut.value not in self._stage(cut.producer).inputs
-        return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
-
-    def _taken(self, cut: Cut) -> str:
-        """What its consumer has of it before its group gathers more."""
-        if not cut.passes("send"):
-            return self._source(cut)
-        return cut.name if len(self._seats()) == 1 else f"{cut.name}_{cut.consumer}"
-
-    def _entered(self, cut: Cut) -> str:
-        """What the consumer's stage reads."""
-        if cut.passes("modulo"):
-            return f"{cut.name}_group"
-        if not cut.passes("send") and cut.gradient and self._training:
-            return f"{cut.name}_{cut.consumer}"
-        return self._taken(cut)
-
-    def _given_back(self, cut: Cut) -> str:
-        """The gradient of a consumer's own examples."""
-        if not cut.passes("modulo"):
-            return f"{self._entered(cut)}.grad"
-        if cut.consumer in self._turned:
-            dim = f", dim={cut.spec.batch_dim}" if cut.spec.batch_dim else ""
-            return f"torch.cat(d_{cut.name}{dim})"
-        return f"d_{cut.name}"
-
-    def _gradient(self, cut: Cut) -> str:
-        """The gradient of what the producer made."""
-        if cut.passes("slice_batch"):
-            return f"d_{cut.name}_group"
-        return f"d_{cut.name}" if cut.passes("send") else self._given_back(cut)
-
-    def _returned(self, stage: Stage) -> list[str]:
-        return [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
-
-    # -- lines ---------------------------------------------------------------------------------------------------------
+        """The inputs of the program that any of the stages reads or passes on."""
+        found = []
+        for stage in self.stages:
+            names = variables(stage.graph)
+            found += [names[node] for node in stage.graph.nodes if node.op == "placeholder"]
+        return found
 
     def _body(self, actions: Sequence[Action]) -> list[Line]:
         lines: list[Line] = []
         k = 0
         while k < len(actions):
-            action = actions[k]
-            if action.role in self._turned and action.verb in _IN_A_TURN:
-                run = k
-                while run < len(actions) and actions[run].role == action.role and actions[run].verb in _IN_A_TURN:
-                    run += 1
-                lines += self._loop(
-                    action.role, [a for a in actions[k:run] if a.microbatch == actions[run - 1].microbatch]
-                )
-                k = run
-                continue
-            lines += self._line(action)
-            k += 1
+            role, end = actions[k].role, k
+            while end < len(actions) and self._is_microbatched(actions[end]) and actions[end].role == role:
+                end += 1
+            if end > k:
+                lines += self._loop(role, [a for a in actions[k:end] if a.microbatch == actions[end - 1].microbatch])
+                k = end
+            else:
+                lines += self._lines(actions[k])
+                k += 1
         return lines
 
+    def _is_microbatched(self, action: Action) -> bool:
+        return action.role in self._microbatched and action.verb in _IN_A_MICROBATCH
+
     def _loop(self, role: str, actions: Sequence[Action]) -> list[Line]:
-        """The actions of a turn, in a loop over the turns."""
-        stage = self._stage(role)
-        grouping = self._program.plan.groups[role]
-        returned = [cut for cut in stage.receives if cut.passes("modulo") and cut.gradient and self._training]
-        names = ["losses", *(f"d_{cut.name}" for cut in returned)]
-        what = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
-        adds = "; gradients add up" if self._training and grouping.updates == "once" else ""
-        lines = [
+        """The actions of one microbatch, in a loop over the microbatches."""
+        stage, grouping = self._program.stage(role), self._plan.groups[role]
+        gradients = [cut for cut in stage.receives if cut.passes("modulo") and cut.gradient and self._training]
+        names = ["losses", *(f"d_{cut.name}" for cut in gradients)]
+        each = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
+        inner = [line for action in actions for line in self._lines(action)]
+        return [
             (f"{', '.join(names)} = {', '.join(['[]'] * len(names))}", ""),
-            (f"for _ in {self._seat(role)}.turns({grouping.num_microbatches}):", f"{what} in each turn{adds}"),
+            (f"for _ in {self._cuts.comm(role)}.microbatches({grouping.num_microbatches}):", each),
+            *((f"    {text}", note) for text, note in (*inner, ("losses.append(loss.detach())", ""))),
         ]
-        inner = [line for action in actions for line in self._line(action)]
-        inner.append(("losses.append(loss.detach())", ""))
-        return [*lines, *((f"    {text}", note) for text, note in inner)]
 
-    def _line(self, action: Action) -> list[Line]:
-        if action.verb == "sum_loss":
-            return self._sum_loss(action)
-        seat = self._seat(action.role)
-        if action.verb == "all_reduce_tied":
-            return (
-                [(f"{seat}.all_reduce_tied(stage, TIED)", "over all roles that use them")]
-                if action.value == self._first_tied
-                else []
-            )
-        if action.verb in ("send_parameters", "reduce_gradients"):
-            what = (
-                "parameters, to the workers"
-                if action.verb == "send_parameters"
-                else "gradients, summed over the workers"
-            )
-            return [(f"comm.{action.verb}(stage, SERVED)", what)]
-        stage = self._stage(action.role)
-        if action.verb in ("pull", "forward", "backward", "multiply", "update"):
-            return getattr(self, f"_{action.verb}")(stage, seat, action)  # type: ignore[no-any-return]
-        if action.verb in ("all_reduce", "push"):
-            return []  # part of the backward's lines
-        return self._exchange(stage, seat, action)
+    def _lines(self, action: Action) -> list[Line]:
+        """The lines of one action."""
+        comm = self._cuts.comm(action.role)
+        match action.verb:
+            case "sum_loss":
+                return self._sum_loss(action)
+            case "all_reduce_tied":
+                line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
+                return [line] if action.value == self._first_tied else []
+            case "send_parameters":
+                return [("comm.send_parameters(stage, SERVED)", "to the workers")]
+            case "reduce_gradients":
+                return [("comm.reduce_gradients(stage, SERVED)", "summed over the workers")]
+            case "all_reduce" | "push":
+                return []  # lines of the backward
+        stage = self._program.stage(action.role)
+        match action.verb:
+            case "forward":
+                return self._forward(stage, comm)
+            case "backward":
+                return self._backward(stage, comm)
+            case "pull" if self._plan.overlap:
+                return [(f"{comm}.start_pulls(stage, {_served(stage)})", "parameters begin to arrive")]
+            case "pull":
+                return [(f"{comm}.pull_all(stage, {_served(stage)})", "parameters arrive")]
+            case "multiply":
+                return [(f"{comm}.multiply()", "late-multiplied gradients, W' = E^T X")]
+            case "update":
+                return [(f"{comm}.update()", "unlike one process, in every microbatch")]
+        return [self._cuts.line(stage, action)]
 
-    def _exchange(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        """A line of what crosses between roles, or within a group."""
-        verb, role, cut = action.verb, action.peer, stage.cut(action)
-        layout, size = _layout(cut.spec), self._size(cut, stage)
-        grad = ".requires_grad_()" if cut.gradient and self._training else ""
-        if verb == "send":
-            return [(f'{seat}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}")]
-        if verb == "recv":
-            made = "" if cut.passes("modulo") else grad
-            return [(f"{self._taken(cut)} = {_recv(seat, cut, role)}{made}", f"<- {role}  {size}")]
-        if verb == "modulo":
-            return [(f"{cut.name}_group = {seat}.modulo({self._taken(cut)}{layout}){grad}", self._gathers(stage))]
-        if verb == "slice_batch":
-            return [(f"{cut.name}_own = {seat}.slice_batch({cut.name}{layout})", "this rank's own examples")]
-        if verb == "recv_grad":
-            return [(f"d_{cut.name} = {_recv(seat, cut, role)}", f"<- {role}  {size}")]
-        if verb == "send_grad":
-            return [(f'{seat}.send({self._given_back(cut)}, "{role}"{layout})', f"-> {role}  {size}")]
-        if verb == "all_gather_grad":
-            own = f"d_{cut.name}" if cut.passes("send") else self._given_back(cut)
-            return [(f"d_{cut.name}_group = {seat}.all_gather_grad({own}{layout})", "of all ranks of the group")]
-        assert verb == "modulo_grad", verb
-        partial = "" if cut.partial else ", partial=False"
-        call = f"{seat}.modulo_grad({cut.name}_group.grad{layout}{partial})"
-        note = "summed over the group, of this rank's examples" if cut.partial else "of this rank's examples"
-        return [(f"d_{cut.name}.append({call})" if stage.role in self._turned else f"d_{cut.name} = {call}", note)]
-
-    def _gathers(self, stage: Stage) -> str:
-        return "this turn's, of the ranks of the group" if stage.role in self._turned else "of all ranks of the group"
-
-    def _pull(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        layer_wise = self._program.plan.overlap
-        note = "parameters begin to arrive" if layer_wise else "parameters arrive"
-        return [(f"{seat}.{'start_pulls' if layer_wise else 'pull_all'}(stage, {self._served(stage)})", note)]
-
-    def _forward(self, stage: Stage, seat: str, action: Action) -> list[Line]:
+    def _forward(self, stage: Stage, comm: str) -> list[Line]:
         lines: list[Line] = []
         for cut in stage.receives:
-            if self._entered(cut) != self._taken(cut) and not cut.passes("modulo"):
-                lines.append((f"{self._entered(cut)} = {self._taken(cut)}.detach().requires_grad_()", ""))
+            value, received = self._cuts.stage_input(cut), self._cuts.received(cut)
+            if value != received and not cut.passes("modulo"):
+                lines.append((f"{value} = {received}.detach().requires_grad_()", ""))
         called = "stage" if len(self.stages) == 1 else f"stage.{method_name(stage)}"
-        call = f"{called}({', '.join([seat, *forward_inputs(stage), *map(self._entered, stage.receives)])})"
-        returned = self._returned(stage)
+        call = f"{called}({', '.join([comm, *forward_inputs(stage), *map(self._cuts.stage_input, stage.receives)])})"
+        returned = [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
         line = f"{', '.join(returned)} = {call}" if returned else call
         if self._program.autocast is None:
             return [*lines, (line, "")]
-        return [*lines, (f"with {seat}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
+        return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
 
     def _sum_loss(self, action: Action) -> list[Line]:
-        if self._program.plan.world == 1:
+        if self._plan.world == 1:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
-            seat = self._seat(action.role) if action.role != SERVER else "comm"
-            role = "role" if len(self._seats()) == 1 else "rank"
-            return [(f"total = {seat}.sum_loss({zero_text(self._program)})", f"this {role} adds nothing to the loss")]
-        loss = "sum(losses)" if stage.role in self._turned else "loss"
-        return [(f"total = {self._seat(stage.role)}.sum_loss({loss})", "the global loss, the same on every rank")]
+            comm = self._cuts.comm(action.role) if action.role != SERVER else "comm"
+            return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
+        loss = "sum(losses)" if stage.role in self._microbatched else "loss"
+        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", "the global loss")]
 
-    def _backward(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        pairs = [(cut.name, self._gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]
-        if stage.has_loss:
-            pairs.append(("loss", ""))
-        if len(pairs) == 1:
-            call = f"{pairs[0][0]}.backward({pairs[0][1]})"
+    def _backward(self, stage: Stage, comm: str) -> list[Line]:
+        outputs = [(cut.name, self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]
+        outputs += [("loss", "")] if stage.has_loss else []
+        if len(outputs) == 1:
+            ((value, gradient),) = outputs
+            call = f"{value}.backward({gradient})"
         else:
-            values, grads = (", ".join(pair[k] or "None" for pair in pairs) for k in (0, 1))
-            call = f"torch.autograd.backward(({values}), ({grads}))"
-        around, notes = [], []
-        if stage.buckets:
-            around.append(f"{seat}.all_reduce(stage, {buckets_name(self._part, stage)})")
-            notes.append(f"{self._buckets(stage, stage.buckets)}, summed {self._when(stage)}")
+            values, gradients = (", ".join(pair[k] or "None" for pair in outputs) for k in (0, 1))
+            call = f"torch.autograd.backward(({values}), ({gradients}))"
+        around: list[Line] = []
         after: list[Line] = []
-        if stage.served and self._program.plan.overlap:
-            around.append(f"{seat}.push(stage, {self._served(stage)})")
-            notes.append(f"{self._buckets(stage, stage.served)}, pushed while backward runs")
+        if stage.buckets:
+            note = f"{self._buckets(stage, stage.buckets)}, {self._when(stage)}"
+            around.append((f"{comm}.all_reduce(stage, {buckets_name(self._part, stage)})", note))
+        if stage.served and self._plan.overlap:
+            note = f"{self._buckets(stage, stage.served)}, during backward"
+            around.append((f"{comm}.push(stage, {_served(stage)})", note))
         elif stage.served:
-            after.append((f"{seat}.push_all(stage, {self._served(stage)})", self._buckets(stage, stage.served)))
+            after.append((f"{comm}.push_all(stage, {_served(stage)})", self._buckets(stage, stage.served)))
         if not around:
             return [(call, ""), *after]
-        return [(f"with {', '.join(around)}:", "; ".join(notes)), (f"    {call}", ""), *after]
+        managers, notes = zip(*around, strict=True)
+        return [(f"with {', '.join(managers)}:", "; ".join(notes)), (f"    {call}", ""), *after]
 
     def _when(self, stage: Stage) -> str:
-        once = self._program.plan.groups[stage.role].updates == "once" if stage.role in self._turned else False
-        return "in the last turn" if once else "while backward runs"
+        once = stage.role in self._microbatched and self._plan.groups[stage.role].updates == "once"
+        return "in the last microbatch" if once else "during backward"
 
     def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
         total = units.nbytes(sum(bucket_nbytes(self._program, stage, bucket) for bucket in buckets))
         return f"{total} in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
 
-    def _multiply(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        return [(f"{seat}.multiply()", "late-multiplied gradients: W' = E^T X, of all ranks")]
 
-    def _update(self, stage: Stage, seat: str, action: Action) -> list[Line]:
-        return [(f"{seat}.update()", "of this role's parameters, in every turn: not what one process does")]
-
-    def _return_loss(self) -> str:
-        return "return loss.detach()" if self._program.plan.world == 1 else "return total.wait()"
-
-    def _served(self, stage: Stage) -> str:
-        return f'SERVED["{stage.role}"]'
-
-    def _size(self, cut: Cut, stage: Stage) -> str:
-        batch = batch_of(self._program, self._part, stage)
-        if batch is None:
-            return f"{units.nbytes(cut.spec.nbytes(1))} an example"
-        return units.nbytes(cut.spec.nbytes(batch))
+def _served(stage: Stage) -> str:
+    return f'SERVED["{stage.role}"]'
 
 
-def batch_of(program: PlacedProgram, part: RankProgram, stage: Stage) -> int | None:
-    """Examples that each rank of the part has of its own in a role; None where they differ."""
-    batches = {program.plan.batch(stage.role, rank) for rank in part.ranks}
-    return batches.pop() if len(batches) == 1 else None
-
-
-def _recv(seat: str, cut: Cut, role: str) -> str:
-    rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
-    return f'{seat}.recv("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
-
-
-def _layout(spec: TensorSpec) -> str:
-    parts = ([f"dim={spec.batch_dim}"] if spec.batch_dim else []) + ([f"rows={spec.rows}"] if spec.rows != 1 else [])
-    return "".join(f", {part}" for part in parts)
-
-
-def zero_text(program: Program) -> str:
-    """A loss of nothing, in the loss's own dtype."""
+def zero_text(program: LoweredProgram) -> str:
+    """A zero of the loss's dtype, for ranks that do not compute the loss."""
     dtype = program.loss.meta["spec"].dtype
     return "torch.zeros(())" if str(dtype) == "torch.float32" else f"torch.zeros((), dtype={dtype})"

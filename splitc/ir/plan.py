@@ -16,6 +16,7 @@ from typing import Any
 
 from splitc.errors import LaunchError
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
+from splitc.runtime.spec import microbatch_examples
 
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
@@ -174,7 +175,8 @@ class Plan:
         """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
         members = self.group(role, rank)
         scheme = self.groups[role].scheme if role in self.groups else "BK"
-        return tuple(piece(self.interval(role, m), scheme, k, microbatch, len(members)) for k, m in enumerate(members))
+        intervals = [self.interval(role, member) for member in members]
+        return tuple(microbatch_examples(own, scheme, k, microbatch, len(members)) for k, own in enumerate(intervals))
 
     def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""
@@ -258,16 +260,6 @@ class Plan:
     def hash(self) -> str:
         """Twelve hex digits of everything that decides the generated programs."""
         return hashlib.sha256(json.dumps(self._decision, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def piece(interval: tuple[int, int], scheme: str, member: int, microbatch: int, size: int) -> tuple[int, int]:
-    """The part of its examples that the `member`-th of the `size` ranks of a group gives to a microbatch."""
-    first, last = interval
-    if scheme == "BK":
-        return interval
-    if scheme == "B":
-        return interval if member == microbatch else (first, first)
-    return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
 
 
 def share_out(total: int, parts: int) -> tuple[int, ...]:

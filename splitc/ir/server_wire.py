@@ -60,12 +60,12 @@ def _message(kind: str, stage: Stage, bucket: int, message: Sequence[Piece], pul
 
 def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
     """Return the pieces of a bucket in order; each tuple is one message."""
-    return _packed(tuple(pieces(program, bucket, program.plan.servers)), runtime.ALONE)
+    return _packed(tuple(pieces(program, bucket, program.plan.servers)), runtime.COALESCED_BELOW)
 
 
 @lru_cache(maxsize=1024)
 def _packed(spread: tuple[Piece, ...], alone: int) -> list[tuple[Piece, ...]]:
     """Pack pieces into messages as the runtime does.  alone: size from which a piece travels alone (bytes)."""
     by_name = {(piece.name, piece.server): piece for piece in spread}
-    packed = runtime.messages(runtime.Piece(p.name, p.server, p.first, p.last, p.nbytes) for p in spread)
+    packed = runtime.coalesce(runtime.Piece(p.name, p.server, p.first, p.last, p.nbytes) for p in spread)
     return [tuple(by_name[piece.name, piece.server] for piece in message) for message in packed]

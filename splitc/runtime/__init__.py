@@ -4,17 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .rank import Rank
     from .role_comm import RoleComm
+    from .spec import Input, RankSpec, RoleSpec, Route, Rows, Shard
     from .weights import Tree
     from .worker import Worker
 
-__all__ = ["Rank", "RoleComm", "Tree", "Worker"]
+__all__ = ["Input", "RankSpec", "RoleComm", "RoleSpec", "Route", "Rows", "Shard", "Tree", "Worker"]
 
-_HOMES = {"Rank": "rank", "RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
+_HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'spec')}"), name)

@@ -1,6 +1,6 @@
-"""A whole model's state across ranks: gathered from those that hold its parts, and handed out to them.
+"""A whole model's state across ranks: gather it from the ranks that hold its parts, broadcast it, scatter it.
 
-Tensors travel one by one: no rank needs memory for more than what it gives or gets, besides one tensor.
+Tensors travel one by one, so a rank needs memory for what it sends or receives and for one more tensor.
 """
 
 from __future__ import annotations
@@ -11,132 +11,140 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError
+from .spec import Shard
 from .transport.base import Transport
 from .weights import misfits, part_of
 
-Share = tuple[int, int, int]
-"""The part of a tensor that a rank holds: dim, first, one past the last."""
+Holders = dict[str, dict[Shard | None, tuple[int, ...]]]
+"""Tensor -> shard, or None for the whole -> the ranks that hold it, the lowest first."""
 
 
-def agree(transport: Transport, own: Mapping[str, Share | None]) -> dict[str, dict[Share | None, tuple[int, ...]]]:
-    """Tell all ranks which tensors this one holds, and which parts of them (None: the whole).  Collective.
-
-    Returns tensor -> part -> the ranks that hold it, the lowest first.
-    """
-    everyones = transport.gather_objects(dict(own))
-    found: dict[str, dict[Share | None, tuple[int, ...]]] = {}
-    for rank, held in enumerate(everyones or ()):
-        for name, share in held.items():
-            parts = found.setdefault(name, {})
-            parts[share] = (*parts.get(share, ()), rank)
-    table: dict[str, dict[Share | None, tuple[int, ...]]] = transport.broadcast_object(found)
-    return table
+def gather_holders(transport: Transport, held: Mapping[str, Shard | None]) -> Holders:
+    """The holders of all tensors, of which this rank holds those in `held`.  Collective."""
+    tables = transport.gather_objects(dict(held))
+    found: Holders = {}
+    for rank, table in enumerate(tables or ()):
+        for name, shard in table.items():
+            ranks = found.setdefault(name, {})
+            ranks[shard] = (*ranks.get(shard, ()), rank)
+    holders: Holders = transport.broadcast_object(found)
+    return holders
 
 
 def gather_state(
-    transport: Transport, own: Mapping[str, Tensor], shares: Mapping[str, Share] | None = None
+    transport: Transport, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
 ) -> dict[str, Tensor] | None:
-    """The tensors that the ranks give, by name, as copies on rank 0's CPU; None on the others.  Collective.
+    """Gather all ranks' `tensors` by name, as copies on rank 0's CPU; returns None on the others.  Collective.
 
-    shares: of which tensors this rank gives a part only; the parts are put together.  Where several ranks give one
-    name, the lowest one's counts.
+    shards: tensor -> the part of it that this rank contributes; parts are concatenated.  Where several ranks contribute
+    the same, the lowest one's is taken.
     """
-    mine = {name: share for name, share in (shares or {}).items() if name in own}
-    offers = transport.gather_objects(({} if transport.rank == 0 else _shapes(own), mine))
-    if offers is None:
-        _send(transport, own, 0)
+    described = {} if transport.rank == 0 else _shapes(tensors)
+    contributions = transport.gather_objects((described, {n: s for n, s in (shards or {}).items() if n in tensors}))
+    if contributions is None:
+        _send(transport, tensors, 0)
         return None
     whole: dict[str, Tensor] = {}
-    parts: dict[str, dict[Share, Tensor]] = {}
-    for rank, (offer, theirs) in enumerate(offers):
-        here = ((n, t.detach().to("cpu", copy=True)) for n, t in own.items())
-        for name, tensor in here if rank == transport.rank else _received(transport, offer, rank):
-            if name in theirs:
-                parts.setdefault(name, {}).setdefault(theirs[name], tensor)
+    parts: dict[str, dict[Shard, Tensor]] = {}
+    for rank, (shapes, rank_shards) in enumerate(contributions):
+        local = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items())
+        for name, tensor in local if rank == transport.rank else _received(transport, shapes, rank):
+            if name in rank_shards:
+                parts.setdefault(name, {}).setdefault(rank_shards[name], tensor)
             else:
                 whole.setdefault(name, tensor)
-    return {**whole, **{name: _joined(pieces) for name, pieces in parts.items()}}
+    return {**whole, **{name: _concatenated(pieces) for name, pieces in parts.items()}}
 
 
-def _joined(pieces: Mapping[Share, Tensor]) -> Tensor:
-    """A tensor of its parts along one dim."""
-    ordered = sorted(pieces, key=lambda share: share[1:])
-    return torch.cat([pieces[share] for share in ordered], dim=ordered[0][0])
+def _concatenated(pieces: Mapping[Shard, Tensor]) -> Tensor:
+    ordered = sorted(pieces, key=lambda shard: shard[1:])
+    return torch.cat([pieces[shard] for shard in ordered], dim=ordered[0][0])
 
 
-def spread_state(
+def broadcast_state(
     transport: Transport,
     stage: nn.Module,
     state: Mapping[str, Tensor] | None,
     keys: Iterable[str],
-    shares: Mapping[str, Share] | None = None,
+    shards: Mapping[str, Shard] | None = None,
 ) -> dict[str, Tensor]:
-    """Overwrite every rank's parameters and persistent buffers by rank 0's `state`; others' is ignored.  Collective.
+    """Overwrite every rank's parameters and persistent buffers with rank 0's `state`; others' is ignored.  Collective.
 
-    keys: on rank 0, those that the state must have, no more and no fewer.  shares: of which tensors this rank holds a
-    part only.
-    Returns, on rank 0, copies of what no rank holds.  Raises LaunchError, on every rank alike and before anything is
-    changed, when the state does not fit.
+    keys: on rank 0, those that the state must have, no more and no fewer.  shards: tensor -> the part of it that this
+    rank holds.
+    Returns, on rank 0, copies of the tensors that no rank holds.  Raises LaunchError, on every rank alike and before
+    anything is changed, when the state does not fit.
     """
-    own, shares = stage.state_dict(keep_vars=True), shares or {}
+    own, shards = stage.state_dict(keep_vars=True), shards or {}
     if transport.rank != 0:
         state = None
-    given: dict[str, Tensor] | None = transport.broadcast_object(None if state is None else _shapes(state))
-    if given is None:
+    shapes: dict[str, Tensor] | None = transport.broadcast_object(None if state is None else _shapes(state))
+    if shapes is None:
         raise LaunchError("load_state_dict: rank 0 must give the state")
-    problems = misfits({n: t for n, t in own.items() if n in given and n not in shares}, given)
+    problems = misfits({n: t for n, t in own.items() if n in shapes and n not in shards}, shapes)
     if state is not None:
         problems += [f"{key}: missing" for key in keys if key not in state]
         problems += [f"{key}: the model has no such key" for key in state if key not in set(keys)]
-    parts = {name: (share, tuple(own[name].shape)) for name, share in shares.items() if name in given}
-    everyones = transport.gather_objects((problems, list(own), parts))
-    if everyones is not None:
-        problems = list(dict.fromkeys(problem for found, _, _ in everyones for problem in found))
-        problems += _unlike([held for _, _, held in everyones], given)
-    if problems := transport.broadcast_object(problems):
-        text = "the state_dict does not fit the model, and nothing was loaded:"
-        raise LaunchError("\n".join([text, *(f"  - {problem}" for problem in problems)]))
+    parts = {name: (shard, tuple(own[name].shape)) for name, shard in shards.items() if name in shapes}
+    all_held = _check_fits(transport, problems, list(own), parts, shapes)
     with torch.no_grad():
-        for name, like in given.items():
+        for name, like in shapes.items():
             tensor = (
                 torch.empty(like.shape, dtype=like.dtype, device=transport.device) if state is None else state[name]
             )
             transport.broadcast(tensor, 0, tuple(range(transport.world))).wait()
             if name in own:
-                own[name].copy_(part_of(tensor, shares.get(name)))
-    if state is None or everyones is None:
+                own[name].copy_(part_of(tensor, shards.get(name)))
+    if state is None:
         return {}
-    held = {name for _, names, _ in everyones for name in names}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items() if name not in held}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items() if name not in all_held}
 
 
-def hand_out(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
-    """Give every rank its own of rank 0's `parts`, tensors by name; the others pass None.  Collective."""
-    offer = transport.scatter_objects(None if parts is None else [_shapes(part) for part in parts])
+Parts = Mapping[str, tuple[Shard, tuple[int, ...]]]
+"""Tensor -> the shard of it that a rank holds, and that shard's shape."""
+
+
+def _check_fits(
+    transport: Transport, problems: list[str], names: list[str], parts: Parts, shapes: Mapping[str, Tensor]
+) -> set[str]:
+    """Raise LaunchError on all ranks when one of them has problems; returns, on rank 0, the names that ranks hold."""
+    reports = transport.gather_objects((problems, names, parts))
+    if reports is not None:
+        problems = list(dict.fromkeys(problem for found, _, _ in reports for problem in found))
+        problems += _wrong_shapes([held for _, _, held in reports], shapes)
+    if problems := transport.broadcast_object(problems):
+        text = "the state_dict does not fit the model, and nothing was loaded:"
+        raise LaunchError("\n".join([text, *(f"  - {problem}" for problem in problems)]))
+    return {name for _, held, _ in reports or () for name in held}
+
+
+def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
+    """Return to every rank its own of rank 0's `parts`, tensors by name; the others pass None.  Collective."""
+    shapes = transport.scatter_objects(None if parts is None else [_shapes(part) for part in parts])
     if parts is None:
-        return dict(_received(transport, offer, 0))
+        return dict(_received(transport, shapes, 0))
     for rank, part in enumerate(parts):
         if rank != transport.rank:
             _send(transport, part, rank)
     return dict(parts[transport.rank])
 
 
-def _unlike(everyones: Iterable[Mapping[str, tuple[Share, tuple[int, ...]]]], given: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor that has another shape than that which the ranks' parts, share and shape, make up."""
+def _wrong_shapes(all_parts: Iterable[Parts], shapes: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor whose shape differs from that which the ranks' shards make up."""
     needed: dict[str, tuple[int, ...]] = {}
-    for parts in everyones:
-        for name, ((dim, _, last), shape) in parts.items():
-            known = needed[name][dim] if name in needed else 0
-            needed[name] = (*shape[:dim], max(last, known), *shape[dim + 1 :])
+    for parts in all_parts:
+        for name, (shard, shape) in parts.items():
+            known = needed[name][shard.dim] if name in needed else 0
+            needed[name] = (*shape[: shard.dim], max(shard.last, known), *shape[shard.dim + 1 :])
     return [
-        f"{name}: needs shape {shape}, has {tuple(given[name].shape)}"
+        f"{name}: needs shape {shape}, has {tuple(shapes[name].shape)}"
         for name, shape in needed.items()
-        if tuple(given[name].shape) != shape
+        if tuple(shapes[name].shape) != shape
     ]
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without their values."""
+    """Meta tensors of the same shapes and dtypes."""
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
 
 
@@ -145,8 +153,8 @@ def _send(transport: Transport, tensors: Mapping[str, Tensor], dst: int) -> None
         transport.isend(tensor, dst).wait()
 
 
-def _received(transport: Transport, offer: Mapping[str, Tensor], src: int) -> Iterator[tuple[str, Tensor]]:
-    for name, like in offer.items():
+def _received(transport: Transport, shapes: Mapping[str, Tensor], src: int) -> Iterator[tuple[str, Tensor]]:
+    for name, like in shapes.items():
         tensor = torch.empty(like.shape, dtype=like.dtype)
         transport.irecv(tensor, src).wait()
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Each reader's part of a dataset, so that the readers' batches together are the global batch of one process."""
+"""Divide a dataset among the readers, so that their batches together are the global batches of one process."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch.utils.data import DataLoader, Dataset
 
 from .errors import LaunchError
 
-Fits = Callable[[Sequence[int]], bool]
-"""Whether readers' batches with these bounds give every rank with work an example."""
+HasWork = Callable[[Sequence[int]], bool]
+"""Whether a step with these batch offsets gives an example to every rank with work."""
 
 
-def tail_bounds(bounds: Sequence[int], examples: int) -> tuple[int, ...]:
-    """The readers' bounds in a smaller last batch of `examples`: in proportion, all of them."""
-    return tuple(b * examples // bounds[-1] for b in bounds)
+def tail_offsets(offsets: Sequence[int], examples: int) -> tuple[int, ...]:
+    """The batch offsets of a smaller last batch of `examples`, divided in proportion."""
+    return tuple(offset * examples // offsets[-1] for offset in offsets)
 
 
 def plan_epoch(
-    number: int, bounds: Sequence[int], drop_last: bool, fits: Fits
+    number: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(where it begins, the readers' bounds) of every global batch of an epoch, the same on every rank.
+    """(first example, batch offsets) of every global batch of an epoch of `number` examples, the same on every rank.
 
-    A tail that cannot give every rank an example is left out.
+    A tail that cannot give every rank an example is dropped.
     """
-    for start in range(0, number, bounds[-1]):
+    for start in range(0, number, offsets[-1]):
         left = number - start
-        now = tuple(bounds) if left >= bounds[-1] else tail_bounds(bounds, left)
-        if left >= bounds[-1] or (not drop_last and fits(now)):
-            yield start, now
+        step_offsets = tuple(offsets) if left >= offsets[-1] else tail_offsets(offsets, left)
+        if left >= offsets[-1] or (not drop_last and has_work(step_offsets)):
+            yield start, step_offsets
 
 
 def order(number: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch takes a dataset's examples, the same on every rank and for every world."""
+    """The order of a dataset's examples in an epoch, the same on every rank and for every world."""
     if not shuffle:
         return torch.arange(number)
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch))
@@ -44,10 +44,10 @@ def order(number: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
 
 def shard(
     dataset: Dataset[Any],
-    bounds: Sequence[int],
+    offsets: Sequence[int],
     reader: int | None,
     names: Sequence[str],
-    fits: Fits,
+    has_work: HasWork,
     *,
     shuffle: bool,
     seed: int,
@@ -55,23 +55,23 @@ def shard(
     drop_last: bool,
     **loader: Any,
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
-    """(this reader's batch, all readers' sizes) of every step of an epoch; () on ranks that read no data.
+    """(this reader's batch, all readers' batch sizes) of every step of an epoch; () on ranks that read no data.
 
     names: the program's inputs, for batches that are dicts.  loader: options of torch's DataLoader.
     """
     if not hasattr(dataset, "__len__"):
         raise LaunchError(
-            f"{type(dataset).__name__} has no length, so it cannot be shared out; give worker.step batches of your "
-            f"own, on each reader the part of its data_rank"
+            f"{type(dataset).__name__} has no length, so it cannot be divided among the readers; give worker.step "
+            f"batches of your own, on each reader the examples of its data_rank"
         )
-    steps = list(plan_epoch(len(dataset), bounds, drop_last, fits))
+    steps = list(plan_epoch(len(dataset), offsets, drop_last, has_work))
     batches: Iterator[Any] = iter([()] * len(steps))
     if reader is not None:
         indices = order(len(dataset), shuffle, seed, epoch)
-        own = [indices[start + now[reader] : start + now[reader + 1]].tolist() for start, now in steps]
+        own = [indices[start + bounds[reader] : start + bounds[reader + 1]].tolist() for start, bounds in steps]
         batches = (as_tuple(batch, names) for batch in DataLoader(dataset, batch_sampler=own, **loader))
-    for batch, (_, now) in zip(batches, steps, strict=True):
-        yield batch, tuple(b - a for a, b in pairwise(now))
+    for batch, (_, bounds) in zip(batches, steps, strict=True):
+        yield batch, tuple(last - first for first, last in pairwise(bounds))
 
 
 def as_tuple(batch: Any, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
@@ -87,4 +87,4 @@ def as_tuple(batch: Any, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
         batch = [batch[name] for name in names if name in batch]
     if not isinstance(batch, Sequence) or isinstance(batch, str):
         raise LaunchError(f"the batch holds {type(batch).__name__}; a batch is tensors, inputs first and targets last")
-    return tuple(part for item in batch for part in as_tuple(item, names))
+    return tuple(tensor for item in batch for tensor in as_tuple(item, names))

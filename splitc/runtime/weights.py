@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError
+from .spec import Shard
 
 
 class Tree(nn.Module):
-    """Submodules by name, for names that `nn.ModuleDict` keeps for itself (`keys`, `values`, ...)."""
+    """Submodules by name, also by the names of `nn.ModuleDict`'s own methods (`keys`, `values`, ...)."""
 
     def __init__(self, modules: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
@@ -23,23 +24,23 @@ class Tree(nn.Module):
         return self.get_submodule(name)
 
 
-def part_of(tensor: Tensor, share: tuple[int, int, int] | None) -> Tensor:
-    """The part of a tensor along (dim, first, one past the last); the whole for None.  A scalar is its only row."""
-    if share is None or (tensor.dim() == 0 and share[1] < share[2]):
+def part_of(tensor: Tensor, shard: Shard | None) -> Tensor:
+    """A shard of a tensor, as a view; the whole for None.  A scalar counts as one row."""
+    if shard is None or (tensor.dim() == 0 and shard.first < shard.last):
         return tensor
-    return (tensor if tensor.dim() else tensor.reshape(1)).narrow(share[0], share[1], share[2] - share[1])
+    return (tensor if tensor.dim() else tensor.reshape(1)).narrow(shard.dim, shard.first, shard.last - shard.first)
 
 
 def build(
     stage_class: Any,
     weights: Mapping[str, Tensor],
     device: torch.device,
-    shares: Mapping[str, tuple[int, int, int]] | None = None,
+    shards: Mapping[str, Shard] | None = None,
 ) -> nn.Module:
-    """A stage on `device` with its own copies of its `weights`, in their dtypes; tied parameters stay tied.
+    """Construct a stage on `device` with copies of its `weights`, in their dtypes; tied parameters stay tied.
 
-    shares: which part of a weight the stage gets, (dim, first, one past the last); the whole of all others.
-    The stage is made without memory first, so each weight is copied once and nothing is initialised in vain.
+    shards: weight -> the part of it that the stage gets; the whole of all others.
+    The stage is constructed on the meta device first, so that no weight is initialised before it is copied.
     Raises LaunchError that lists the weights that are missing or have another shape.
     """
     with torch.device("meta"):
@@ -50,7 +51,7 @@ def build(
     made: dict[Tensor, Tensor] = {}
     for name, empty in needed.items():
         if empty not in made:
-            value = part_of(weights[name].detach(), (shares or {}).get(name)).to(device, copy=True).contiguous()
+            value = part_of(weights[name].detach(), (shards or {}).get(name)).to(device, copy=True).contiguous()
             made[empty] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
         path, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(path), attribute, made[empty])  # no shortcut: recurrent layers watch this
@@ -58,7 +59,7 @@ def build(
 
 
 def misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """What `weights` lacks of the needed tensors, or has in another shape, one line each; tied ones once."""
+    """A line for each needed tensor that `weights` lacks or has in another shape; tied ones once."""
     problems: dict[Tensor, str] = {}
     for name, tensor in needed.items():
         value = weights.get(name)
@@ -69,7 +70,7 @@ def misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list
 
 
 def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Key -> the first key with the same memory: the model's keys, and which of them are one tensor."""
+    """Key -> the first key whose tensor has the same memory; tied tensors have one first key."""
     seen: dict[tuple[object, ...], str] = {}
     return {
         key: seen.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else (key,), key)

@@ -78,7 +78,7 @@ class Comparison:
 
 def held_parts(whole: Mapping[str, Tensor], trial: Trial) -> dict[str, Tensor]:
     """The parts of whole tensors that the trial's rank holds."""
-    return {name: part_of(tensor, trial.shares.get(name)) for name, tensor in whole.items()}
+    return {name: part_of(tensor, trial.shards.get(name)) for name, tensor in whole.items()}
 
 
 def tensor_errors(

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from splitc.capture.dropouts import without_dropout
 from splitc.capture.example import Example
 from splitc.ir import comm_ops
-from splitc.ir.plan import Grouping, piece
+from splitc.ir.plan import Grouping
 from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
 from splitc.runtime.launch.trial import Trial
-from splitc.runtime.rank import Rank
+from splitc.runtime.spec import StepContext, microbatch_examples
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -90,8 +91,7 @@ def _norms(program: Program) -> Iterator[fx.Node]:
 def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int) -> list[NormGroup]:
     """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
     plan = program.plan
-    now = Rank(0, 1, bounds=plan.batch_offsets[plan.reader])
-    now.begin(local_batches)
+    step = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(local_batches, initial=0)))
     ranks = plan.roles[role]
     grouping = plan.groups.get(role, Grouping(1, "BK"))
     if plan.synchronised:
@@ -101,7 +101,7 @@ def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], row
         members = ranks[first : first + grouping.size]
         for turn in range(grouping.num_microbatches):
             parts = [
-                piece(now.part(*plan.interval(role, rank)), grouping.scheme, k, turn, grouping.size)
+                microbatch_examples(step.interval(plan.interval(role, rank)), grouping.scheme, k, turn, grouping.size)
                 for k, rank in enumerate(members)
             ]
             indices = torch.cat([torch.arange(a * rows, b * rows) for a, b in parts])

@@ -66,10 +66,9 @@ def test_with_dropout_off_and_in_double_precision_it_agrees_to_the_last_digits(s
     batches = [batch_of(program.plan.global_batch, torch.float64) for _ in range(6)]
 
     def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        worker.drops = False
         return train(worker, batches)
 
-    results = on_workers(program, run, optimizer=adam, accumulate=3, clip_norm=0.5)
+    results = on_workers(program, run, optimizer=adam, accumulate=3, clip_norm=0.5, dropout=False)
     alone = copy.deepcopy(model)
     alone.drop.p = 0.0
     losses, state = one_process(alone, batches, adam, clip_norm=0.5, accumulate=3)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoint import Share, agree, gather_state, hand_out, spread_state
+from splitc.runtime.checkpoint import broadcast_state, gather_holders, gather_state, scatter_state
+from splitc.runtime.spec import Shard
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import on_ranks
 
@@ -62,7 +63,7 @@ def test_a_state_reaches_every_rank_that_holds_a_part_and_rank_0_keeps_what_nobo
 
     def run(transport: Transport) -> dict[str, Tensor]:
         stage = stage_of(transport.rank)
-        left = spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole))
+        left = broadcast_state(transport, stage, whole if transport.rank == 0 else None, list(whole))
         for name, tensor in stage.state_dict().items():
             assert torch.equal(tensor, whole[name])
             assert tensor.data_ptr() != whole[name].data_ptr()
@@ -81,7 +82,7 @@ def test_a_state_of_another_precision_is_cast_as_torch_casts_it() -> None:
 
     def run(transport: Transport) -> None:
         stage = stage_of(transport.rank)
-        spread_state(transport, stage, whole, list(whole))
+        broadcast_state(transport, stage, whole, list(whole))
         for name, tensor in stage.state_dict().items():
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, whole[name].float())
@@ -95,7 +96,7 @@ def test_only_rank_0s_state_counts() -> None:
     def run(transport: Transport) -> None:
         stage = stage_of(transport.rank)
         own = whole if transport.rank == 0 else {key: torch.zeros_like(t) for key, t in whole.items()}
-        spread_state(transport, stage, own, list(whole))
+        broadcast_state(transport, stage, own, list(whole))
         assert all(torch.equal(tensor, whole[name]) for name, tensor in stage.state_dict().items())
         assert transport.rank == 0 or not any(bool(tensor.any()) for tensor in own.values())  # and is left alone
 
@@ -123,7 +124,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
         stage = stage_of(transport.rank)
         before = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
         with pytest.raises(LaunchError) as caught:
-            spread_state(transport, stage, given if transport.rank == 0 else None, list(state()))
+            broadcast_state(transport, stage, given if transport.rank == 0 else None, list(state()))
         assert all(torch.equal(tensor, before[name]) for name, tensor in stage.state_dict().items())
         return str(caught.value)
 
@@ -134,14 +135,14 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
 def test_rank_0_must_give_the_state() -> None:
     def run(transport: Transport) -> None:
         with pytest.raises(LaunchError, match="rank 0 must give the state"):
-            spread_state(transport, stage_of(transport.rank), state() if transport.rank else None, [])
+            broadcast_state(transport, stage_of(transport.rank), state() if transport.rank else None, [])
 
     on_ranks(2, run)
 
 
 def test_every_rank_is_handed_its_own_part() -> None:
     parts = [{"x": torch.tensor([rank]), "y": torch.ones(rank, dtype=torch.bfloat16)} for rank in range(3)]
-    for rank, part in enumerate(on_ranks(3, lambda t: hand_out(t, parts if t.rank == 0 else None))):
+    for rank, part in enumerate(on_ranks(3, lambda t: scatter_state(t, parts if t.rank == 0 else None))):
         assert part.keys() == parts[rank].keys()
         assert all(torch.equal(part[name], parts[rank][name]) for name in part)
 
@@ -150,28 +151,28 @@ def test_every_rank_is_handed_its_own_part() -> None:
 
 
 def test_ranks_agree_on_who_holds_what_the_lowest_first() -> None:
-    held: list[dict[str, Share | None]] = [
-        {"whole": None, "left": (0, 0, 2)},
-        {"left": (0, 2, 3), "late": None},
+    held: list[dict[str, Shard | None]] = [
+        {"whole": None, "left": Shard(0, 0, 2)},
+        {"left": Shard(0, 2, 3), "late": None},
         {},
-        {"whole": None, "left": (0, 0, 2), "late": None},
+        {"whole": None, "left": Shard(0, 0, 2), "late": None},
     ]
     table = {
         "whole": {None: (0, 3)},
-        "left": {(0, 0, 2): (0, 3), (0, 2, 3): (1,)},
+        "left": {Shard(0, 0, 2): (0, 3), Shard(0, 2, 3): (1,)},
         "late": {None: (1, 3)},
     }
-    assert on_ranks(4, lambda t: agree(t, held[t.rank])) == [table] * 4
-    assert held[0] == {"whole": None, "left": (0, 0, 2)}
+    assert on_ranks(4, lambda t: gather_holders(t, held[t.rank])) == [table] * 4
+    assert held[0] == {"whole": None, "left": Shard(0, 0, 2)}
 
 
 def test_a_rank_alone_holds_everything_itself() -> None:
-    assert on_ranks(1, lambda t: agree(t, {"x": None})) == [{"x": {None: (0,)}}]
-    assert on_ranks(2, lambda t: agree(t, {})) == [{}, {}]
+    assert on_ranks(1, lambda t: gather_holders(t, {"x": None})) == [{"x": {None: (0,)}}]
+    assert on_ranks(2, lambda t: gather_holders(t, {})) == [{}, {}]
 
 
-def shares_of(dim: int, *bounds: int) -> list[Share]:
-    return [(dim, first, last) for first, last in pairwise(bounds)]
+def shares_of(dim: int, *bounds: int) -> list[Shard]:
+    return [Shard(dim, first, last) for first, last in pairwise(bounds)]
 
 
 DIVIDED = [
@@ -181,24 +182,24 @@ DIVIDED = [
     shares_of(1, 0, 2, 4, 4),  # the last one has nothing
     shares_of(0, 0, 0, 6, 6),  # the first one neither
     shares_of(0, 0, 6, 6, 6),
-    [(0, 3, 6), (0, 0, 3), (0, 0, 3)],  # not in the order of ranks, and one part twice
+    [Shard(0, 3, 6), Shard(0, 0, 3), Shard(0, 0, 3)],  # not in the order of ranks, and one part twice
 ]
 
 
-def own_part(whole: Tensor, share: Share) -> Tensor:
+def own_part(whole: Tensor, share: Shard) -> Tensor:
     dim, first, last = share
     return whole.narrow(dim, first, last - first)
 
 
 @pytest.mark.parametrize("shares", DIVIDED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_parts_are_put_together_beside_whole_tensors(shares: list[Share], dtype: torch.dtype) -> None:
+def test_parts_are_put_together_beside_whole_tensors(shares: list[Shard], dtype: torch.dtype) -> None:
     whole, plain = torch.arange(24).reshape(6, 4).to(dtype), torch.arange(3)
 
     def run(transport: Transport) -> dict[str, Tensor] | None:
         share = shares[transport.rank]
         own = {"first": plain, "parts": own_part(whole, share)} if transport.rank else {"parts": own_part(whole, share)}
-        return gather_state(transport, own, {"parts": share, "elsewhere": (0, 0, 1)})
+        return gather_state(transport, own, {"parts": share, "elsewhere": Shard(0, 0, 1)})
 
     state, *others = on_ranks(3, run)
     assert others == [None, None] and state is not None
@@ -209,7 +210,7 @@ def test_parts_are_put_together_beside_whole_tensors(shares: list[Share], dtype:
 
 
 def test_of_a_part_that_several_ranks_give_the_lowest_ones_counts() -> None:
-    shares: list[Share] = [(0, 0, 2), (0, 2, 3), (0, 0, 2), (0, 2, 3)]
+    shares: list[Shard] = [Shard(0, 0, 2), Shard(0, 2, 3), Shard(0, 0, 2), Shard(0, 2, 3)]
 
     def run(transport: Transport) -> dict[str, Tensor] | None:
         share = shares[transport.rank]
@@ -229,7 +230,7 @@ class Divided(nn.Module):
 
 
 @pytest.mark.parametrize("shares", DIVIDED)
-def test_of_a_state_every_rank_takes_its_part(shares: list[Share]) -> None:
+def test_of_a_state_every_rank_takes_its_part(shares: list[Shard]) -> None:
     whole = {"weight": torch.randn(6, 4), "bias": torch.randn(6, 4), "scale": torch.tensor(3.0)}
 
     def run(transport: Transport) -> dict[str, Tensor]:
@@ -237,7 +238,7 @@ def test_of_a_state_every_rank_takes_its_part(shares: list[Share]) -> None:
         part = own_part(whole["weight"], share)
         stage = Divided(torch.zeros_like(part), torch.zeros(6, 4))
         parameters = list(stage.parameters())
-        left = spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+        left = broadcast_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
         assert torch.equal(stage.weight, part) and torch.equal(stage.bias, whole["bias"])
         assert stage.scale == 3.0
         assert all(a is b and a.is_leaf for a, b in zip(parameters, stage.parameters(), strict=True))
@@ -260,7 +261,7 @@ def test_a_state_of_which_a_rank_cannot_have_its_part_is_refused_on_every_rank(
         share = shares[transport.rank]
         stage = Divided(own_part(torch.zeros(6, 4), share), torch.zeros(6, 4))
         with pytest.raises(LaunchError) as caught:
-            spread_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
+            broadcast_state(transport, stage, whole if transport.rank == 0 else None, list(whole), {"weight": share})
         assert not any(bool(p.any()) for p in stage.parameters())
         return str(caught.value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from splitc.errors import LaunchError
 from splitc.ir.plan import Plan
+from splitc.runtime.rank import Rank
 from splitc.runtime.role_comm import RoleComm
+from splitc.runtime.spec import StepContext
 from splitc.runtime.transport.base import PeerLost, Transport
-from tests.support.ranks import connected, on_ranks, on_seats, plan_of, rank_of
+from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of, rank_spec
 
 ONE_TO_ONE = plan_of(conv=(0, 4), fc=(0, 4))
 MANY_TO_ONE = plan_of(conv=(0, 3, 8), fc=(0, 8))
@@ -29,16 +31,14 @@ def there_and_back(plan: Plan, value: Tensor, dim: int, rows: int, sizes: tuple[
     shape = tuple(-1 if d == dim else n for d, n in enumerate(value.shape))
 
     def run(transport: Transport) -> Tensor:
-        rank = connected(plan, transport)
-        rank.begin(sizes)
-        (seat,) = rank.comms
-        first, last = seat.examples
-        with rank.one_step():
-            if seat.role == "conv":
-                seat.send(value.narrow(dim, first * rows, (last - first) * rows), "fc", dim, rows)
-                return seat.recv("fc", shape, value.dtype, rows)
-            received = seat.recv("conv", shape, value.dtype, rows)
-            seat.send(received * 2, "conv", dim, rows)
+        rank = rank_of(plan, transport)
+        with rank.step(context_of(rank, sizes)) as (comm,):
+            first, last = comm.examples
+            if comm.role == "conv":
+                comm.send(value.narrow(dim, first * rows, (last - first) * rows), "fc", dim, rows)
+                return comm.recv("fc", shape, value.dtype, rows)
+            received = comm.recv("conv", shape, value.dtype, rows)
+            comm.send(received * 2, "conv", dim, rows)
             return received
 
     return on_ranks(plan.world, run)
@@ -79,13 +79,14 @@ def test_in_a_batch_of_another_size_every_boundary_moves_with_its_readers(plan: 
 
 
 def test_a_boundary_inside_a_readers_part_divides_it_in_proportion() -> None:
-    def run(seat: RoleComm) -> list[tuple[int, int]]:
-        seat.rank.begin((4, 8))
-        smaller = seat.examples
-        seat.rank.begin()
-        return [smaller, seat.examples]
+    def run(transport: Transport) -> list[tuple[int, int]]:
+        rank = rank_of(plan_of(conv=(0, 8, 16), fc=(0, 4, 16)), transport)
+        begin(rank, (4, 8))
+        smaller = rank.comms[0].examples
+        begin(rank)
+        return [smaller, rank.comms[0].examples]
 
-    assert on_seats(plan_of(conv=(0, 8, 16), fc=(0, 4, 16)), run)[2:] == [[(0, 2), (0, 4)], [(2, 12), (4, 16)]]
+    assert on_ranks(4, run)[2:] == [[(0, 2), (0, 4)], [(2, 12), (4, 16)]]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=NAMES)
@@ -96,9 +97,8 @@ def test_whatever_the_sizes_the_parts_of_a_role_are_the_batch_without_gap_or_ove
         for role, ranks in plan.roles.items():
             parts = []
             for index in ranks:
-                rank = rank_of(plan, index)
-                rank.begin(sizes)
-                parts.append(rank.part(*plan.interval(role, index)))
+                step = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(sizes, initial=0)))
+                parts.append(step.interval(plan.interval(role, index)))
             assert parts[0][0] == 0
             assert parts[-1][1] == sum(sizes)
             assert all(before[1] == after[0] for before, after in pairwise(parts))
@@ -113,18 +113,14 @@ def test_a_piece_without_examples_is_not_sent_and_not_waited_for() -> None:
 
 
 def test_a_reader_that_is_compiled_for_no_examples_has_none_in_other_batches() -> None:
-    def run(seat: RoleComm) -> tuple[int, int]:
-        seat.rank.begin((2, 0))
-        return seat.examples
-
-    assert on_seats(plan_of(conv=(0, 4, 4)), run) == [(0, 2), (2, 2)]
+    assert on_comms(plan_of(conv=(0, 4, 4)), lambda comm: comm.examples, (2, 0)) == [(0, 2), (2, 2)]
 
 
 def test_sizes_that_leave_a_rank_without_examples_are_refused_on_every_rank_alike() -> None:
     def refused(transport: Transport) -> str:
-        rank = connected(ONE_TO_MANY, transport)
+        rank = rank_of(ONE_TO_MANY, transport)
         with pytest.raises(LaunchError) as caught:
-            rank.begin((2,))
+            rank.batch_offsets((2,))
         return str(caught.value)
 
     (text,) = set(on_ranks(4, refused))
@@ -132,8 +128,11 @@ def test_sizes_that_leave_a_rank_without_examples_are_refused_on_every_rank_alik
 
 
 def test_sizes_for_another_number_of_readers_are_refused() -> None:
-    with pytest.raises(LaunchError, match="sizes of 3 readers given, but 2 ranks read data"):
-        rank_of(MANY_TO_ONE, 0).begin((1, 1, 1))
+    def refused(transport: Transport) -> None:
+        with pytest.raises(LaunchError, match="sizes of 3 readers given, but 2 ranks read data"):
+            rank_of(MANY_TO_ONE, transport).batch_offsets((1, 1, 1))
+
+    on_ranks(3, refused)
 
 
 def test_a_received_tensor_is_contiguous_has_its_dtype_and_asks_for_no_gradient() -> None:
@@ -147,18 +146,17 @@ def test_a_received_tensor_is_contiguous_has_its_dtype_and_asks_for_no_gradient(
 
 def test_a_step_ends_only_when_all_that_it_sent_has_left() -> None:
     def sender(transport: Transport) -> list[bool]:
-        rank = connected(ONE_TO_ONE, transport)
+        rank = rank_of(ONE_TO_ONE, transport)
         works: list[Any] = []
         start = transport._isend
         transport._isend = lambda *message: works.append(start(*message)) or works[-1]  # type: ignore[method-assign,func-returns-value]
-        (seat,) = rank.comms
-        with rank.one_step():
-            if seat.role == "conv":
-                seat.send(torch.ones(4), "fc")
-                seat.send(torch.ones(4, 2), "fc")
+        with rank.step(context_of(rank)) as (comm,):
+            if comm.role == "conv":
+                comm.send(torch.ones(4), "fc")
+                comm.send(torch.ones(4, 2), "fc")
             else:
-                seat.recv("conv", (-1,), torch.float32)
-                seat.recv("conv", (-1, 2), torch.float32)
+                comm.recv("conv", (-1,), torch.float32)
+                comm.recv("conv", (-1, 2), torch.float32)
             inside = [work.waited for work in works]
         return inside + [work.waited for work in works]
 
@@ -169,9 +167,9 @@ def test_what_was_sent_may_not_change_within_the_step() -> None:
     """The test of the tests' own transport: it sees what a real one would send wrong."""
 
     def run(transport: Transport) -> None:
-        rank = connected(ONE_TO_ONE, transport)
-        with rank.one_step():
-            if rank.role == "conv":
+        rank = rank_of(ONE_TO_ONE, transport)
+        with rank.step(context_of(rank)):
+            if rank.spec.role == "conv":
                 value = torch.ones(4)
                 rank.comm("conv").send(value, "fc")
                 value.add_(1)
@@ -184,10 +182,10 @@ def test_what_was_sent_may_not_change_within_the_step() -> None:
 
 def test_a_rank_whose_step_broke_off_takes_no_other_step_and_says_why() -> None:
     def run(transport: Transport) -> str:
-        rank = connected(plan_of(all=(0, 4)), transport)
-        with pytest.raises(ZeroDivisionError), rank.one_step():
+        rank = rank_of(plan_of(all=(0, 4)), transport)
+        with pytest.raises(ZeroDivisionError), rank.step(context_of(rank)):
             1 / 0  # noqa: B018
-        with pytest.raises(LaunchError) as caught, rank.one_step():
+        with pytest.raises(LaunchError) as caught, rank.step(context_of(rank)):
             pass
         return str(caught.value)
 
@@ -196,9 +194,9 @@ def test_a_rank_whose_step_broke_off_takes_no_other_step_and_says_why() -> None:
 
 def test_a_rank_that_fails_in_a_step_releases_the_others_and_its_own_error_is_the_one_that_is_raised() -> None:
     def run(transport: Transport) -> None:
-        rank = connected(ONE_TO_ONE, transport)
-        with rank.one_step():
-            if rank.role == "conv":
+        rank = rank_of(ONE_TO_ONE, transport)
+        with rank.step(context_of(rank)):
+            if rank.spec.role == "conv":
                 raise KeyError("mine")
             with pytest.raises(PeerLost):
                 rank.comm("fc").recv("conv", (-1,), torch.float32)
@@ -209,24 +207,17 @@ def test_a_rank_that_fails_in_a_step_releases_the_others_and_its_own_error_is_th
 
 
 def test_a_missing_gradient_is_an_error_that_names_rank_and_role() -> None:
-    def run(seat: RoleComm) -> None:
-        if seat.role == "fc":
+    def run(comm: RoleComm) -> None:
+        if comm.role == "fc":
             with pytest.raises(RuntimeError, match="rank 1: no gradient arrived for what role conv sent"):
-                seat.send(None, "conv")
+                comm.send(None, "conv")
 
-    on_seats(ONE_TO_ONE, run)
-
-
-def test_a_rank_that_is_not_connected_says_so() -> None:
-    with pytest.raises(LaunchError, match="rank 0 is not connected"):
-        rank_of(ONE_TO_ONE, 0).sum_loss(torch.zeros(()))
-    with pytest.raises(LaunchError, match="role conv is not connected"):
-        rank_of(ONE_TO_ONE, 0).comm("conv").recv("fc", (-1,), torch.float32)
+    on_comms(ONE_TO_ONE, run)
 
 
 def test_a_rank_refuses_the_transport_of_another() -> None:
     def run(transport: Transport) -> None:
-        rank_of(ONE_TO_ONE, 1 - transport.rank).connect(transport)
+        Rank(rank_spec(ONE_TO_ONE, 1 - transport.rank), transport)
 
     with pytest.raises(LaunchError, match=r"this is rank [01] of 2, started as [01] of 2"):
         on_ranks(2, run)
@@ -234,13 +225,12 @@ def test_a_rank_refuses_the_transport_of_another() -> None:
 
 def test_a_rank_counts_the_bytes_that_it_sends() -> None:
     def run(transport: Transport) -> int:
-        rank = connected(MANY_TO_ONE, transport)
-        (seat,) = rank.comms
-        with rank.one_step():
-            if seat.role == "conv":
-                seat.send(torch.ones(seat.examples[1] - seat.examples[0], 2), "fc")
+        rank = rank_of(MANY_TO_ONE, transport)
+        with rank.step(context_of(rank)) as (comm,):
+            if comm.role == "conv":
+                comm.send(torch.ones(comm.examples[1] - comm.examples[0], 2), "fc")
             else:
-                seat.recv("conv", (-1, 2), torch.float32)
+                comm.recv("conv", (-1, 2), torch.float32)
         return rank.sent_bytes
 
     assert on_ranks(3, run) == [3 * 2 * 4, 5 * 2 * 4, 0]
@@ -254,11 +244,11 @@ def test_the_shares_of_the_ranks_means_sum_to_the_mean(sizes: tuple[int, ...] | 
     values = torch.randn(sum(sizes or (4, 4)), dtype=torch.float64)
 
     def run(transport: Transport) -> Tensor:
-        rank = connected(plan_of(all=(0, 4, 8)), transport)
-        rank.begin(sizes)
-        (seat,) = rank.comms
-        first, last = seat.examples
-        return seat.sum_loss(seat.scale_by_share(values[first:last].mean())).wait()
+        rank = rank_of(plan_of(all=(0, 4, 8)), transport)
+        begin(rank, sizes)
+        (comm,) = rank.comms
+        first, last = comm.examples
+        return comm.sum_loss(comm.scale_by_share(values[first:last].mean())).wait()
 
     for loss in on_ranks(2, run):
         torch.testing.assert_close(loss, values.mean())
@@ -272,48 +262,48 @@ def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
     scores, target = torch.randn(8, 5).to(dtype), torch.tensor([0, 1, -100, 3, -100, -100, -100, 2])
     weight = torch.rand(5).to(dtype) if weighted else None
 
-    def run(seat: RoleComm) -> Tensor:
-        first, last = seat.examples
+    def run(comm: RoleComm) -> Tensor:
+        first, last = comm.examples
         part = F.cross_entropy(scores[first:last], target[first:last], weight, reduction="sum")
-        return seat.sum_loss(part / seat.global_weight(target[first:last], weight)).wait()
+        return comm.sum_loss(part / comm.global_weight(target[first:last], weight)).wait()
 
     expected = F.cross_entropy(scores, target, weight)
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
-    for loss in on_seats(plan_of(all=(0, 4, 8)), run):
+    for loss in on_comms(plan_of(all=(0, 4, 8)), run):
         torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)  # checks the dtype too
 
 
 def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
     target = torch.tensor([[0, 1, 7], [7, 7, 2]])
 
-    def run(seat: RoleComm) -> Tensor:
-        first, last = seat.examples
-        return seat.global_weight(target[first:last], ignore_index=7)
+    def run(comm: RoleComm) -> Tensor:
+        first, last = comm.examples
+        return comm.global_weight(target[first:last], ignore_index=7)
 
-    assert on_seats(plan_of(all=(0, 1, 2)), run) == [3, 3]
+    assert on_comms(plan_of(all=(0, 1, 2)), run) == [3, 3]
 
 
 def test_a_total_is_summed_over_the_role_only_and_leaves_its_value_alone() -> None:
-    def run(seat: RoleComm) -> float:
-        value = torch.tensor(float(10**seat.rank.index), requires_grad=True)
-        total = seat.all_reduce_scalar(value)
+    def run(comm: RoleComm) -> float:
+        value = torch.tensor(float(10**comm._transport.rank), requires_grad=True)
+        total = comm.all_reduce_scalar(value)
         assert not total.requires_grad
-        assert float(value.detach()) == 10**seat.rank.index
+        assert float(value.detach()) == 10**comm._transport.rank
         return float(total)
 
-    assert on_seats(MANY_TO_ONE, run) == [11.0, 11.0, 100.0]
+    assert on_comms(MANY_TO_ONE, run) == [11.0, 11.0, 100.0]
 
 
 def test_the_loss_is_the_same_on_every_rank_and_is_summed_in_double_precision() -> None:
     parts = [1.0, 2.0**-24, 2.0**-24]  # in float32, one by one, 1 + 2**-24 is 1
 
-    def run(seat: RoleComm) -> Tensor:
-        contribution = torch.tensor(parts[seat.rank.index], requires_grad=True)
-        loss = seat.sum_loss(contribution)
+    def run(comm: RoleComm) -> Tensor:
+        contribution = torch.tensor(parts[comm._transport.rank], requires_grad=True)
+        loss = comm.sum_loss(contribution)
         assert loss.wait().dtype == torch.float32
         return loss.wait()
 
-    losses = on_seats(MANY_TO_ONE, run)
+    losses = on_comms(MANY_TO_ONE, run)
     assert [float(loss) for loss in losses] == [1 + 2.0**-23] * 3
     assert not any(loss.requires_grad for loss in losses)
     assert all(loss.dim() == 0 for loss in losses)

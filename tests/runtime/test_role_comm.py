@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splitc.ir.plan import Grouping, Plan, piece
+from splitc.ir.plan import Grouping, Plan
 from splitc.runtime.role_comm import RoleComm
+from splitc.runtime.spec import microbatch_examples
 from splitc.runtime.transport.base import Transport
-from tests.support.ranks import connected, on_ranks, on_seats, plan_of
+from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
 
 Sizes = tuple[int, ...] | None
 
@@ -62,22 +63,21 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
     template = tuple(-1 if d == dim else n for d, n in enumerate(shape))
 
     def run(transport: Transport) -> tuple[dict[str, Tensor], int, int]:
-        rank = connected(plan, transport)
-        rank.begin(sizes)
-        seats = {seat.role: seat for seat in rank.comms}
+        rank = rank_of(plan, transport)
+        comms = {comm.role: comm for comm in rank.comms}
         found, given = {}, 0
-        with rank.one_step():
-            if (conv := seats.get("conv")) is not None:
+        with rank.step(context_of(rank, sizes)):
+            if (conv := comms.get("conv")) is not None:
                 first, last = conv.examples
                 conv.send(value.narrow(dim, first * rows, (last - first) * rows), "fc", dim, rows)
-            if (fc := seats.get("fc")) is not None:
+            if (fc := comms.get("fc")) is not None:
                 found["fc"] = fc.recv("conv", template, value.dtype, rows)
                 fc.send(found["fc"] * 2, "conv", dim, rows)
             if conv is not None:
                 found["conv"] = conv.recv("fc", template, value.dtype, rows)
-        for seat in rank.comms:
-            a, b = seat.examples
-            other = rank.comm("fc" if seat.role == "conv" else "conv").examples if len(rank.comms) == 2 else (0, 0)
+        for comm in rank.comms:
+            a, b = comm.examples
+            other = rank.comm("fc" if comm.role == "conv" else "conv").examples if len(rank.comms) == 2 else (0, 0)
             kept = max(0, min(b, other[1]) - max(a, other[0]))
             given += (b - a - kept) * value.nbytes // sum(sizes)
         return found, rank.sent_bytes, given
@@ -91,9 +91,9 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
 
 def test_what_is_handed_over_arrives_in_the_order_in_which_it_was_given() -> None:
     def run(transport: Transport) -> list[list[float]]:
-        rank = connected(in_both((0, 2, 4), (0, 1), (0, 3, 4)), transport)
+        rank = rank_of(in_both((0, 2, 4), (0, 1), (0, 3, 4)), transport)
         conv, fc = rank.comm("conv"), rank.comm("fc")
-        with rank.one_step():
+        with rank.step(context_of(rank)):
             for k in range(3):
                 conv.send(torch.full((2,), 10.0 * k + rank.index), "fc")
             return [fc.recv("conv", (-1,), torch.float32).tolist() for _ in range(3)]
@@ -105,7 +105,7 @@ def test_what_is_handed_over_arrives_in_the_order_in_which_it_was_given() -> Non
 
 def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
     def run(transport: Transport) -> None:
-        rank = connected(in_both((0, 4), (0,), (0, 4)), transport)
+        rank = rank_of(in_both((0, 4), (0,), (0, 4)), transport)
         value = torch.randn(4, 2, requires_grad=True)
         rank.comm("conv").send(value * 1, "fc")
         got = rank.comm("fc").recv("conv", (-1, 2), torch.float32)
@@ -117,14 +117,13 @@ def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
     on_ranks(1, run)
 
 
-def test_a_rank_with_two_seats_says_both_roles_and_its_step_gets_both() -> None:
+def test_a_rank_with_two_comms_says_both_roles_and_its_step_gets_both() -> None:
     def run(transport: Transport) -> tuple[str, list[str]]:
-        rank = connected(in_both((0, 4), (0, 1), (0, 2, 4), world=3), transport)
-        views = [view.role for view in rank.views]
-        assert rank.comms == () or rank.views == rank.comms
-        assert all(seat.rank is rank and rank.comm(seat.role) is seat for seat in rank.comms)
-        assert rank.examples_of(1, "fc") == (2, 4) and rank.examples_of(0, "conv") == (0, 4)
-        return rank.role, views
+        rank = rank_of(in_both((0, 4), (0, 1), (0, 2, 4), world=3), transport)
+        roles = [comm.role for comm in rank.comms]
+        assert all(rank.comm(comm.role) is comm for comm in rank.comms)
+        assert rank._examples[1, "fc"] == (2, 4) and rank._examples[0, "conv"] == (0, 4)
+        return rank.spec.role, roles
 
     assert on_ranks(3, run) == [("conv and fc", ["conv", "fc"]), ("fc", ["fc"]), ("idle", ["idle"])]
 
@@ -135,11 +134,10 @@ def test_a_rank_with_two_seats_says_both_roles_and_its_step_gets_both() -> None:
 def in_turns(plan: Plan, sizes: Sizes, function: Callable[[RoleComm], Tensor]) -> list[dict[int, Tensor]]:
     """What `function` gives on each rank in each turn that is not left out."""
 
-    def run(seat: RoleComm) -> dict[int, Tensor]:
-        seat.rank.begin(sizes)
-        return {turn: function(seat) for turn in seat.turns(turns_of(plan))}
+    def run(comm: RoleComm) -> dict[int, Tensor]:
+        return {turn: function(comm) for turn in comm.microbatches(turns_of(plan))}
 
-    return on_seats(plan, run)
+    return on_comms(plan, run, sizes)
 
 
 def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, int]]:
@@ -147,7 +145,9 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
     bounds = list(accumulate(sizes or plan.local_batches, initial=0))
     members = plan.group("all", rank)
     scheme = plan.groups["all"].scheme
-    return [piece((bounds[m], bounds[m + 1]), scheme, k, turn, len(members)) for k, m in enumerate(members)]
+    return [
+        microbatch_examples((bounds[m], bounds[m + 1]), scheme, k, turn, len(members)) for k, m in enumerate(members)
+    ]
 
 
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
@@ -160,9 +160,9 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
     shape = (total * rows, 3) if dim == 0 else (3, total * rows)
     value = torch.arange(total * rows * 3).reshape(shape)
 
-    def own(seat: RoleComm) -> Tensor:
-        first, last = seat.examples
-        return seat.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
+    def own(comm: RoleComm) -> Tensor:
+        first, last = comm.examples
+        return comm.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
 
     gathered = in_turns(plan, sizes, own)
     seen = []
@@ -184,19 +184,18 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
     total = sum(sizes or plan.local_batches)
     whole = torch.randn(total, 2, dtype=torch.float64)
 
-    def run(seat: RoleComm) -> tuple[Tensor, int, int]:
-        seat.rank.begin(sizes)
-        back, (first, last), members = [], seat.examples, seat.members
-        factor = members.index(seat.rank.index) + 1 if partial else 1
-        before = sent = seat.sent_bytes
-        for _ in seat.turns(turns_of(plan)):
-            gathered = seat.modulo(whole[first:last])
-            before = seat.sent_bytes
-            back.append(seat.modulo_grad(gathered * factor, partial=partial))
-            sent += seat.sent_bytes - before
+    def run(comm: RoleComm) -> tuple[Tensor, int, int]:
+        back, (first, last), members = [], comm.examples, comm.members
+        factor = members.index(comm._transport.rank) + 1 if partial else 1
+        before = sent = comm.sent_bytes
+        for _ in comm.microbatches(turns_of(plan)):
+            gathered = comm.modulo(whole[first:last])
+            before = comm.sent_bytes
+            back.append(comm.modulo_grad(gathered * factor, partial=partial))
+            sent += comm.sent_bytes - before
         return torch.cat(back), sent, last - first
 
-    for rank, (gradient, sent, own) in enumerate(on_seats(plan, run)):
+    for rank, (gradient, sent, own) in enumerate(on_comms(plan, run, sizes)):
         members = plan.group("all", rank)
         first = sum((sizes or plan.local_batches)[:rank])
         times = sum(range(1, len(members) + 1)) if partial else 1
@@ -214,21 +213,20 @@ def test_keep_takes_ones_own_examples_and_spread_gathers_their_gradients(
     total = sum(sizes or plan.local_batches)
     value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
 
-    def run(seat: RoleComm) -> Tensor:
-        seat.rank.begin(sizes)
-        kept, (first, last), position = [], seat.examples, seat.members.index(seat.rank.index)
-        for turn in seat.turns(turns_of(plan)):
-            gathered = seat.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
-            before = seat.sent_bytes
-            kept.append(seat.slice_batch(gathered, dim, rows))
-            a, b = pieces(plan, sizes, seat.rank.index, turn)[position]
+    def run(comm: RoleComm) -> Tensor:
+        kept, (first, last), position = [], comm.examples, comm.members.index(comm._transport.rank)
+        for turn in comm.microbatches(turns_of(plan)):
+            gathered = comm.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
+            before = comm.sent_bytes
+            kept.append(comm.slice_batch(gathered, dim, rows))
+            a, b = pieces(plan, sizes, comm._transport.rank, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
-            assert seat.sent_bytes == before
-            assert torch.equal(seat.all_gather_grad(kept[-1], dim, rows), gathered)
-            assert seat.sent_bytes == before + (len(seat.members) - 1) * kept[-1].nbytes
+            assert comm.sent_bytes == before
+            assert torch.equal(comm.all_gather_grad(kept[-1], dim, rows), gathered)
+            assert comm.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
-    assert torch.equal(torch.cat(on_seats(plan, run), dim), value)
+    assert torch.equal(torch.cat(on_comms(plan, run, sizes), dim), value)
 
 
 EMPTY = [
@@ -244,23 +242,22 @@ EMPTY = [
 
 @pytest.mark.parametrize(("plan", "sizes", "busy"), EMPTY)
 def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: Sizes, busy: list[int]) -> None:
-    def run(seat: RoleComm) -> list[tuple[int, bool]]:
-        seat.rank.begin(sizes)
-        return [(turn, seat._sums_now) for turn in seat.turns(turns_of(plan))]
+    def run(comm: RoleComm) -> list[tuple[int, bool]]:
+        return [(turn, comm._in_last_microbatch) for turn in comm.microbatches(turns_of(plan))]
 
     expected = [(turn, turn == busy[-1]) for turn in busy]  # gradients are summed in the last one that there is
-    assert on_seats(plan, run) == [expected] * plan.world
+    assert on_comms(plan, run, sizes) == [expected] * plan.world
 
 
 def test_a_loop_over_turns_that_breaks_off_leaves_the_seat_as_it_was() -> None:
-    def run(seat: RoleComm) -> None:
+    def run(comm: RoleComm) -> None:
         with pytest.raises(KeyError):
-            for _ in seat.turns(4):
+            for _ in comm.microbatches(4):
                 raise KeyError
-        assert seat._sums_now
-        assert seat._rows() == seat._rows(0)
+        assert comm._in_last_microbatch
+        assert comm._microbatch == 0
 
-    on_seats(grouped(4, "B/K"), run)
+    on_comms(grouped(4, "B/K"), run)
 
 
 @pytest.mark.parametrize("plan", [plan_of(all=(0, 3, 8)), *GROUPED])
@@ -268,13 +265,12 @@ def test_a_loop_over_turns_that_breaks_off_leaves_the_seat_as_it_was() -> None:
 def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float) -> None:
     sizes = tuple(max(1, int(size * share)) for size in plan.local_batches)
 
-    def run(seat: RoleComm) -> float:
-        seat.rank.begin(sizes)
+    def run(comm: RoleComm) -> float:
         one = torch.ones((), dtype=torch.float64)
-        shares = [float(seat.scale_by_share(one)) for _ in seat.turns(turns_of(plan) if plan.groups else 1)]
-        return sum(shares) if seat.members[0] == seat.rank.index else 0.0  # a group's loss counts once
+        shares = [float(comm.scale_by_share(one)) for _ in comm.microbatches(turns_of(plan) if plan.groups else 1)]
+        return sum(shares) if comm.members[0] == comm._transport.rank else 0.0  # a group's loss counts once
 
-    assert sum(on_seats(plan, run)) == pytest.approx(1.0, rel=1e-14)
+    assert sum(on_comms(plan, run, sizes)) == pytest.approx(1.0, rel=1e-14)
 
 
 # -- what a group has alike --------------------------------------------------------------------------------------------
@@ -282,32 +278,32 @@ def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float)
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 1111.0), (2, 101.0), (4, 1.0)])
 def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, expected: float) -> None:
-    def run(seat: RoleComm) -> float:
-        contribution = torch.tensor(float(10**seat.rank.index), requires_grad=True)
-        loss = seat.sum_loss(contribution).wait()
-        assert float(contribution.detach()) == 10**seat.rank.index and not loss.requires_grad
+    def run(comm: RoleComm) -> float:
+        contribution = torch.tensor(float(10**comm._transport.rank), requires_grad=True)
+        loss = comm.sum_loss(contribution).wait()
+        assert float(contribution.detach()) == 10**comm._transport.rank and not loss.requires_grad
         return float(loss)
 
-    assert on_seats(grouped(size, "B/K"), run) == [expected] * 4
+    assert on_comms(grouped(size, "B/K"), run) == [expected] * 4
 
 
 def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
-    def run(seat: RoleComm) -> float:
-        return float(seat.all_reduce_scalar(torch.tensor(float(10**seat.rank.index))))
+    def run(comm: RoleComm) -> float:
+        return float(comm.all_reduce_scalar(torch.tensor(float(10**comm._transport.rank))))
 
-    assert on_seats(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
+    assert on_comms(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
 
 
 def drops(plan: Plan, **options: bool) -> list[list[Tensor]]:
     """The masks that each rank draws in its turns, for a value of as many examples as a turn has."""
 
-    def run(seat: RoleComm) -> list[Tensor]:
+    def run(comm: RoleComm) -> list[Tensor]:
         return [
-            seat.dropout(torch.ones(sum(seat._rows()), 500), 0.5, layer="drop", **options) == 0
-            for _ in seat.turns(turns_of(plan))
+            comm.dropout(torch.ones(sum(comm._group_rows(1)), 500), 0.5, layer="drop", **options) == 0
+            for _ in comm.microbatches(turns_of(plan))
         ]
 
-    return on_seats(plan, run)
+    return on_comms(plan, run)
 
 
 def unrelated(a: Tensor, b: Tensor) -> bool:
@@ -343,18 +339,20 @@ def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan:
     inputs = torch.randn(total, 3, dtype=torch.float64)
     replicas = len(plan.replicas("all", 0))
 
-    def run(seat: RoleComm) -> tuple[Tensor, int]:
-        seat.rank.begin(sizes)
+    def run(transport: Transport) -> tuple[Tensor, int]:
+        rank = rank_of(plan, transport)
+        begin(rank, sizes)
+        (comm,) = rank.comms
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-        first, last = seat.examples
-        for _ in seat.turns(turns_of(plan)):
-            gathered = seat.modulo(inputs[first:last])
-            with seat.all_reduce(stage, (("weight",),)):
+        first, last = comm.examples
+        for _ in comm.microbatches(turns_of(plan)):
+            gathered = comm.modulo(inputs[first:last])
+            with comm.all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
         assert stage.weight.grad is not None
-        return stage.weight.grad, seat.rank.sent_bytes - seat.sent_bytes
+        return stage.weight.grad, rank.sent_bytes - comm.sent_bytes
 
-    for gradient, sent in on_seats(plan, run):
+    for gradient, sent in on_ranks(plan.world, run):
         torch.testing.assert_close(gradient[0], inputs.sum(0))
         assert sent == 2 * (replicas - 1) * 3 * 8 // replicas
 
@@ -363,47 +361,49 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
     plan = grouped(2, "B", "every", bounds=(0, 4, 8, 12, 16))
     inputs = torch.randn(16, 3)
 
-    def run(seat: RoleComm) -> tuple[list[Tensor], list[str]]:
-        stage = nn.Linear(3, 1, bias=False)
+    def run(transport: Transport) -> tuple[list[Tensor], list[str]]:
         told: list[str] = []
+        (comm,) = rank_of(plan, transport, told.append).comms
+        stage = nn.Linear(3, 1, bias=False)
         gradients: list[Tensor] = []
-        seat.rank.update = told.append
-        first, last = seat.examples
-        for _ in seat.turns(2):
+        first, last = comm.examples
+        for _ in comm.microbatches(2):
             stage.zero_grad()
-            gathered = seat.modulo(inputs[first:last])
-            with seat.all_reduce(stage, (("weight",),)):
+            gathered = comm.modulo(inputs[first:last])
+            with comm.all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
             assert stage.weight.grad is not None
             gradients.append(stage.weight.grad[0].clone())
-            seat.update()
+            comm.update()
         return gradients, told
 
     expected = [inputs[0:4].sum(0) + inputs[8:12].sum(0), inputs[4:8].sum(0) + inputs[12:16].sum(0)]
-    for gradients, told in on_seats(plan, run):
+    for gradients, told in on_ranks(plan.world, run):
         torch.testing.assert_close(gradients, expected)
         assert told == ["all", "all"]
 
 
 def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
-    def run(seat: RoleComm) -> list[int]:
+    def run(transport: Transport) -> list[int]:
+        rank = rank_of(plan_of(all=(0, 4, 8)), transport)
         stage, sent = nn.Linear(3, 1, bias=False), []
-        for seat.rank.updates_now in (False, False, True):
-            with seat.all_reduce(stage, (("weight",),)):
-                stage(torch.full((1, 3), 10.0**seat.rank.index)).sum().backward()
-            sent.append(seat.rank.sent_bytes)
+        for is_last in (False, False, True):
+            begin(rank, is_last=is_last)
+            with rank.comms[0].all_reduce(stage, (("weight",),)):
+                stage(torch.full((1, 3), 10.0**transport.rank)).sum().backward()
+            sent.append(rank.sent_bytes)
         assert stage.weight.grad is not None
         assert torch.equal(stage.weight.grad, torch.full((1, 3), 33.0))
         return sent
 
-    assert on_seats(plan_of(all=(0, 4, 8)), run) == [[0, 0, 12], [0, 0, 12]]
+    assert on_ranks(2, run) == [[0, 0, 12], [0, 0, 12]]
 
 
 def test_a_missing_gradient_of_gathered_examples_names_rank_and_role() -> None:
-    def run(seat: RoleComm) -> None:
+    def run(comm: RoleComm) -> None:
         with pytest.raises(
-            RuntimeError, match=f"rank {seat.rank.index}: no gradient arrived for what role all gathered"
+            RuntimeError, match=f"rank {comm._transport.rank}: no gradient arrived for what role all gathered"
         ):
-            seat.modulo_grad(None)
+            comm.modulo_grad(None)
 
-    on_seats(grouped(2, "BK"), run)
+    on_comms(grouped(2, "BK"), run)

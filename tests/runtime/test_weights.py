@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
+from splitc.runtime.spec import Shard
 from splitc.runtime.weights import Tree, build, first_names, part_of
 
 CPU = torch.device("cpu")
@@ -127,7 +128,12 @@ def test_tensors_without_elements_and_parts_of_a_tensor_are_not_taken_for_tied()
 
 def test_a_stage_takes_its_parts_of_weights_and_the_whole_of_the_others() -> None:
     given = {name: torch.randn(t.shape) if t.is_floating_point() else t for name, t in weights().items()}
-    shares = {"body.0.weight": (0, 1, 4), "body.0.bias": (0, 1, 4), "head.weight": (1, 3, 4), "head.bias": (0, 2, 2)}
+    shares = {
+        "body.0.weight": Shard(0, 1, 4),
+        "body.0.bias": Shard(0, 1, 4),
+        "head.weight": Shard(1, 3, 4),
+        "head.bias": Shard(0, 2, 2),
+    }
     stage = build(Stage, given, CPU, shares)
     for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
         assert torch.equal(tensor, part_of(given[name], shares.get(name))), name
@@ -141,7 +147,7 @@ def test_a_stage_takes_its_parts_of_weights_and_the_whole_of_the_others() -> Non
 
 
 def test_a_part_keeps_no_memory_of_the_whole() -> None:
-    stage = build(Stage, weights(), CPU, {"body.0.weight": (0, 0, 1), "head.weight": (1, 0, 1)})
+    stage = build(Stage, weights(), CPU, {"body.0.weight": Shard(0, 0, 1), "head.weight": Shard(1, 0, 1)})
     for name in ("body.0.weight", "head.weight"):
         parameter = stage.get_parameter(name)
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
@@ -149,7 +155,7 @@ def test_a_part_keeps_no_memory_of_the_whole() -> None:
 
 def test_tied_parameters_of_which_a_stage_has_a_part_stay_tied() -> None:
     values = torch.randn(5, 3)
-    share = (0, 2, 5)
+    share = Shard(0, 2, 5)
     given = {"embed.weight": values, "head.weight": values}
     stage = build(Tied, given, CPU, {"embed.weight": share, "head.weight": share})
     assert stage.get_parameter("head.weight") is stage.get_parameter("embed.weight")

@@ -139,16 +139,15 @@ def test_dropout_is_repeated_with_its_seed_and_differs_between_steps_and_seeds()
     assert not set(losses(1)) & set(first)
 
 
-def test_drops_turns_dropout_off_in_training() -> None:
+def test_a_worker_without_dropout_drops_nothing_in_training() -> None:
     model = Net(norm=False, drop=0.5)
     program, batches = compile_net(model), [batch_of(8)]
 
     def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        worker.drops = False
         return train(worker, batches)
 
     model.drop.p = 0.0
-    assert on_workers(program, run)[0][0] == pytest.approx(one_process(model, batches)[0], rel=1e-5)
+    assert on_workers(program, run, dropout=False)[0][0] == pytest.approx(one_process(model, batches)[0], rel=1e-5)
 
 
 def on_the_wire(transport: Transport) -> list[Any]:

@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.memory.live_storage import HELD, SAVED, LiveStorage
-from splitc.runtime.launch.main import open_worker, synthetic
+from splitc.runtime.launch.main import load_worker, synthetic
 from splitc.runtime.launch.torchrun import torchrun
+from splitc.runtime.transport.distributed import init
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.worker import Worker
 from tests.support.ranks import sgd, worker_of
@@ -56,7 +57,7 @@ def in_processes(program: CompiledProgram, folder: Path) -> list[Measured]:
 
 def follow(worker: Worker, accumulate: int = 1) -> Measured:
     """An update of a rank that has made one before, so that its optimizer has its state."""
-    batches = synthetic(worker.rank)
+    batches = synthetic(worker.rank.spec)
     for _ in range(accumulate):
         worker.step(*next(batches))
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
@@ -106,7 +107,7 @@ def allocator_peak(program: CompiledProgram, optimizer: Any = sgd) -> int:
 
     def run(transport: Any) -> int:
         worker = worker_of(program, transport, optimizer)
-        batches = synthetic(worker.rank)
+        batches = synthetic(worker.rank.spec)
         worker.step(*next(batches))
         batch = next(batches)
         for parameter in worker.stage.parameters():
@@ -141,6 +142,6 @@ def _nbytes(tensors: Any) -> int:
 
 if __name__ == "__main__":
     build, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    this = open_worker(build, ranks, sgd)
+    this = load_worker(build, init(ranks), sgd)
     (build / f"{this.rank.index}.json").write_text(json.dumps(asdict(follow(this))))
     this.rank.transport.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from splitc.ir.plan import Plan
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.rank import Rank
 from splitc.runtime.role_comm import RoleComm
+from splitc.runtime.spec import RankSpec, RoleSpec, Route, StepContext
 from splitc.runtime.transport.base import Transport, Work
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import first_names
@@ -87,46 +88,59 @@ def plan_of(**bounds: tuple[int, ...]) -> Plan:
     return Plan("by hand", first, roles, {}, bounds)
 
 
-def rank_of(plan: Plan, index: int, **options: Any) -> Rank:
-    """The rank that codegen would write for `plan`, with a seat for each of its roles."""
-    return Rank(
+def rank_spec(plan: Plan, index: int, **options: Any) -> RankSpec:
+    """The description of rank `index` that codegen would write for `plan`."""
+    return RankSpec(
         index,
         plan.world,
-        tuple(seat_of(plan, role, index) for role in plan.roles_of(index)),
+        tuple(role_spec(plan, role, index) for role in plan.roles_of(index)) or (RoleSpec("idle", replicas=(index,)),),
         readers=plan.roles[plan.reader],
-        bounds=plan.batch_offsets[plan.reader],
+        batch_offsets=plan.batch_offsets[plan.reader],
         **options,
     )
 
 
-def seat_of(plan: Plan, role: str, index: int) -> RoleComm:
-    """The place of rank `index` in a role of `plan`."""
+def role_spec(plan: Plan, role: str, index: int) -> RoleSpec:
+    """What rank `index` does in a role of `plan`."""
     grouping = plan.groups.get(role)
-    return RoleComm(
+    others = [other for other in plan.roles if other != role]
+    return RoleSpec(
         role,
         examples=plan.interval(role, index),
         replicas=plan.replicas(role, index),
-        routes={other: plan.routes(index, role, other) for other in plan.roles if other != role},
+        routes={other: tuple(Route(*route) for route in plan.routes(index, role, other)) for other in others},
         group=plan.group(role, index) if grouping else (),
         scheme=grouping.scheme if grouping else "BK",
-        updates=grouping.updates if grouping else "once",
-        algorithm=plan.all_reduce,
+        updated_every_microbatch=("weight",) if grouping and grouping.updates == "every" else (),
+        all_reduce=plan.all_reduce,
     )
 
 
-def connected(plan: Plan, transport: Transport, seed: int = 0) -> Rank:
-    """This transport's rank of `plan`, which has come alive."""
-    rank = rank_of(plan, transport.rank)
-    rank.connect(transport, seed)
-    return rank
+def rank_of(plan: Plan, transport: Transport, update: Callable[[str], None] = lambda role: None) -> Rank:
+    """This transport's rank of `plan`."""
+    return Rank(rank_spec(plan, transport.rank), transport, update)
 
 
-def on_seats(plan: Plan, function: Callable[[RoleComm], Result], role: str = "", seed: int = 0) -> list[Result]:
-    """Call `function` with the seat of every rank: the one in `role`, else its first."""
+def begin(rank: Rank, sizes: Sequence[int] | None = None, **options: Any) -> None:
+    """Begin a step in which reader k has `sizes[k]` examples, on all communicators of a rank."""
+    for comm in rank.comms:
+        comm.begin(context_of(rank, sizes, **options))
+
+
+def context_of(rank: Rank, sizes: Sequence[int] | None = None, **options: Any) -> StepContext:
+    """A step in which reader k has `sizes[k]` examples."""
+    return StepContext(rank.spec.batch_offsets, rank.batch_offsets(sizes), **options)
+
+
+def on_comms(
+    plan: Plan, function: Callable[[RoleComm], Result], sizes: Sequence[int] | None = None, **options: Any
+) -> list[Result]:
+    """Call `function` with the first communicator of every rank, in a step of these sizes."""
 
     def run(transport: Transport) -> Result:
-        rank = connected(plan, transport, seed)
-        return function(rank.comm(role) if role else rank.comms[0])
+        rank = rank_of(plan, transport)
+        begin(rank, sizes, **options)
+        return function(rank.comms[0])
 
     return on_ranks(plan.world, run)
 
@@ -220,7 +234,7 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor] | None]:
     """The losses of these global batches, and on rank 0 the state after them."""
     worker.use_sizes(sizes)
-    shares = sizes or [worker.rank.bounds[k + 1] - worker.rank.bounds[k] for k in range(worker.data_world)]
+    shares = sizes or [b - a for a, b in pairwise(worker.rank.spec.batch_offsets)]
     losses = [float(worker.step(*part_of(worker, batch, shares))) for batch in batches]
     return losses, worker.state_dict()
 

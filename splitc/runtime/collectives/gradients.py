@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,20 +10,21 @@ from torch import Tensor, nn
 
 from ..transport import doubling
 from ..transport.base import Transport, Work
+from ..transport.messages import Messages
 
 Buckets = Sequence[Sequence[str]]
 
 
 class GradientSum:
-    """The buckets of one stage.
+    """The all-reduces of one stage's gradient buckets.
 
-    Buckets start strictly in their order, also when a later one fills first: every rank has one order on the wire.  A
-    parameter that the loss does not reach counts as zero on the wire and keeps `.grad` None: its replicas run the same
-    program and reach it no more, and an optimizer passes it over as in one process.
+    Buckets start strictly in their order, even when a later one fills first, so that all ranks have one order on the
+    wire.  A parameter that the loss does not reach counts as zero on the wire and keeps `.grad` None, so that an
+    optimizer skips it as in one process; its replicas run the same program and do not reach it either.
     """
 
     def __init__(self, stage: nn.Module, buckets: Buckets, algorithm: str = "backend") -> None:
-        self.stage, self._algorithm = stage, algorithm
+        self._algorithm = algorithm
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
         self._awaited: list[set[nn.Parameter]] = []
@@ -42,9 +43,9 @@ class GradientSum:
 
     @contextmanager
     def while_backward(self, transport: Transport, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Start sums as the backward inside fills buckets; on leaving, every gradient is the sum over `ranks`.
+        """Start all-reduces as the backward inside fills buckets; on leaving, every gradient is the sum over `ranks`.
 
-        The gradients then are parts of their bucket's sum: no second copy of them is kept.
+        The gradients are then views of their bucket's sum: no second copy of them is kept.
         """
         self._awaited = [set(bucket) for bucket in self._buckets]
         self._started, self._call = [], (transport, ranks)
@@ -52,7 +53,7 @@ class GradientSum:
             yield
         finally:
             self._call = None
-        while len(self._started) < len(self._buckets):  # what the loss does not reach
+        while len(self._started) < len(self._buckets):  # parameters that the loss does not reach
             self._start(transport, ranks)
         for (total, work), bucket in zip(self._started, self._buckets, strict=True):
             work.wait()
@@ -77,3 +78,19 @@ class GradientSum:
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
         self._started.append((flat, sum_up(transport, flat, ranks)))
+
+
+def all_reduce_tied(messages: Messages, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
+    """Sum the gradients of tied parameters over the ranks that hold a copy of them.  tied: parameter -> its ranks."""
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
+    under_way = []
+    for name, ranks in tied.items():
+        parameter = parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        total = parameter.grad.contiguous()
+        under_way.append((parameter, total, messages.transport.all_reduce(total, ranks)))
+        messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+    for parameter, total, work in under_way:
+        work.wait()
+        parameter.grad = total

@@ -1,4 +1,4 @@
-"""The loss over all ranks: a sum under way, and what a weighted mean divides by."""
+"""The loss over all ranks: its all-reduce, and the denominator of a weighted mean."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..transport.base import Work
+from ..transport.messages import Messages
 
 
 class Loss:
-    """A global loss that may still be on its way."""
+    """A global loss whose all-reduce may still be under way."""
 
     def __init__(self, total: Tensor, work: Work, dtype: torch.dtype) -> None:
         self._total, self._work, self._dtype = total, work, dtype
@@ -20,11 +21,19 @@ class Loss:
         return self._total.to(self._dtype)
 
 
+def sum_loss(messages: Messages, contribution: Tensor) -> Loss:
+    """Start to sum the ranks' contributions in float64; the loss has the dtype of the contribution."""
+    transport = messages.transport
+    total = contribution.detach().to(transport.device, torch.float64, copy=True)
+    messages.count(2 * (transport.world - 1) * total.nbytes // transport.world)
+    return Loss(total, transport.all_reduce(total, tuple(range(transport.world))), contribution.dtype)
+
+
 def target_weight(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
     """The sum of the weights of `target`'s classes, 0-d: what `reduction="mean"` of a cross entropy divides by.
 
-    target: class numbers of any shape.  weight: (classes,) or None for 1 each; the sum then is a whole number, so that
-    a loss divided by it keeps its dtype.  Targets of `ignore_index` weigh nothing.
+    target: class numbers of any shape.  weight: (classes,), or None for 1 each; the sum then is an integer, so that a
+    loss divided by it keeps its dtype.  Targets of `ignore_index` have weight 0.
     """
     counted = target != ignore_index
     if weight is None:

@@ -1,16 +1,18 @@
-"""What ranks that share the layers of one model do together: gather and scatter features, or examples.
+"""Model parallelism within a group of ranks: gather and scatter features or examples.
 
-A `Group` carries what Krizhevsky's scheme for linear layers needs, which SplitBrain calls modulo and shard layers: the
-members work on the same examples, and each holds a part of every weight.
+A `Group` carries out Krizhevsky's scheme for linear layers, whose collectives SplitBrain calls modulo and shard layers:
+the members work on the same examples, and each holds a shard of every weight.
 
-    gather_examples   before the first sharded layer: every member gets the examples of all (modulo layer, forward)
-    gather_features   after a column-split layer: every member gets all features (shard layer)
-    enter             before a column-split layer whose input all members already have
-    reduce_from_group      after a row-split layer: its outputs are parts of a sum
-    return_examples   the gradients of a member's own examples go back to it (modulo layer, backward)
+    gather_examples     before the first sharded layer: every member gets all members' examples (modulo, forward)
+    scatter_gradients   its adjoint: every member gets the gradient of its own examples (modulo, backward)
+    gather_features     after a column-split layer: every member gets all features (shard)
+    copy_to_group       before a column-split layer whose input all members already have
+    reduce_from_group   after a row-split layer: the members' outputs are summed
+    slice_examples      each member's own examples out of gathered ones
+    gather_gradients    its adjoint
 
-Whether the members' gradients are parts of a sum (`partial`) is what the caller must know: they are when each member
-went on with a part of the work from there, and are the whole gradient, alike on all, when all did the same.
+The caller says whether the members' gradients are summands (`partial`).  They are when the layers after the collective
+are sharded; they are identical on all members when these layers are replicated.
 
 Those with gradients differentiate once.  They are collective in forward and in backward: a backward that reaches one
 of them on one member must reach it on all, in the same order.
@@ -29,11 +31,11 @@ from ..transport.base import Transport, describe
 
 
 class Group:
-    """This rank's side of a group; a group of one rank passes everything through.
+    """One rank's communication within a group; in a group of one rank every operation is the identity.
 
-    ranks: the members, sorted.  index: this rank's position among them.  size: how many they are.
-    sent_bytes: payload this rank has sent for the group, by definition: (n-1) times its own part for a gather, the
-    parts of the others for a scatter, and 2 (n-1)/n of the tensor for a sum, as on a ring.
+    ranks: the members, sorted.  index: this rank's position among them.  size: the number of members.
+    sent_bytes: payload bytes that this rank has sent: (n-1) times its own tensor for a gather, the pieces of the other
+    members for a reduce-scatter, and 2 (n-1)/n of the tensor for an all-reduce, as on a ring.
 
     Raises ValueError when `ranks` do not hold this one.
     """
@@ -52,8 +54,8 @@ class Group:
     def gather_features(self, x: Tensor, widths: Sequence[int], partial: bool) -> Tensor:
         """The whole (..., sum(widths)) of which `x` is this member's slice, (..., widths[index]).
 
-        partial: the gradients are parts of a sum, and each member gets the sum of its slices; else its own slice of
-        the one gradient that all members have, and nothing is sent.
+        partial: backward is a reduce-scatter of the members' gradients; else it slices the gradient, which all members
+        have, and sends nothing.
         """
         self._check("gather_features", x, widths, -1)
         if self.size == 1:
@@ -62,17 +64,17 @@ class Group:
         return whole
 
     def copy_to_group(self, x: Tensor) -> Tensor:
-        """`x`, alike on all members, as an input of sharded layers: its gradients are summed over the group."""
+        """`x`, equal on all members, as an input of sharded layers; backward all-reduces its gradient."""
         if self.size == 1:
             return x
-        same: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        same: Tensor = _CopyToGroup.apply(x, self)  # type: ignore[no-untyped-call]
         return same
 
     def reduce_from_group(self, x: Tensor) -> Tensor:
-        """The sum of the members' `x`; the gradient, alike on all members, goes to each of them."""
+        """The sum of the members' `x`; backward is the identity, since all members have the same gradient."""
         if self.size == 1:
             return x
-        total: Tensor = _SumPartials.apply(x, self)  # type: ignore[no-untyped-call]
+        total: Tensor = _ReduceFromGroup.apply(x, self)  # type: ignore[no-untyped-call]
         return total
 
     # -- without gradients ---------------------------------------------------------------------------------------------
@@ -86,32 +88,32 @@ class Group:
         return total
 
     def gather_examples(self, x: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """The examples of all members in their order, detached; member i gives `rows[i]` along `dim`."""
+        """The examples of all members in rank order, detached; member i has `rows[i]` along `dim`."""
         self._check("gather_examples", x, rows, dim)
         return self._gather(x.detach(), rows, dim)
 
-    def return_examples(self, grad: Tensor, rows: Sequence[int], dim: int = 0, *, partial: bool) -> Tensor:
-        """The gradient of this member's own examples, from that of the gathered ones: the adjoint of the gather.
+    def scatter_gradients(self, grad: Tensor, rows: Sequence[int], dim: int = 0, *, partial: bool) -> Tensor:
+        """The gradient of this member's own examples, from that of the gathered ones: adjoint of `gather_examples`.
 
-        partial: what the members have are parts of a sum; else all have the same, and nothing is sent.
+        partial: the members' gradients are summed; else all have the same one, and nothing is sent.
         """
-        self._check("return_examples", grad, rows, dim, whole=True)
-        return self._scatter_sum(grad.detach(), rows, dim) if partial else self._own(grad.detach(), rows, dim)
+        self._check("scatter_gradients", grad, rows, dim, whole=True)
+        return self._scatter_sum(grad.detach(), rows, dim) if partial else self._slice(grad.detach(), rows, dim)
 
-    def keep_own(self, x: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """This member's own examples of gathered ones, detached: a view, nothing is sent."""
-        self._check("keep_own", x, rows, dim, whole=True)
-        return self._own(x.detach(), rows, dim)
+    def slice_examples(self, x: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
+        """This member's own examples out of gathered ones, detached: a view."""
+        self._check("slice_examples", x, rows, dim, whole=True)
+        return self._slice(x.detach(), rows, dim)
 
-    def spread_gradients(self, grad: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """The gradient of gathered examples of which each member kept its own: the adjoint of `keep_own`."""
-        self._check("spread_gradients", grad, rows, dim)
+    def gather_gradients(self, grad: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
+        """The gradient of gathered examples, from that of each member's own: adjoint of `slice_examples`."""
+        self._check("gather_gradients", grad, rows, dim)
         return self._gather(grad.detach(), rows, dim)
 
-    # -- what they are made of -----------------------------------------------------------------------------------------
+    # -- collectives of unequal pieces ---------------------------------------------------------------------------------
 
     def _gather(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """The members' tensors, of these sizes along `dim`, one after the other."""
+        """All-gather: the members' tensors, of these sizes along `dim`, concatenated."""
         if self.size == 1:
             return x
         pieces = [x.new_empty(_resized(x, dim, size)) for size in sizes]
@@ -120,7 +122,7 @@ class Group:
         return torch.cat(pieces, dim)
 
     def _scatter_sum(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        """This member's part along `dim` of the sum of the members' tensors."""
+        """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""
         if self.size == 1:
             return x
         pieces = x.split(list(sizes), dim)
@@ -129,7 +131,7 @@ class Group:
         self.sent_bytes += sum(piece.nbytes for i, piece in enumerate(pieces) if i != self.index)
         return own
 
-    def _own(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    def _slice(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         return x.narrow(dim, sum(sizes[: self.index]), sizes[self.index])
 
     def _check(self, what: str, x: Tensor, sizes: Sequence[int], dim: int, whole: bool = False) -> None:
@@ -144,7 +146,7 @@ class Group:
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """All-gather along the last dim; its adjoint is reduce-scatter, or the own slice where gradients are whole."""
+    """All-gather along the last dim; its adjoint is a reduce-scatter, or a slice where gradients are not partial."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, widths: tuple[int, ...], partial: bool) -> Tensor:
@@ -154,12 +156,12 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        collect = ctx.group._scatter_sum if ctx.partial else ctx.group._own
+        collect = ctx.group._scatter_sum if ctx.partial else ctx.group._slice
         return collect(grad, ctx.widths, -1), None, None, None
 
 
-class _Enter(torch.autograd.Function):
-    """The identity; its adjoint is the sum."""
+class _CopyToGroup(torch.autograd.Function):
+    """The identity; its adjoint is an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -172,8 +174,8 @@ class _Enter(torch.autograd.Function):
         return ctx.group.all_reduce_scalar(grad), None
 
 
-class _SumPartials(torch.autograd.Function):
-    """The sum, of which all members have the same gradient; its adjoint is the identity."""
+class _ReduceFromGroup(torch.autograd.Function):
+    """An all-reduce; its adjoint is the identity, since all members have the same gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -183,6 +185,12 @@ class _SumPartials(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
+
+
+def feature_widths(features: int, size: int) -> list[int]:
+    """How many of `features` each of `size` members has; the first ones have one more where it does not divide."""
+    small, extra = divmod(features, size)
+    return [small + (k < extra) for k in range(size)]
 
 
 def _resized(x: Tensor, dim: int, size: int) -> list[int]:

@@ -15,11 +15,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..transport.base import describe
 from .model_parallel import Group
+
+
+def batch_norm_module(group: Group, x: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    """The forward of a BatchNorm `module` over the examples of all members."""
+    training = module.training or module.running_mean is None
+    momentum = module.momentum
+    if training and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
+    statistics = module.running_mean, module.running_var
+    affine = module.weight, module.bias
+    return batch_norm(group, x, *statistics, *affine, training, 0.0 if momentum is None else momentum, module.eps)
 
 
 def batch_norm(
@@ -33,10 +45,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` as one process would compute it of the examples of all members, x (examples, C, ...).
+    """`F.batch_norm` of x (examples, C, ...) with the statistics of all members' examples, as in one process.
 
-    The running statistics are updated alike on every member, with the unbiased variance.  The gradients of weight and
-    bias are those of this member's examples: parts of a sum, as of any replicated parameter.
+    All members update the running statistics identically, with the unbiased variance.  The gradients of weight and
+    bias are of this member's examples only, to be summed as those of any replicated parameter.
     In evaluation, and in a group of one rank, this is `F.batch_norm` itself.
     Raises ValueError, on every member, when a channel has no more than one value in all.
     """

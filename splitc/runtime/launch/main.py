@@ -1,4 +1,4 @@
-"""Start a generated build under torchrun: `torchrun --nproc-per-node 4 build/launch.py --steps 3`."""
+"""What a generated `launch.py` calls: options, this rank's worker, its batches, and the measuring of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,18 +20,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..data import as_tuple
 from ..errors import LaunchError
-from ..rank import Rank
+from ..optimizers import OptimizerFactory
+from ..spec import RankSpec
 from ..transport.base import PeerLost, Transport
 from ..transport.distributed import init
 from ..transport.phases import WARM_UP, report, write
 from ..transport.recorder import Recorder
 from ..weights import first_names
-from ..worker import OptimizerFactory, Worker
+from ..worker import Worker
 from .loader import load_rank
 
 
-def main(script: str, world: int, optimizer: OptimizerFactory) -> None:
-    """Train the build that `script` lies in, and print the loss of every step on rank 0."""
+def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
+    """Call `train` with the options of the command line; print its error and end this process when it fails."""
     parser = argparse.ArgumentParser(prog="launch.py", description=f"Train this build on {world} ranks of torchrun.")
     parser.add_argument("--steps", type=int, default=10, help="training steps (default 10)")
     parser.add_argument("--data", metavar="MODULE:FUNCTION", help="batches of a rank; synthetic ones without it")
@@ -46,18 +47,18 @@ def main(script: str, world: int, optimizer: OptimizerFactory) -> None:
         "batch is used again and again",
     )
     args = parser.parse_args()
-    guarded(lambda: _train(Path(script).resolve().parent, world, optimizer, args))
+    guarded(lambda: train(args))
 
 
 def guarded(run: Callable[[], None]) -> None:
-    """Run a rank so that the error which started a failure is shown first, and nothing is left running.
+    """Run a rank so that the error that caused a failure is printed first, and no process keeps running.
 
-    A rank that lost a peer waits a moment before it leaves: the peer's own error is printed by then.  torchrun is told
+    A rank that lost a peer waits a moment before it exits: by then the peer has printed its own error.  torchrun learns
     the errors of the ranks that failed by themselves, and stops the others.
     """
     rank = os.environ.get("RANK", "?")
 
-    def peers_apart() -> PeerLost | None:
+    def without_lost_peers() -> PeerLost | None:
         try:
             run()
         except PeerLost as error:
@@ -65,17 +66,17 @@ def guarded(run: Callable[[], None]) -> None:
         return None
 
     try:
-        lost = record(peers_apart)()
+        lost = record(without_lost_peers)()
     except LaunchError as error:
-        _leave(f"error: {error}")
+        _exit(f"error: {error}")
     except BaseException:
-        _leave(f"rank {rank} failed:\n{traceback.format_exc()}")
+        _exit(f"rank {rank} failed:\n{traceback.format_exc()}")
     if lost is not None:
         time.sleep(2.0)
-        _leave(f"rank {rank} stops: {lost}\n  (the error of the rank that failed first stands above)")
+        _exit(f"rank {rank} stops: {lost}\n  (the error of the rank that failed first stands above)")
 
 
-def _leave(message: str) -> NoReturn:
+def _exit(message: str) -> NoReturn:
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     os._exit(1)  # a poisoned process group may block an ordinary exit
@@ -95,59 +96,80 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {**saved["state"], **saved["extra"]}, first_names(saved["state"])
 
 
-def open_worker(
-    folder: Path, world: int, optimizer: OptimizerFactory, seed: int = 0, backend: str | None = None
-) -> Worker:
-    """This process's worker of the build in `folder`."""
-    return _worker(folder, init(world, backend), optimizer, seed)
+@contextmanager
+def open_worker(script: str, world: int, optimizer: OptimizerFactory, args: argparse.Namespace) -> Iterator[Worker]:
+    """This process's worker of the build that `script` lies in; on leaving, its measurements are written.
+
+    Raises LaunchError when the options do not fit the build, or the ranks do not find each other.
+    """
+    folder = Path(script).resolve().parent
+    _check_options(folder, args)
+    transport = init(world, args.backend)
+    worker = load_worker(folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed)
+    yield worker
+    if isinstance(worker, MeasuredWorker):
+        all_steps = transport.gather_objects(worker.recorder.steps)
+        if all_steps is not None:
+            write(report(all_steps, worker.examples, {"device": str(transport.device)}), args.measure)
+    transport.close()
 
 
-def _worker(folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int) -> Worker:
+def load_worker(folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int = 0) -> Worker:
+    """This rank's worker of the build in `folder`; it is measured where `transport` is a Recorder."""
     weights, keys = load_weights(folder)
-    return Worker(load_rank(folder, transport.rank), transport, weights, keys, optimizer, seed=seed)
+    program = load_rank(folder, transport.rank)
+    if isinstance(transport, Recorder):
+        return MeasuredWorker(program, transport, weights, keys, optimizer, seed=seed)
+    return Worker(program, transport, weights, keys, optimizer, seed=seed)
 
 
-def _train(folder: Path, world: int, optimizer: OptimizerFactory, args: argparse.Namespace) -> None:
+def _check_options(folder: Path, args: argparse.Namespace) -> None:
     if args.save is not None and (not args.save.parent.is_dir() or args.save.resolve() == folder / "weights.pt"):
         raise LaunchError(f"--save {args.save}: name another file, in a folder that exists")
     if args.measure is not None and not args.measure.absolute().parent.is_dir():
         raise LaunchError(f"--measure {args.measure}: there is no folder {args.measure.absolute().parent}")
     if args.measure is not None and args.steps <= WARM_UP:
         raise LaunchError(f"--measure leaves out the first {WARM_UP} steps; give --steps {WARM_UP + 1} or more")
-    transport = init(world, args.backend)
-    recorder = Recorder(transport) if args.measure is not None else None
-    worker = _worker(folder, recorder or transport, optimizer, args.seed)
-    batches = given(args.data, worker) if args.data else synthetic(worker.rank, args.seed)
-    if recorder is not None:
-        batches = batches if args.data else repeat(next(batches))
-        recorder.align()
-    examples: list[int] = []
-    begin = time.perf_counter()
-    for step in range(args.steps):
+
+
+class MeasuredWorker(Worker):
+    """A worker on a `Recorder`, which records every step."""
+
+    def __init__(self, program: Any, transport: Recorder, *arguments: Any, **options: Any) -> None:
+        super().__init__(program, transport, *arguments, **options)
+        self.recorder = transport
+        self.examples: list[int] = []  # of every step, over all readers
+
+    def step(self, *batch: Tensor) -> Tensor:
+        with self.recorder.step():
+            loss = super().step(*batch)
+        self.examples.append(self.batch_offsets[-1])
+        return loss
+
+
+def batches(worker: Worker, args: argparse.Namespace) -> Iterator[tuple[Tensor, ...]]:
+    """This rank's batches of `args.steps` steps: those of `--data`, or synthetic ones.
+
+    Iterating raises LaunchError when the data end early.
+    """
+    source = given(args.data, worker) if args.data else synthetic(worker.rank.spec, args.seed)
+    if isinstance(worker, MeasuredWorker):
+        source = source if args.data else repeat(next(source))
+        worker.recorder.align()
+    return _counted(source, args.steps, worker.rank.index)
+
+
+def _counted(source: Iterator[tuple[Tensor, ...]], steps: int, rank: int) -> Iterator[tuple[Tensor, ...]]:
+    for step in range(steps):
         try:
-            batch = next(batches)
+            batch = next(source)
         except StopIteration:
-            raise LaunchError(
-                f"the data of rank {worker.rank.index} ended after {step} of {args.steps} steps"
-            ) from None
-        with recorder.step() if recorder is not None else nullcontext():
-            loss = worker.step(*batch)
-        examples.append(worker.rank.step_offsets[-1])
-        if worker.rank.index == 0:
-            value, now = loss.item(), time.perf_counter()
-            print(f"step {step + 1}  loss {value:.6f}  {now - begin:.3f} s", flush=True)
-            begin = now
-    if recorder is not None:
-        everyones = transport.gather_objects(recorder.steps)
-        if everyones is not None:
-            write(report(everyones, examples, {"device": str(transport.device)}), args.measure)
-    if args.save is not None:
-        save(worker.state_dict(), args.save)
-    transport.close()
+            raise LaunchError(f"the data of rank {rank} ended after {step} of {steps} steps") from None
+        yield batch
 
 
 def save(state: dict[str, Tensor] | None, path: Path) -> None:
-    """Write a state_dict as a whole or not at all; None, as ranks other than 0 have it, writes nothing."""
+    """Write a state_dict, as a whole or not at all; None, which ranks other than 0 have, writes nothing."""
     if state is not None:
         partial = path.with_name(f"{path.name}.partial")
         torch.save(state, partial)
@@ -155,7 +177,7 @@ def save(state: dict[str, Tensor] | None, path: Path) -> None:
 
 
 def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
-    """The batches of the user's `module:function`; on ranks that read no data what it gives only counts the steps.
+    """The batches of the user's `module:function`; on ranks that read no data each of them is replaced by ().
 
     Raises LaunchError when there is no such function.
     """
@@ -169,15 +191,15 @@ def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
         raise LaunchError(f"--data {name}: {error}") from error
     if make is None:
         raise LaunchError(f"--data {name}: {module} has no {function}")
-    reads, names = worker.data_rank is not None, list(worker.rank.inputs)
+    reads, names = worker.data_rank is not None, list(worker.rank.spec.inputs)
     return (as_tuple(batch, names) if reads else () for batch in make(worker))
 
 
-def synthetic(rank: Rank, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
-    """Endless random batches of this rank's part; () on ranks that read no data."""
+def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """Endless random batches for this rank, as large as compiled; () on ranks that read no data."""
     generator = torch.Generator().manual_seed(seed * rank.world + rank.index)
     reader = rank.data_rank or 0
-    first, last = rank.bounds[reader], rank.bounds[min(reader + 1, len(rank.bounds) - 1)]
+    first, last = rank.batch_offsets[reader], rank.batch_offsets[min(reader + 1, len(rank.batch_offsets) - 1)]
 
     def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | None) -> Tensor:
         sizes = [last - first if n == -1 else n for n in shape]

@@ -1,4 +1,4 @@
-"""Train a build for a few given steps and keep what `verify` compares: losses, gradients, the state."""
+"""Train a build for a few steps on given batches, and keep what `verify` compares: losses, gradients, the state."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RanksFailed
+from ..spec import Shard
 from ..transport.base import Transport
 from ..transport.distributed import init
 from ..weights import first_names
@@ -33,13 +34,13 @@ Feeds = Sequence[Sequence[tuple[Tensor, ...]]]
 class Trial:
     """One rank's losses and gradients of every step, and on rank 0 the whole state after each.
 
-    shares: which parts of parameters the rank holds, and has the gradients of; the whole of all others.
+    shards: parameter -> the part of it that the rank holds, and has the gradient of; the whole of all others.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
-    shares: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    shards: dict[str, Shard] = field(default_factory=dict)
 
 
 def run_trial(
@@ -51,16 +52,15 @@ def run_trial(
     learning_rate: float,
     momentum: float,
 ) -> Trial:
-    """Train this rank on `feeds` with SGD, dropout off.  weights: what weights.pt holds."""
+    """Train this rank on `feeds` with SGD, without dropout.  weights: what weights.pt holds."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
 
-    everything, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
-    worker = Worker(load_rank(source, transport.rank), transport, everything, keys, optimizer)
+    tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
+    worker = Worker(load_rank(source, transport.rank), transport, tensors, keys, optimizer, dropout=False)
     worker.use_sizes(sizes)
-    worker.drops = False
-    trial = Trial(shares=worker.shares)
+    trial = Trial(shards=dict(worker.shards))
     for feed in feeds:
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
         with _naming_the_line(source):
@@ -74,7 +74,7 @@ def run_trial(
 
 @contextmanager
 def _naming_the_line(source: Path | Mapping[str, str]) -> Iterator[None]:
-    """Say which line of which generated file an error comes from: a person may have edited it."""
+    """Add the line of the generated file that an error comes from: a person may have edited it."""
     generated = {path.name for path in source.glob("*.py")} if isinstance(source, Path) else set(source)
     try:
         yield
@@ -107,7 +107,7 @@ def torchrun_trial(
         of_torchrun = re.search(r"^[A-Z]\d{4} .*torch/distributed/elastic", done.stderr, re.MULTILINE)
         raise RanksFailed(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
     saved = torch.load(folder / "result.pt", weights_only=True)
-    return [Trial(**trial) for trial in saved]
+    return [Trial(**{**trial, "shards": {k: Shard(*v) for k, v in trial["shards"].items()}}) for trial in saved]
 
 
 def _main() -> None:
@@ -118,7 +118,8 @@ def _main() -> None:
     weights = torch.load(folder / "weights.pt", weights_only=True, mmap=True)
     transport = init()
     trial = run_trial(folder, transport, weights, given["feeds"], given["sizes"], given["rate"], given["momentum"])
-    trials = transport.gather_objects(vars(trial))
+    plain = {**vars(trial), "shards": {name: tuple(shard) for name, shard in trial.shards.items()}}
+    trials = transport.gather_objects(plain)
     if trials is not None:
         torch.save(trials, folder / "result.pt")
     transport.close()

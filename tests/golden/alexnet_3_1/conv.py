@@ -27,12 +27,14 @@ class Stage(nn.Module):
         })
 
     def forward(self, comm, images):
-        features_2 = F.max_pool2d(F.relu(self.features["0"](images)), 3, stride=2)    # (8, 64, 27, 27)       alexnet.py:50
-        features_5 = F.max_pool2d(F.relu(self.features["3"](features_2)), 3, stride=2)  # (8, 192, 13, 13)      alexnet.py:50
+        features_1 = F.relu(self.features["0"](images))      # (8, 64, 55, 55)   alexnet.py:50
+        features_2 = F.max_pool2d(features_1, 3, stride=2)   # (8, 64, 27, 27)
+        features_4 = F.relu(self.features["3"](features_2))  # (8, 192, 27, 27)
+        features_5 = F.max_pool2d(features_4, 3, stride=2)   # (8, 192, 13, 13)
         return features_5
 
 
-BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.32 MB
         "features.3.bias",
         "features.3.weight",
@@ -43,13 +45,13 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 
 
 def step(comm, stage, images, target):
-    """One batch forward and backward; the gradients are left in `.grad`, summed."""
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     comm.send(target, "fc")                                     # -> fc  64 B
     cut0 = stage(comm, images)
     comm.send(cut0, "fc")                                       # -> fc  1.04 MB
-    total = comm.sum_loss(torch.zeros(()))                      # this role adds nothing to the loss
+    total = comm.sum_loss(torch.zeros(()))                      # the loss is computed on other ranks
     d_cut0 = comm.recv("fc", (-1, 192, 13, 13), torch.float32)  # <- fc  1.04 MB
-    with comm.all_reduce(stage, BUCKETS):                       # 1.32 MB in 1 bucket, summed while backward runs
+    with comm.all_reduce(stage, BUCKETS):                       # 1.32 MB in 1 bucket, during backward
         cut0.backward(d_cut0)
     return total.wait()
 
@@ -59,5 +61,5 @@ def evaluate(comm, stage, images, target):
     comm.send(target, "fc")                 # -> fc  64 B
     cut0 = stage(comm, images)
     comm.send(cut0, "fc")                   # -> fc  1.04 MB
-    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()

@@ -32,23 +32,26 @@ class Stage(nn.Module):
         })
 
     def forward(self, comm, target, cut0):
-        features_7 = F.relu(self.features["6"](cut0))                                 # (24, 384, 13, 13)     alexnet.py:50
-        features_9 = F.relu(self.features["8"](features_7))                           # (24, 256, 13, 13)     alexnet.py:50
-        features_12 = F.max_pool2d(F.relu(self.features["10"](features_9)), 3, stride=2)  # (24, 256, 6, 6)       alexnet.py:50
-        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)               # (24, 9216)            alexnet.py:51
-        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")               # (24, 9216)            alexnet.py:51
-        classifier_3 = comm.dropout(F.relu(self.classifier["1"](classifier_0)), 0.5, layer="classifier.3")  # (24, 4096)            alexnet.py:51
-        classifier_5 = F.relu(self.classifier["4"](classifier_3))                     # (24, 4096)            alexnet.py:51
-        cross_entropy = F.cross_entropy(self.classifier["6"](classifier_5), target)   # ()                    loss
+        features_7 = F.relu(self.features["6"](cut0))                         # (24, 384, 13, 13)  alexnet.py:50
+        features_9 = F.relu(self.features["8"](features_7))                   # (24, 256, 13, 13)
+        features_11 = F.relu(self.features["10"](features_9))                 # (24, 256, 13, 13)
+        features_12 = F.max_pool2d(features_11, 3, stride=2)                  # (24, 256, 6, 6)
+        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)       # (24, 9216)         alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")       # (24, 9216)
+        classifier_2 = F.relu(self.classifier["1"](classifier_0))             # (24, 4096)
+        classifier_3 = comm.dropout(classifier_2, 0.5, layer="classifier.3")  # (24, 4096)
+        classifier_5 = F.relu(self.classifier["4"](classifier_3))             # (24, 4096)
+        classifier_6 = self.classifier["6"](classifier_5)                     # (24, 1000)
+        cross_entropy = F.cross_entropy(classifier_6, target)                 # ()                 loss
         return cross_entropy
 
 
 def step(comm, stage):
-    """One batch forward and backward; the gradients are left in `.grad`."""
+    """Forward and backward of one batch; the gradients are left in `.grad`."""
     target = comm.recv("conv", (-1,), torch.int64)                               # <- conv  192 B
     cut0 = comm.recv("conv", (-1, 192, 13, 13), torch.float32).requires_grad_()  # <- conv  3.12 MB
     loss = stage(comm, target, cut0)
-    total = comm.sum_loss(loss)                                                  # the global loss, the same on every rank
+    total = comm.sum_loss(loss)                                                  # the global loss
     loss.backward()
     comm.send(cut0.grad, "conv")                                                 # -> conv  3.12 MB
     return total.wait()
@@ -59,5 +62,5 @@ def evaluate(comm, stage):
     target = comm.recv("conv", (-1,), torch.int64)              # <- conv  192 B
     cut0 = comm.recv("conv", (-1, 192, 13, 13), torch.float32)  # <- conv  3.12 MB
     loss = stage(comm, target, cut0)
-    total = comm.sum_loss(loss)                                 # the global loss, the same on every rank
+    total = comm.sum_loss(loss)                                 # the global loss
     return total.wait()

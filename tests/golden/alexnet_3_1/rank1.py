@@ -11,28 +11,31 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import Input, RankSpec, RoleSpec, Route
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "3b0026f40c36"
 
-rank = Rank(
+rank = RankSpec(
     index=1,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="conv",
-            examples=(8, 16),                 # its part of the global batch
+            examples=(8, 16),                 # this rank's examples of the global batch
             replicas=(0, 1, 2),               # ranks that hold the same parameters and sum their gradients
-            routes={"fc": ((3, 8, 16),)},     # peer, and the examples that both work on
+            # ranks of other roles, and the examples exchanged with each
+            routes={
+                "fc": (Route(peer=3, first=8, last=16),),
+            },
         ),
     ),
-    readers=(0, 1, 2),                        # ranks that read the data
-    bounds=(0, 8, 16, 24),                    # where each reader's examples begin
-    # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1, 2),                # ranks that read the data
+    batch_offsets=(0, 8, 16, 24),     # where each reader's examples begin, and the end
+    # what a reader reads
     inputs={
-        "images": ((-1, 3, 224, 224), "float32", None),
-        "target": ((-1,), "int64", 1000),
+        "images": Input((-1, 3, 224, 224), "float32"),
+        "target": Input((-1,), "int64", high=1000),
     },
 )

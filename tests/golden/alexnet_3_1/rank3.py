@@ -9,24 +9,29 @@ remake   splitc compile <model file> --plan plan.json
 
 from fc import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import RankSpec, RoleSpec, Route
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "3b0026f40c36"
 
-rank = Rank(
+rank = RankSpec(
     index=3,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="fc",
-            examples=(0, 24),                 # its part of the global batch
+            examples=(0, 24),                 # this rank's examples of the global batch
             replicas=(3,),                    # ranks that hold the same parameters and sum their gradients
-            routes={"conv": ((0, 0, 8), (1, 8, 16), (2, 16, 24))},  # peer, and the examples that both work on
+            # ranks of other roles, and the examples exchanged with each
+            routes={
+                "conv": (
+                    Route(peer=0, first=0, last=8), Route(peer=1, first=8, last=16),
+                    Route(peer=2, first=16, last=24)
+                ),
+            },
         ),
     ),
-    readers=(0, 1, 2),                        # ranks that read the data
-    bounds=(0, 8, 16, 24),                    # where each reader's examples begin
-    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1, 2),                # ranks that read the data
+    batch_offsets=(0, 8, 16, 24),     # where each reader's examples begin, and the end
 )

@@ -33,21 +33,26 @@ class Stage(nn.Module):
         })
 
     def forward(self, comm, images, target):
-        features_2 = F.max_pool2d(F.relu(self.features["0"](images)), 3, stride=2)    # (8, 64, 27, 27)       alexnet.py:50
-        features_5 = F.max_pool2d(F.relu(self.features["3"](features_2)), 3, stride=2)  # (8, 192, 13, 13)      alexnet.py:50
-        features_7 = F.relu(self.features["6"](features_5))                           # (8, 384, 13, 13)      alexnet.py:50
-        features_9 = F.relu(self.features["8"](features_7))                           # (8, 256, 13, 13)      alexnet.py:50
-        features_12 = F.max_pool2d(F.relu(self.features["10"](features_9)), 3, stride=2)  # (8, 256, 6, 6)        alexnet.py:50
-        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)               # (8, 9216)             alexnet.py:51
-        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")               # (8, 9216)             alexnet.py:51
-        classifier_3 = comm.dropout(F.relu(self.classifier["1"](classifier_0)), 0.5, layer="classifier.3")  # (8, 4096)             alexnet.py:51
-        classifier_5 = F.relu(self.classifier["4"](classifier_3))                     # (8, 4096)             alexnet.py:51
-        cross_entropy = F.cross_entropy(self.classifier["6"](classifier_5), target, reduction="sum")  # ()                    loss
-        loss = cross_entropy / comm.global_weight(target)                             # ()                    loss
+        features_1 = F.relu(self.features["0"](images))                         # (8, 64, 55, 55)   alexnet.py:50
+        features_2 = F.max_pool2d(features_1, 3, stride=2)                      # (8, 64, 27, 27)
+        features_4 = F.relu(self.features["3"](features_2))                     # (8, 192, 27, 27)
+        features_5 = F.max_pool2d(features_4, 3, stride=2)                      # (8, 192, 13, 13)
+        features_7 = F.relu(self.features["6"](features_5))                     # (8, 384, 13, 13)
+        features_9 = F.relu(self.features["8"](features_7))                     # (8, 256, 13, 13)
+        features_11 = F.relu(self.features["10"](features_9))                   # (8, 256, 13, 13)
+        features_12 = F.max_pool2d(features_11, 3, stride=2)                    # (8, 256, 6, 6)
+        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)         # (8, 9216)         alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")         # (8, 9216)
+        classifier_2 = F.relu(self.classifier["1"](classifier_0))               # (8, 4096)
+        classifier_3 = comm.dropout(classifier_2, 0.5, layer="classifier.3")    # (8, 4096)
+        classifier_5 = F.relu(self.classifier["4"](classifier_3))               # (8, 4096)
+        classifier_6 = self.classifier["6"](classifier_5)                       # (8, 1000)
+        cross_entropy = F.cross_entropy(classifier_6, target, reduction="sum")  # ()                loss
+        loss = cross_entropy / comm.global_weight(target)                       # ()
         return loss
 
 
-BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 16.4 MB
         "classifier.6.bias",
         "classifier.6.weight",
@@ -76,10 +81,10 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 
 
 def step(comm, stage, images, target):
-    """One batch forward and backward; the gradients are left in `.grad`, summed."""
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)            # the global loss, the same on every rank
-    with comm.all_reduce(stage, BUCKETS):  # 244 MB in 4 buckets, summed while backward runs
+    total = comm.sum_loss(loss)            # the global loss
+    with comm.all_reduce(stage, BUCKETS):  # 244 MB in 4 buckets, during backward
         loss.backward()
     return total.wait()
 
@@ -87,5 +92,5 @@ def step(comm, stage, images, target):
 def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
     loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)  # the global loss, the same on every rank
+    total = comm.sum_loss(loss)  # the global loss
     return total.wait()

@@ -2,9 +2,11 @@
 
 run      torchrun --nproc-per-node 2 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
-                                  (inputs..., target), of the part that worker.data_rank reads
+                                  (inputs..., target), of the examples that worker.data_rank reads
 plan     14d5145c6908
 """
+
+import time
 
 import torch
 
@@ -18,5 +20,18 @@ def optimizer(params):
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
+def train(args):
+    with launch.open_worker(__file__, WORLD, optimizer, args) as worker:
+        batches = launch.batches(worker, args)
+        begin = time.perf_counter()
+        for step, batch in enumerate(batches, start=1):
+            loss = worker.step(*batch)
+            if worker.rank.index == 0:
+                print(f"step {step}  loss {loss.item():.6f}  {time.perf_counter() - begin:.3f} s", flush=True)
+                begin = time.perf_counter()
+        if args.save is not None:
+            launch.save(worker.state_dict(), args.save)
+
+
 if __name__ == "__main__":
-    launch.main(__file__, WORLD, optimizer)
+    launch.main(train, WORLD)

@@ -9,27 +9,27 @@ remake   splitc compile <model file> --plan plan.json
 
 from all import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import Input, RankSpec, RoleSpec
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "14d5145c6908"
 
-rank = Rank(
+rank = RankSpec(
     index=1,
     world=2,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="all",
-            examples=(8, 16),                 # its part of the global batch
+            examples=(8, 16),                 # this rank's examples of the global batch
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
         ),
     ),
-    readers=(0, 1),                           # ranks that read the data
-    bounds=(0, 8, 16),                        # where each reader's examples begin
-    # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1),                   # ranks that read the data
+    batch_offsets=(0, 8, 16),         # where each reader's examples begin, and the end
+    # what a reader reads
     inputs={
-        "images": ((-1, 3, 224, 224), "float32", None),
-        "target": ((-1,), "int64", 1000),
+        "images": Input((-1, 3, 224, 224), "float32"),
+        "target": Input((-1,), "int64", high=1000),
     },
 )

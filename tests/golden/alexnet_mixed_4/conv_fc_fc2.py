@@ -30,32 +30,38 @@ class Stage(nn.Module):
             "10": nn.Conv2d(64, 64, 3, padding=1),
         })
         self.classifier = nn.ModuleDict({
-            "1": nn.Linear(2304, 1024),  # a rank has a part of it, see its shares
+            "1": nn.Linear(2304, 1024),  # sharded, see rankN.py
             "4": nn.Linear(1024, 1024),
         })
 
     def forward_conv(self, comm, images):
-        features_2 = F.max_pool2d(F.relu(self.features["0"](images)), 3, stride=2)    # (4, 16, 7, 7)         alexnet.py:50
-        features_5 = F.max_pool2d(F.relu(self.features["3"](features_2)), 3, stride=2)  # (4, 48, 3, 3)         alexnet.py:50
-        features_7 = F.relu(self.features["6"](features_5))                           # (4, 96, 3, 3)         alexnet.py:50
-        features_9 = F.relu(self.features["8"](features_7))                           # (4, 64, 3, 3)         alexnet.py:50
-        features_12 = F.max_pool2d(F.relu(self.features["10"](features_9)), 3, stride=2)  # (4, 64, 1, 1)         alexnet.py:50
-        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)               # (4, 2304)             alexnet.py:51
-        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")               # (4, 2304)             alexnet.py:51
+        features_1 = F.relu(self.features["0"](images))                  # (4, 16, 15, 15)  alexnet.py:50
+        features_2 = F.max_pool2d(features_1, 3, stride=2)               # (4, 16, 7, 7)
+        features_4 = F.relu(self.features["3"](features_2))              # (4, 48, 7, 7)
+        features_5 = F.max_pool2d(features_4, 3, stride=2)               # (4, 48, 3, 3)
+        features_7 = F.relu(self.features["6"](features_5))              # (4, 96, 3, 3)
+        features_9 = F.relu(self.features["8"](features_7))              # (4, 64, 3, 3)
+        features_11 = F.relu(self.features["10"](features_9))            # (4, 64, 3, 3)
+        features_12 = F.max_pool2d(features_11, 3, stride=2)             # (4, 64, 1, 1)
+        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)  # (4, 2304)        alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")  # (4, 2304)
         return classifier_0
 
     def forward_fc(self, comm, cut0):
-        classifier_3 = comm.dropout(F.relu(self.classifier["1"](cut0)), 0.5, layer="classifier.3", sharded=True)  # (8, 1024/2)           alexnet.py:51
-        classifier_3_whole = comm.shard(classifier_3, features=1024, partial=False)   # (8, 1024)             alexnet.py:51
+        classifier_2 = F.relu(self.classifier["1"](cut0))                                   # (8, 1024/2)  alexnet.py:51
+        classifier_3 = comm.dropout(classifier_2, 0.5, layer="classifier.3", sharded=True)  # (8, 1024/2)
+        classifier_3_whole = comm.shard(classifier_3, features=1024, partial=False)         # (8, 1024)
         return classifier_3_whole
 
     def forward_fc2(self, comm, cut1):
-        classifier_4 = comm.late_multiply(cut1, self.classifier["4"].weight, self.classifier["4"].bias)  # (4, 1024)             alexnet.py:51
-        classifier_5 = F.relu(classifier_4)                                           # (4, 1024)             alexnet.py:51
+        classifier_4 = comm.late_multiply(                                                    # (4, 1024)  alexnet.py:51
+            cut1, self.classifier["4"].weight, self.classifier["4"].bias
+        )
+        classifier_5 = F.relu(classifier_4)                                                   # (4, 1024)
         return classifier_5
 
 
-CONV_BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 636 kB
         "features.10.bias",
         "features.10.weight",
@@ -71,7 +77,7 @@ CONV_BUCKETS = (  # whose gradients are summed over the role together, in the or
 )
 
 
-FC_BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 4.72 MB
         "classifier.1.bias",
         "classifier.1.weight",
@@ -80,24 +86,24 @@ FC_BUCKETS = (  # whose gradients are summed over the role together, in the orde
 
 
 def step(conv, fc, fc2, stage, images, target):
-    """One batch forward and backward; the gradients are left in `.grad`, summed."""
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     conv.send(target, "fc3")                             # -> fc3  32 B
     cut0 = stage.forward_conv(conv, images)
     cut0_group = fc.modulo(cut0).requires_grad_()        # of all ranks of the group
     cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_own = fc.slice_batch(cut1)                      # this rank's own examples
-    cut1_fc2 = cut1_own.detach().requires_grad_()
+    cut1_slice = fc.slice_batch(cut1)                    # this rank's own examples
+    cut1_fc2 = cut1_slice.detach().requires_grad_()
     cut2 = stage.forward_fc2(fc2, cut1_fc2)
     fc2.send(cut2, "fc3")                                # -> fc3  16.4 kB
-    total = fc2.sum_loss(torch.zeros(()))                # this rank adds nothing to the loss
+    total = fc2.sum_loss(torch.zeros(()))                # the loss is computed on other ranks
     d_cut2 = fc2.recv("fc3", (-1, 1024), torch.float32)  # <- fc3  16.4 kB
     cut2.backward(d_cut2)
-    fc2.multiply()                                       # late-multiplied gradients: W' = E^T X, of all ranks
+    fc2.multiply()                                       # late-multiplied gradients, W' = E^T X
     d_cut1_group = fc.all_gather_grad(cut1_fc2.grad)     # of all ranks of the group
-    with fc.all_reduce(stage, FC_BUCKETS):               # 4.72 MB in 1 bucket, summed while backward runs
+    with fc.all_reduce(stage, FC_BUCKETS):               # 4.72 MB in 1 bucket, during backward
         cut1.backward(d_cut1_group)
-    d_cut0 = fc.modulo_grad(cut0_group.grad)             # summed over the group, of this rank's examples
-    with conv.all_reduce(stage, CONV_BUCKETS):           # 636 kB in 1 bucket, summed while backward runs
+    d_cut0 = fc.modulo_grad(cut0_group.grad)             # summed over the group
+    with conv.all_reduce(stage, CONV_BUCKETS):           # 636 kB in 1 bucket, during backward
         cut0.backward(d_cut0)
     return total.wait()
 
@@ -108,8 +114,8 @@ def evaluate(conv, fc, fc2, stage, images, target):
     cut0 = stage.forward_conv(conv, images)
     cut0_group = fc.modulo(cut0)           # of all ranks of the group
     cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_own = fc.slice_batch(cut1)        # this rank's own examples
-    cut2 = stage.forward_fc2(fc2, cut1_own)
+    cut1_slice = fc.slice_batch(cut1)      # this rank's own examples
+    cut2 = stage.forward_fc2(fc2, cut1_slice)
     fc2.send(cut2, "fc3")                  # -> fc3  16.4 kB
-    total = fc2.sum_loss(torch.zeros(()))  # this rank adds nothing to the loss
+    total = fc2.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()

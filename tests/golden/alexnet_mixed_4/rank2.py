@@ -1,4 +1,5 @@
-"""Rank 2 of 4 of AlexNet: roles "conv" and "fc" and "fc2", examples 8 to 11 of 16.  Written by splitc 0.1.0; yours to edit.
+"""Rank 2 of 4 of AlexNet: roles "conv" and "fc" and "fc2", examples 8 to 11 of 16.  Written by splitc 0.1.0; yours
+to edit.
 
 in       images  (4, 3, 64, 64)         float32
 in       target  (4,)                   int64
@@ -12,46 +13,52 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv_fc_fc2 import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import Input, RankSpec, RoleSpec, Route, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "8c05ef49091d"
 
-rank = Rank(
+rank = RankSpec(
     index=2,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="conv",
-            examples=(8, 12),                 # its part of the global batch
+            examples=(8, 12),                 # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
-            routes={"fc3": ((0, 8, 12),)},    # peer, and the examples that both work on
-        ),
-        RoleComm(
-            role="fc",
-            examples=(8, 12),                 # its part of the global batch
-            replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
-            group=(2, 3),                     # ranks that share their examples and its parameters
-            scheme="BK",                      # which of their examples make a turn
-            # its part of a parameter: dim, first, one past the last
-            shares={
-                "classifier.1.weight": (0, 0, 512),
-                "classifier.1.bias": (0, 0, 512),
+            # ranks of other roles, and the examples exchanged with each
+            routes={
+                "fc3": (Route(peer=0, first=8, last=12),),
             },
         ),
-        RoleComm(
+        RoleSpec(
+            role="fc",
+            examples=(8, 12),                 # this rank's examples of the global batch
+            replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
+            group=(2, 3),                     # ranks that share the parameters and compute each other's examples
+            scheme="BK",                      # one microbatch: all examples of the group
+            # this rank's part of each sharded parameter
+            shards={
+                "classifier.1.weight": Shard(dim=0, first=0, last=512),
+                "classifier.1.bias": Shard(dim=0, first=0, last=512),
+            },
+        ),
+        RoleSpec(
             role="fc2",
-            examples=(8, 12),                 # its part of the global batch
+            examples=(8, 12),                 # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
-            routes={"fc3": ((0, 8, 12),)},    # peer, and the examples that both work on
+            # ranks of other roles, and the examples exchanged with each
+            routes={
+                "fc3": (Route(peer=0, first=8, last=12),),
+            },
         ),
     ),
-    readers=(0, 1, 2, 3),                     # ranks that read the data
-    bounds=(0, 4, 8, 12, 16),                 # where each reader's examples begin
-    # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1, 2, 3),             # ranks that read the data
+    batch_offsets=(0, 4, 8, 12, 16),  # where each reader's examples begin, and the end
+    # what a reader reads
     inputs={
-        "images": ((-1, 3, 64, 64), "float32", None),
-        "target": ((-1,), "int64", 10),
+        "images": Input((-1, 3, 64, 64), "float32"),
+        "target": Input((-1,), "int64", high=10),
     },
 )

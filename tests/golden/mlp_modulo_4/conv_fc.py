@@ -24,24 +24,26 @@ class Stage(nn.Module):
         super().__init__()
         self.hidden = nn.ModuleDict({
             "0": nn.Linear(20, 16),
-            "1": nn.Linear(16, 33),  # a rank has a part of it, see its shares
+            "1": nn.Linear(16, 33),  # sharded, see rankN.py
         })
-        self.output = nn.Linear(33, 10)  # a rank has a part of it, see its shares
+        self.output = nn.Linear(33, 10)  # sharded, see rankN.py
 
     def forward_conv(self, comm, images, target):
-        relu = F.relu(self.hidden["0"](images.flatten(1)))        # (4, 16)               mlp.py:31
-        loss_weight = comm.global_weight(target, ignore_index=0)  # ()                    loss
+        relu = F.relu(self.hidden["0"](images.flatten(1)))        # (4, 16)  mlp.py:31
+        loss_weight = comm.global_weight(target, ignore_index=0)  # ()       loss
         return relu, loss_weight
 
     def forward_fc(self, comm, target, cut0, cut1):
-        relu_1 = F.relu(self.hidden["1"](cut0))                                       # (4, 33/2)             mlp.py:31
-        output_sum = comm.reduce_from_group(F.linear(relu_1, self.output.weight))     # (4, 10)               mlp.py:32
-        loss = F.cross_entropy(output_sum + self.output.bias, target, ignore_index=0, reduction="sum")  # ()                    loss
-        loss_1 = loss / cut1                                                          # ()                    loss
+        relu_1 = F.relu(self.hidden["1"](cut0))                                  # (4, 33/2)  mlp.py:31
+        output_part = F.linear(relu_1, self.output.weight)                       # (4, 10)    mlp.py:32
+        output_sum = comm.reduce_from_group(output_part)                         # (4, 10)
+        output = output_sum + self.output.bias                                   # (4, 10)
+        loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")  # ()         loss
+        loss_1 = loss / cut1                                                     # ()
         return loss_1
 
 
-CONV_BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.34 kB
         "hidden.0.bias",
         "hidden.0.weight",
@@ -49,7 +51,7 @@ CONV_BUCKETS = (  # whose gradients are summed over the role together, in the or
 )
 
 
-FC_BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.88 kB
         "output.bias",
         "output.weight",
@@ -60,19 +62,19 @@ FC_BUCKETS = (  # whose gradients are summed over the role together, in the orde
 
 
 def step(conv, fc, stage, images, target):
-    """One batch forward and backward; the gradients are left in `.grad`, summed."""
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     cut0, cut1 = stage.forward_conv(conv, images, target)
     losses, d_cut0 = [], []
-    for _ in fc.turns(2):                               # 1/2 of every rank's examples in each turn; gradients add up
-        target_group = fc.modulo(target)                # this turn's, of the ranks of the group
-        cut0_group = fc.modulo(cut0).requires_grad_()   # this turn's, of the ranks of the group
+    for _ in fc.microbatches(2):                        # 1/2 of every rank's examples
+        target_group = fc.modulo(target)                # the microbatch of all ranks of the group
+        cut0_group = fc.modulo(cut0).requires_grad_()   # the microbatch of all ranks of the group
         loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
-        with fc.all_reduce(stage, FC_BUCKETS):          # 1.88 kB in 1 bucket, summed in the last turn
+        with fc.all_reduce(stage, FC_BUCKETS):          # 1.88 kB in 1 bucket, in the last microbatch
             loss.backward()
-        d_cut0.append(fc.modulo_grad(cut0_group.grad))  # summed over the group, of this rank's examples
+        d_cut0.append(fc.modulo_grad(cut0_group.grad))  # summed over the group
         losses.append(loss.detach())
-    total = fc.sum_loss(sum(losses))                    # the global loss, the same on every rank
-    with conv.all_reduce(stage, CONV_BUCKETS):          # 1.34 kB in 1 bucket, summed while backward runs
+    total = fc.sum_loss(sum(losses))                    # the global loss
+    with conv.all_reduce(stage, CONV_BUCKETS):          # 1.34 kB in 1 bucket, during backward
         cut0.backward(torch.cat(d_cut0))
     return total.wait()
 
@@ -81,10 +83,10 @@ def evaluate(conv, fc, stage, images, target):
     """The loss of one batch, forward only."""
     cut0, cut1 = stage.forward_conv(conv, images, target)
     losses = []
-    for _ in fc.turns(2):                 # 1/2 of every rank's examples in each turn
-        target_group = fc.modulo(target)  # this turn's, of the ranks of the group
-        cut0_group = fc.modulo(cut0)      # this turn's, of the ranks of the group
+    for _ in fc.microbatches(2):          # 1/2 of every rank's examples
+        target_group = fc.modulo(target)  # the microbatch of all ranks of the group
+        cut0_group = fc.modulo(cut0)      # the microbatch of all ranks of the group
         loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
         losses.append(loss.detach())
-    total = fc.sum_loss(sum(losses))      # the global loss, the same on every rank
+    total = fc.sum_loss(sum(losses))      # the global loss
     return total.wait()

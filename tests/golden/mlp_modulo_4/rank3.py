@@ -11,40 +11,40 @@ remake   splitc compile <model file> --plan plan.json
 
 from conv_fc import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import Input, RankSpec, RoleSpec, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "23e04254aab5"
 
-rank = Rank(
+rank = RankSpec(
     index=3,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="conv",
-            examples=(12, 16),                # its part of the global batch
+            examples=(12, 16),                # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
         ),
-        RoleComm(
+        RoleSpec(
             role="fc",
-            examples=(12, 16),                # its part of the global batch
+            examples=(12, 16),                # this rank's examples of the global batch
             replicas=(1, 3),                  # ranks that hold the same parameters and sum their gradients
-            group=(2, 3),                     # ranks that share their examples and its parameters
-            scheme="B/K",                     # which of their examples make a turn
-            # its part of a parameter: dim, first, one past the last
-            shares={
-                "hidden.1.weight": (0, 17, 33),
-                "hidden.1.bias": (0, 17, 33),
-                "output.weight": (1, 17, 33),
+            group=(2, 3),                     # ranks that share the parameters and compute each other's examples
+            scheme="B/K",                     # a microbatch is an equal part of every rank's examples
+            # this rank's part of each sharded parameter
+            shards={
+                "hidden.1.weight": Shard(dim=0, first=17, last=33),
+                "hidden.1.bias": Shard(dim=0, first=17, last=33),
+                "output.weight": Shard(dim=1, first=17, last=33),
             },
         ),
     ),
-    readers=(0, 1, 2, 3),                     # ranks that read the data
-    bounds=(0, 4, 8, 12, 16),                 # where each reader's examples begin
-    # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1, 2, 3),             # ranks that read the data
+    batch_offsets=(0, 4, 8, 12, 16),  # where each reader's examples begin, and the end
+    # what a reader reads
     inputs={
-        "images": ((-1, 20), "float32", None),
-        "target": ((-1,), "int64", 10),
+        "images": Input((-1, 20), "float32"),
+        "target": Input((-1,), "int64", high=10),
     },
 )

@@ -7,29 +7,31 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from worker import SERVED, Stage, evaluate, step
+from served import SERVED
+from worker import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import Input, RankSpec, RoleSpec
 
-__all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "db4f632aa5bc"
 
-rank = Rank(
+rank = RankSpec(
     index=1,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="worker",
-            examples=(4, 8),                  # its part of the global batch
+            examples=(4, 8),                  # this rank's examples of the global batch
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
         ),
     ),
-    readers=(0, 1),                           # ranks that read the data
-    bounds=(0, 4, 8),                         # where each reader's examples begin
-    # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1),                   # ranks that read the data
+    batch_offsets=(0, 4, 8),          # where each reader's examples begin, and the end
+    # what a reader reads
     inputs={
-        "images": ((-1, 20), "float32", None),
-        "target": ((-1,), "int64", 10),
+        "images": Input((-1, 20), "float32"),
+        "target": Input((-1,), "int64", high=10),
     },
+    served=SERVED,                    # the parameters that servers hold
 )

@@ -5,37 +5,38 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from server import SERVED, Stage, evaluate, step
+from served import SERVED
+from server import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import RankSpec, RoleSpec, Shard
 
-__all__ = ["SERVED", "Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "db4f632aa5bc"
 
-rank = Rank(
+rank = RankSpec(
     index=2,
     world=4,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="server",
             replicas=(2,),
-            # its rows of each parameter: dim, first, one past the last
-            shares={
-                "hidden.0.weight": (0, 0, 0),
-                "hidden.0.bias": (0, 0, 0),
-                "hidden.1.weight": (0, 0, 15),
-                "hidden.1.bias": (0, 0, 33),
-                "output.weight": (0, 0, 10),
-                "output.bias": (0, 0, 10),
+            # this server's rows of each parameter
+            shards={
+                "hidden.0.weight": Shard(dim=0, first=0, last=0),
+                "hidden.0.bias": Shard(dim=0, first=0, last=0),
+                "hidden.1.weight": Shard(dim=0, first=0, last=15),
+                "hidden.1.bias": Shard(dim=0, first=0, last=33),
+                "output.weight": Shard(dim=0, first=0, last=10),
+                "output.bias": Shard(dim=0, first=0, last=10),
             },
-            # role, and the ranks that it serves
+            # the ranks that it serves, by role
             workers={
                 "worker": (0, 1),
             },
         ),
     ),
-    readers=(0, 1),                           # ranks that read the data
-    bounds=(0, 4, 8),                         # where each reader's examples begin
-    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1),                   # ranks that read the data
+    batch_offsets=(0, 4, 8),          # where each reader's examples begin, and the end
+    served=SERVED,                    # the parameters that servers hold
 )

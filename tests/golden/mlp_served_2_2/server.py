@@ -37,15 +37,15 @@ class Stage(nn.Module):
 
 
 def step(comm, stage):
-    """One batch forward and backward; the gradients are left in `.grad`, summed over the workers."""
-    comm.send_parameters(stage, SERVED)     # parameters, to the workers
-    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
-    comm.reduce_gradients(stage, SERVED)    # gradients, summed over the workers
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed over the workers."""
+    comm.send_parameters(stage, SERVED)     # to the workers
+    total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
+    comm.reduce_gradients(stage, SERVED)    # summed over the workers
     return total.wait()
 
 
 def evaluate(comm, stage):
     """The loss of one batch, forward only."""
-    comm.send_parameters(stage, SERVED)     # parameters, to the workers
-    total = comm.sum_loss(torch.zeros(()))  # this role adds nothing to the loss
+    comm.send_parameters(stage, SERVED)     # to the workers
+    total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()

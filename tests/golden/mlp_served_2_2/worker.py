@@ -28,21 +28,22 @@ class Stage(nn.Module):
         self.output = nn.Linear(33, 10)
 
     def forward(self, comm, images, target):
-        flatten = images.flatten(1)                                                   # (4, 20)               mlp.py:29
-        comm.pull(0)                                                                  # 4.95 kB of parameters
-        relu = F.relu(self.hidden["0"](flatten))                                      # (4, 16)               mlp.py:31
-        relu_1 = F.relu(self.hidden["1"](relu))                                       # (4, 33)               mlp.py:31
-        cross_entropy = F.cross_entropy(self.output(relu_1), target, reduction="sum")  # ()                    loss
-        loss = cross_entropy / comm.global_weight(target)                             # ()                    loss
+        flatten = images.flatten(1)                                       # (4, 20)                mlp.py:29
+        comm.pull(0)                                                      # 4.95 kB of parameters
+        relu = F.relu(self.hidden["0"](flatten))                          # (4, 16)                mlp.py:31
+        relu_1 = F.relu(self.hidden["1"](relu))                           # (4, 33)
+        output = self.output(relu_1)                                      # (4, 10)                mlp.py:32
+        cross_entropy = F.cross_entropy(output, target, reduction="sum")  # ()                     loss
+        loss = cross_entropy / comm.global_weight(target)                 # ()
         return loss
 
 
 def step(comm, stage, images, target):
-    """One batch forward and backward; the gradients go to the servers."""
+    """Forward and backward of one batch; the gradients go to the servers."""
     comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
     loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)                # the global loss, the same on every rank
-    with comm.push(stage, SERVED["worker"]):   # 4.95 kB in 1 bucket, pushed while backward runs
+    total = comm.sum_loss(loss)                # the global loss
+    with comm.push(stage, SERVED["worker"]):   # 4.95 kB in 1 bucket, during backward
         loss.backward()
     return total.wait()
 
@@ -51,5 +52,5 @@ def evaluate(comm, stage, images, target):
     """The loss of one batch, forward only."""
     comm.start_pulls(stage, SERVED["worker"])  # parameters begin to arrive
     loss = stage(comm, images, target)
-    total = comm.sum_loss(loss)                # the global loss, the same on every rank
+    total = comm.sum_loss(loss)                # the global loss
     return total.wait()

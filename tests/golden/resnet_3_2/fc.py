@@ -23,12 +23,13 @@ class Stage(nn.Module):
         self.fc = nn.Linear(32, 10)
 
     def forward(self, comm, target, cut0):
-        loss = F.cross_entropy(self.fc(cut0), target, ignore_index=0, reduction="sum")  # ()                    loss
-        loss_1 = loss / comm.global_weight(target, ignore_index=0)                    # ()                    loss
+        fc = self.fc(cut0)                                                   # (b, 10)  resnet.py:57
+        loss = F.cross_entropy(fc, target, ignore_index=0, reduction="sum")  # ()       loss
+        loss_1 = loss / comm.global_weight(target, ignore_index=0)           # ()
         return loss_1
 
 
-BUCKETS = (  # whose gradients are summed over the role together, in the order in which backward fills them
+BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.32 kB
         "fc.bias",
         "fc.weight",
@@ -37,12 +38,12 @@ BUCKETS = (  # whose gradients are summed over the role together, in the order i
 
 
 def step(comm, stage):
-    """One batch forward and backward; the gradients are left in `.grad`, summed."""
+    """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     target = comm.recv("conv", (-1,), torch.int64)                      # <- conv  8 B an example
     cut0 = comm.recv("conv", (-1, 32), torch.float32).requires_grad_()  # <- conv  128 B an example
     loss = stage(comm, target, cut0)
-    total = comm.sum_loss(loss)                                         # the global loss, the same on every rank
-    with comm.all_reduce(stage, BUCKETS):                               # 1.32 kB in 1 bucket, summed while backward runs
+    total = comm.sum_loss(loss)                                         # the global loss
+    with comm.all_reduce(stage, BUCKETS):                               # 1.32 kB in 1 bucket, during backward
         loss.backward()
     comm.send(cut0.grad, "conv")                                        # -> conv  128 B an example
     return total.wait()
@@ -53,5 +54,5 @@ def evaluate(comm, stage):
     target = comm.recv("conv", (-1,), torch.int64)     # <- conv  8 B an example
     cut0 = comm.recv("conv", (-1, 32), torch.float32)  # <- conv  128 B an example
     loss = stage(comm, target, cut0)
-    total = comm.sum_loss(loss)                        # the global loss, the same on every rank
+    total = comm.sum_loss(loss)                        # the global loss
     return total.wait()

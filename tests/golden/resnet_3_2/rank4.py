@@ -9,24 +9,26 @@ remake   splitc compile <model file> --plan plan.json
 
 from fc import Stage, evaluate, step
 
-from splitc.runtime import Rank, RoleComm
+from splitc.runtime import RankSpec, RoleSpec, Route
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
 PLAN = "8646523e69cc"
 
-rank = Rank(
+rank = RankSpec(
     index=4,
     world=5,
-    comms=(
-        RoleComm(
+    roles=(
+        RoleSpec(
             role="fc",
-            examples=(8, 11),                 # its part of the global batch
+            examples=(8, 11),                 # this rank's examples of the global batch
             replicas=(3, 4),                  # ranks that hold the same parameters and sum their gradients
-            routes={"conv": ((2, 8, 11),)},   # peer, and the examples that both work on
+            # ranks of other roles, and the examples exchanged with each
+            routes={
+                "conv": (Route(peer=2, first=8, last=11),),
+            },
         ),
     ),
-    readers=(0, 1, 2),                        # ranks that read the data
-    bounds=(0, 4, 8, 11),                     # where each reader's examples begin
-    inputs={},                                # what a reader reads: shape, dtype, and how high whole numbers go
+    readers=(0, 1, 2),                # ranks that read the data
+    batch_offsets=(0, 4, 8, 11),      # where each reader's examples begin, and the end
 )

@@ -10,7 +10,7 @@ import torch
 
 from splitc.runtime.collectives.dropout import mask
 from splitc.runtime.role_comm import RoleComm
-from tests.support.ranks import on_seats, plan_of
+from tests.support.ranks import on_comms, plan_of
 
 SHAPE = (8, 1000)
 
@@ -18,8 +18,8 @@ SHAPE = (8, 1000)
 PLAN = plan_of(conv=(0, 8, 16), fc=(0, 8, 16))
 
 
-def dropped(seat: RoleComm, layer: str = "drop", p: float = 0.5) -> torch.Tensor:
-    return seat.dropout(torch.ones(SHAPE), p, layer=layer) == 0
+def dropped(comm: RoleComm, layer: str = "drop", p: float = 0.5) -> torch.Tensor:
+    return comm.dropout(torch.ones(SHAPE), p, layer=layer) == 0
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -29,13 +29,7 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def drawn(index: int = 0, seed: int = 0, step: int = 0, layer: str = "drop", sizes: Any = None) -> torch.Tensor:
     """What rank `index` drops."""
-
-    def draw(seat: RoleComm) -> torch.Tensor:
-        seat.rank.step_number = step
-        seat.rank.begin(sizes)
-        return dropped(seat, layer)
-
-    return on_seats(PLAN, draw, seed=seed)[index]
+    return on_comms(PLAN, lambda comm: dropped(comm, layer), sizes, seed=seed, number=step)[index]
 
 
 def test_ranks_that_compute_the_same_examples_draw_the_same_mask() -> None:
@@ -84,24 +78,23 @@ def test_one_drops_everything_and_zero_nothing() -> None:
 
 
 def test_the_gradient_passes_where_the_value_does() -> None:
-    def run(seat: RoleComm) -> None:
+    def run(comm: RoleComm) -> None:
         value = torch.rand(SHAPE).add(0.1).requires_grad_()
-        out = seat.dropout(value, 0.5, layer="drop")
+        out = comm.dropout(value, 0.5, layer="drop")
         out.sum().backward()
         assert value.grad is not None
         assert torch.equal(value.grad == 0, out == 0)
         assert torch.equal(value.grad[value.grad != 0], torch.full_like(value.grad[value.grad != 0], 2.0))
 
-    on_seats(PLAN, run)
+    on_comms(PLAN, run)
 
 
 def test_outside_of_training_dropout_passes_its_input_through() -> None:
-    def run(seat: RoleComm) -> None:
-        seat.rank.training = False
+    def run(comm: RoleComm) -> None:
         value = torch.ones(4)
-        assert seat.dropout(value, 0.5, layer="drop") is value
+        assert comm.dropout(value, 0.5, layer="drop") is value
 
-    on_seats(PLAN, run)
+    on_comms(PLAN, run, training=False)
 
 
 def test_masks_leave_the_global_random_generator_alone() -> None:
@@ -110,11 +103,7 @@ def test_masks_leave_the_global_random_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_seed_of_the_worker_reaches_the_masks() -> None:
-    def reseeded(seat: RoleComm) -> torch.Tensor:
-        seat.rank.seed = 7
-        return dropped(seat)
-
+def test_the_seed_of_the_step_reaches_the_masks() -> None:
     alone = plan_of(all=(0, 8))
-    assert torch.equal(on_seats(alone, dropped, seed=7)[0], on_seats(alone, reseeded)[0])
-    assert not torch.equal(on_seats(alone, dropped, seed=7)[0], on_seats(alone, dropped)[0])
+    assert torch.equal(on_comms(alone, dropped, seed=7)[0], on_comms(alone, dropped, seed=7)[0])
+    assert not torch.equal(on_comms(alone, dropped, seed=7)[0], on_comms(alone, dropped)[0])

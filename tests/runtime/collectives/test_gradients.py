@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitc.runtime.collectives.gradients import GradientSum
 from splitc.runtime.transport.base import Transport, Work
-from tests.support.ranks import connected, on_ranks, plan_of
+from tests.support.ranks import on_ranks, plan_of, rank_of
 
 T = TypeVar("T")
 BUCKETS = (("last.weight", "last.bias"), ("first.weight", "first.bias"))
@@ -173,7 +173,7 @@ def test_outside_of_its_step_a_backward_sums_nothing() -> None:
         return gradients(stage)
 
     one, two = on_replicas(model, run, world=2)
-    assert not torch.equal(one["first.weight"], two["first.weight"])  # type: ignore[index]
+    assert not torch.equal(one["first.weight"], two["first.weight"])
 
 
 def test_an_error_inside_backward_passes_through_and_ends_the_summing() -> None:
@@ -208,7 +208,7 @@ def test_a_rank_that_is_given_another_stage_sums_that_ones_gradients() -> None:
     model = Stage()
 
     def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        rank = connected(plan_of(all=(0, 5, 10)), transport)
+        rank = rank_of(plan_of(all=(0, 5, 10)), transport)
         for each in (stage_like(model), stage):
             with rank.comm("all").all_reduce(each, BUCKETS):
                 each(x).backward()

@@ -115,7 +115,7 @@ def test_modulo_and_shard_layers_are_one_process() -> None:
         torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
         ours.backward()
         assert examples.grad is not None
-        gotten = [group.return_examples(examples.grad, rows, partial=True), up.grad, down.grad, shift.grad]
+        gotten = [group.scatter_gradients(examples.grad, rows, partial=True), up.grad, down.grad, shift.grad]
         cut = [(rows, 0), (hidden_widths, 0), (widths, 0), (widths, 0)]
         wholes = [own_of(whole, sizes, i, dim) for whole, (sizes, dim) in zip(expected, cut, strict=True)]
         torch.testing.assert_close(gotten, wholes, rtol=1e-12, atol=1e-12)
@@ -152,11 +152,11 @@ def test_examples_are_gathered_along_any_dim_and_returned(rows: tuple[int, ...],
     def member(group: Group) -> None:
         own = own_of(whole, rows, group.index, dim)
         assert torch.equal(group.gather_examples(own, rows, dim), whole)
-        assert torch.equal(group.keep_own(whole, rows, dim), own)
-        assert torch.equal(group.spread_gradients(own, rows, dim), whole)
-        summed = group.return_examples(whole * (group.index + 1), rows, dim, partial=True)
+        assert torch.equal(group.slice_examples(whole, rows, dim), own)
+        assert torch.equal(group.gather_gradients(own, rows, dim), whole)
+        summed = group.scatter_gradients(whole * (group.index + 1), rows, dim, partial=True)
         torch.testing.assert_close(summed, own * (group.size * (group.size + 1) / 2))
-        assert torch.equal(group.return_examples(whole, rows, dim, partial=False), own)
+        assert torch.equal(group.scatter_gradients(whole, rows, dim, partial=False), own)
 
     on_group(len(rows), member)
 
@@ -194,14 +194,14 @@ def test_the_backward_of_every_operation_is_its_adjoint(sizes: tuple[int, ...]) 
         y = different[group.index]
         part = own_of(random(7, 3, sum(sizes)), sizes, group.index, -1)
         gathered = group.gather_examples(part, sizes, 1)
-        spread = group.spread_gradients(part, sizes, 1)
+        spread = group.gather_gradients(part, sizes, 1)
         return {
             "gather, each goes on": both(part, lambda x: group.gather_features(x, sizes, partial=True), y),
             "gather, alike": both(part, lambda x: group.gather_features(x, sizes, partial=False), alike),
             "enter": both(alike, group.copy_to_group, y),
             "sum": both(y, group.reduce_from_group, alike),
-            "examples": (dot(gathered, y), dot(part, group.return_examples(y, sizes, 1, partial=True))),
-            "own": (dot(group.keep_own(alike, sizes, 1), part), dot(alike, spread)),
+            "examples": (dot(gathered, y), dot(part, group.scatter_gradients(y, sizes, 1, partial=True))),
+            "own": (dot(group.slice_examples(alike, sizes, 1), part), dot(alike, spread)),
         }
 
     seen = on_group(n, member)
@@ -224,8 +224,8 @@ def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing() -> No
         for same in [group.copy_to_group(x), group.reduce_from_group(x), group.gather_features(x, [4], partial=True)]:
             assert same is x
         for same in [
-            group.gather_examples(x, [3]), group.return_examples(x, [3], partial=True), group.keep_own(x, [3]),
-            group.spread_gradients(x, [3]), group.all_reduce_scalar(x),
+            group.gather_examples(x, [3]), group.scatter_gradients(x, [3], partial=True), group.slice_examples(x, [3]),
+            group.gather_gradients(x, [3]), group.all_reduce_scalar(x),
         ]:  # fmt: skip
             assert torch.equal(same, x)
             assert not same.requires_grad
@@ -265,8 +265,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             group.gather_features(x, [2], partial=True)
         with pytest.raises(ValueError, match=r"\(3, 2\) float64 .* by sizes \[4, 4\] dim 0 should be 4"):
             group.gather_examples(x, [4, 4])
-        with pytest.raises(ValueError, match=r"return_examples .* should be 8"):
-            group.return_examples(x, [4, 4], partial=False)
+        with pytest.raises(ValueError, match=r"scatter_gradients .* should be 8"):
+            group.scatter_gradients(x, [4, 4], partial=False)
 
     on_group(2, member)
 

@@ -61,7 +61,7 @@ def place_name(place: Where) -> str:
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of these small models travel alone and together, as those of large ones do."""
-    monkeypatch.setattr(machinery, "ALONE", 400)
+    monkeypatch.setattr(machinery, "COALESCED_BELOW", 400)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -424,9 +424,9 @@ def test_small_rows_travel_together_and_large_ones_as_they_lie() -> None:
     def piece(name: str, server: int, nbytes: int) -> machinery.Piece:
         return machinery.Piece(name, server, 0, 1, nbytes)
 
-    large = machinery.ALONE
+    large = machinery.COALESCED_BELOW
     given = [piece("a", 0, 8), piece("b", 0, 8), piece("c", 0, large), piece("d", 0, 8), piece("e", 1, 8)]
-    assert [[p.name for p in message] for message in machinery.messages(given)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [[p.name for p in message] for message in machinery.coalesce(given)] == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
 # -- the generated programs --------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_layers_wait_for_their_own_bucket_just_before_they_read_it() -> None:
     worker = program.files["worker.py"]
     waits = [line.split()[0] for line in worker.splitlines() if "comm.pull(" in line]
     assert waits == [f"comm.pull({k})" for k in reversed(range(len(program.program.stage("worker").served)))]
-    assert 'rank.start_pulls(stage, SERVED["worker"])' in worker
+    assert 'comm.start_pulls(stage, SERVED["worker"])' in worker
     assert 'with comm.push(stage, SERVED["worker"]):' in worker
     before, after = worker.index("comm.pull(0)"), worker.index('self["5"](')
     assert before < after and worker.index('self["1"](') < before

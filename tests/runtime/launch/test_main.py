@@ -23,11 +23,12 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.main import given, save, synthetic
 from splitc.runtime.launch.trial import torchrun_trial
+from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
 from tests import ROOT
 from tests.support.compiled import compiled
 from tests.support.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron
-from tests.support.ranks import assert_same, on_workers, one_process, plan_of, rank_of
+from tests.support.ranks import assert_same, on_workers, one_process, plan_of, rank_spec
 
 
 @cache
@@ -170,14 +171,14 @@ def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -
 
 def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> None:
     inputs = {
-        "x": ((-1, 3), "float64", None),
-        "labels": ((-1,), "int64", 7),
-        "mask": ((2, -1), "bool", None),
-        "ids": ((-1, 4), "int32", 3),
+        "x": Input((-1, 3), "float64"),
+        "labels": Input((-1,), "int64", 7),
+        "mask": Input((2, -1), "bool"),
+        "ids": Input((-1, 4), "int32", 3),
     }
 
     def draw(index: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
-        batches = synthetic(rank_of(plan_of(all=(0, 10, 20)), index, inputs=inputs), seed)
+        batches = synthetic(rank_spec(plan_of(all=(0, 10, 20)), index, inputs=inputs), seed)
         return [next(batches), next(batches)]
 
     first, second = draw(0, 0)
@@ -196,7 +197,7 @@ def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> Non
 
 
 def test_a_rank_that_reads_no_data_gets_empty_synthetic_batches() -> None:
-    assert next(synthetic(rank_of(plan_of(conv=(0, 10), fc=(0, 10)), 1))) == ()
+    assert next(synthetic(rank_spec(plan_of(conv=(0, 10), fc=(0, 10)), 1))) == ()
 
 
 def naive(worker: Worker) -> Iterator[Any]:

@@ -211,7 +211,7 @@ def exercise_group(t: Transport) -> dict[str, Any]:
     assert weight.grad is not None and bias.grad is not None
     return {
         "loss": loss.item(),
-        "gradient": group.return_examples(examples.grad, rows, partial=False).tolist(),
+        "gradient": group.scatter_gradients(examples.grad, rows, partial=False).tolist(),
         "late": (weight.grad.tolist(), bias.grad.tolist()),
         "statistics": [round(value, 12) for value in (*mean.tolist(), *var.tolist())],
         "bytes": (group.sent_bytes, late.sent_bytes),

@@ -1,0 +1,135 @@
+"""Write the lines of a step that move a cut, or its gradient, between roles or within a group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from splitc import units
+from splitc.codegen.layout import Line
+from splitc.codegen.stage import variables
+from splitc.errors import InternalError
+from splitc.ir.actions import Action
+from splitc.ir.plan import SERVER
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage, TensorSpec
+
+
+class CutLines:
+    """The variables that hold a cut on its way, and the lines that move it.
+
+    microbatched: the roles that run their stage once for each of several microbatches.
+    """
+
+    def __init__(
+        self, program: LoweredProgram, part: RankProgram, training: bool, microbatched: Collection[str]
+    ) -> None:
+        self._program, self._part, self._training, self._microbatched = program, part, training, microbatched
+        self.comms = [role for role in part.roles if role != SERVER] or [SERVER]
+
+    def comm(self, role: str) -> str:
+        """The variable of a role's communicator."""
+        return "comm" if len(self.comms) == 1 else role
+
+    # -- variables -----------------------------------------------------------------------------------------------------
+
+    def produced(self, cut: Cut) -> str:
+        """The producer's own examples of a cut, or the input that it passes on."""
+        if cut.passes("slice_batch"):
+            return f"{cut.name}_slice"
+        stage = self._program.stage(cut.producer)
+        if cut.value in stage.inputs:
+            names = {str(n.target): name for n, name in variables(stage.graph).items() if n.op == "placeholder"}
+            return names[cut.value]
+        return cut.name
+
+    def received(self, cut: Cut) -> str:
+        """The consumer's own examples of a cut."""
+        if not cut.passes("send"):
+            return self.produced(cut)
+        return cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
+
+    def stage_input(self, cut: Cut) -> str:
+        """What the consumer's stage reads."""
+        if cut.passes("modulo"):
+            return f"{cut.name}_group"
+        if not cut.passes("send") and cut.gradient and self._training:
+            return f"{cut.name}_{cut.consumer}"
+        return self.received(cut)
+
+    def input_gradient(self, cut: Cut) -> str:
+        """The gradient of the consumer's own examples."""
+        if not cut.passes("modulo"):
+            return f"{self.stage_input(cut)}.grad"
+        if cut.consumer in self._microbatched:
+            return f"torch.cat(d_{cut.name}{f', dim={cut.spec.batch_dim}' if cut.spec.batch_dim else ''})"
+        return f"d_{cut.name}"
+
+    def output_gradient(self, cut: Cut) -> str:
+        """The gradient of what the producer's stage returns."""
+        if cut.passes("slice_batch"):
+            return f"d_{cut.name}_group"
+        return f"d_{cut.name}" if cut.passes("send") else self.input_gradient(cut)
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def line(self, stage: Stage, action: Action) -> Line:
+        """The line of an action that moves a cut of `stage`."""
+        role, cut, comm = action.peer, stage.cut(action), self.comm(action.role)
+        layout, size = _layout(cut.spec), self._size(cut, stage)
+        leaf = ".requires_grad_()" if cut.gradient and self._training else ""
+        match action.verb:
+            case "send":
+                return f'{comm}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}"
+            case "recv":
+                call = _recv(comm, cut, role) + ("" if cut.passes("modulo") else leaf)
+                return f"{self.received(cut)} = {call}", f"<- {role}  {size}"
+            case "recv_grad":
+                return f"d_{cut.name} = {_recv(comm, cut, role)}", f"<- {role}  {size}"
+            case "send_grad":
+                return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout})', f"-> {role}  {size}"
+            case "modulo":
+                of = "the microbatch of" if stage.role in self._microbatched else "of"
+                call = f"{comm}.modulo({self.received(cut)}{layout}){leaf}"
+                return f"{cut.name}_group = {call}", f"{of} all ranks of the group"
+            case "modulo_grad":
+                return self._modulo_grad(stage, cut, comm, layout)
+            case "slice_batch":
+                return f"{cut.name}_slice = {comm}.slice_batch({cut.name}{layout})", "this rank's own examples"
+            case "all_gather_grad":
+                own = f"d_{cut.name}" if cut.passes("send") else self.input_gradient(cut)
+                return f"d_{cut.name}_group = {comm}.all_gather_grad({own}{layout})", "of all ranks of the group"
+        raise InternalError(f"no line for the action {action}")
+
+    def _modulo_grad(self, stage: Stage, cut: Cut, comm: str, layout: str) -> Line:
+        partial = "" if cut.partial else ", partial=False"
+        call = f"{comm}.modulo_grad({cut.name}_group.grad{layout}{partial})"
+        note = "summed over the group" if cut.partial else "this rank's own examples"
+        return (f"d_{cut.name}.append({call})" if stage.role in self._microbatched else f"d_{cut.name} = {call}"), note
+
+    def _sent(self, cut: Cut) -> str:
+        """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
+        source = self.produced(cut)
+        is_made = cut.spec.dtype.is_floating_point and cut.value not in self._program.stage(cut.producer).inputs
+        return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
+
+    def _size(self, cut: Cut, stage: Stage) -> str:
+        batch = common_batch(self._program, self._part, stage)
+        if batch is None:
+            return f"{units.nbytes(cut.spec.nbytes(1))} an example"
+        return units.nbytes(cut.spec.nbytes(batch))
+
+
+def common_batch(program: PlacedProgram, part: RankProgram, stage: Stage) -> int | None:
+    """Examples that each rank of `part` has in a role; None where they differ."""
+    batches = {program.plan.batch(stage.role, rank) for rank in part.ranks}
+    return batches.pop() if len(batches) == 1 else None
+
+
+def _recv(comm: str, cut: Cut, role: str) -> str:
+    rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
+    return f'{comm}.recv("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
+
+
+def _layout(spec: TensorSpec) -> str:
+    """The arguments that describe where the examples lie in a tensor."""
+    dim = f", dim={spec.batch_dim}" if spec.batch_dim else ""
+    return dim + (f", rows={spec.rows}" if spec.rows != 1 else "")

@@ -1,0 +1,78 @@
+"""Lay generated statements out in lines of at most 120 columns, with their comments in one column."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+WIDTH = 120
+_GAP = "  # "
+
+Line = tuple[str, str]
+"""A statement and its comment."""
+
+
+def aligned(body: Sequence[Line], indent: str) -> list[str]:
+    """Statements with their comments in one column; one that is longer is broken inside its longest brackets."""
+    room = WIDTH - len(indent)
+    longest = max((len(note) for _, note in body), default=0)
+    column = min(max((len(text) for text, note in body if note), default=0), room - len(_GAP) - longest)
+    lines: list[str] = []
+    for text, note in body:
+        first, *rest = wrapped(text, column if note else room)
+        if note and len(first) > column:
+            lines += [f"# {note}", *wrapped(text, room)]
+        else:
+            lines += [f"{first:<{column}}{_GAP}{note}" if note else first, *rest]
+    return [f"{indent}{line}" for line in lines]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """`text`, or the same in several lines of at most `width` where brackets allow it."""
+    if len(text) <= width or (span := _longest_brackets(text)) is None:
+        return [text]
+    start, end = span
+    inner: list[str] = []
+    for item in _items(text[start + 1 : end]):
+        if inner and len(inner[-1]) + 1 + len(item) <= width - 4:
+            inner[-1] += f" {item}"
+        else:
+            inner += wrapped(item, width - 4)
+    return [text[: start + 1], *(f"    {line}" for line in inner), text[end:]]
+
+
+def docstring(title: str, rest: Sequence[str]) -> list[str]:
+    """A module's docstring: the title, which may take several lines, and what follows after an empty line."""
+    lines = textwrap.wrap(f'"""{title}', WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+    return [*lines, "", *rest, '"""'] if rest else [*lines[:-1], f'{lines[-1]}"""']
+
+
+def _longest_brackets(text: str) -> tuple[int, int] | None:
+    """Where the longest of the outermost pairs of brackets begins and ends; None where all are empty."""
+    found, start = [], 0
+    for index, depth in _depths(text):
+        if text[index] in "([{" and depth == 1:
+            start = index
+        elif text[index] in ")]}" and depth == 0 and index > start + 1:
+            found.append((start, index))
+    return max(found, key=lambda span: span[1] - span[0], default=None)
+
+
+def _items(text: str) -> list[str]:
+    """What stands between the outermost commas, each with its comma."""
+    cuts = [0, *(index + 1 for index, depth in _depths(text) if text[index] == "," and depth == 0), len(text)]
+    return [item for a, b in pairwise(cuts) if (item := text[a:b].strip())]
+
+
+def _depths(text: str) -> Iterator[tuple[int, int]]:
+    """(index, how many brackets are open after it) of the characters outside of string literals."""
+    depth, is_quoted, is_escaped = 0, False, False
+    for index, character in enumerate(text):
+        if character == '"' and not is_escaped:
+            is_quoted = not is_quoted
+        is_escaped = is_quoted and character == "\\" and not is_escaped
+        if is_quoted or character == '"':
+            continue
+        depth += (character in "([{") - (character in ")]}")
+        yield index, depth

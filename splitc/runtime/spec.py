@@ -1,0 +1,159 @@
+"""Plain descriptions: of a rank, as a generated `rankN.py` gives it, and of a step."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Route(NamedTuple):
+    """A rank of another role, and the examples of the compiled batch that both ranks work on."""
+
+    peer: int
+    first: int
+    last: int
+
+    @property
+    def examples(self) -> tuple[int, int]:
+        return self.first, self.last
+
+
+class Shard(NamedTuple):
+    """A contiguous part of a tensor along `dim`: indices `first` to `last - 1`."""
+
+    dim: int
+    first: int
+    last: int
+
+
+class Rows(NamedTuple):
+    """The rows `first` to `last - 1` of a parameter, which one server holds."""
+
+    server: int
+    first: int
+    last: int
+
+
+class Input(NamedTuple):
+    """A tensor that a reader reads.  shape: -1 is the batch.  high: bound of synthetic whole numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    high: int | None = None
+
+
+def microbatch_examples(
+    examples: tuple[int, int], scheme: str, member: int, microbatch: int, size: int
+) -> tuple[int, int]:
+    """The examples of a microbatch that come from the `member`-th of the `size` ranks of a group, out of its own."""
+    first, last = examples
+    if scheme == "BK":
+        return examples
+    if scheme == "B":
+        return examples if member == microbatch else (first, first)
+    return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
+
+
+Bucket = Mapping[str, Sequence[Rows]]
+"""Parameter -> the servers' rows of it."""
+
+Served = Mapping[str, Sequence[Bucket]]
+"""Role of the workers -> its buckets, in the order in which backward fills them."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a rank does in one of its roles.
+
+    examples: its examples of the global batch, first and one past the last.
+    replicas: the ranks that hold the same parameters, this one among them.
+    routes: role -> the examples exchanged with each of its ranks.
+    group: the ranks of its model-parallel group; none where it has no group.
+    scheme: Krizhevsky's scheme, which makes microbatches of a group's examples: "BK" takes all of them at once, "B" one
+    member's in each microbatch, "B/K" an equal part of each member's.
+    updated_every_microbatch: parameters that the optimizer updates after every microbatch, not once a step.
+    shards: parameter -> the part of it that this rank holds; the whole of all others.
+    all_reduce: how gradients are summed, by the "backend" or by "recursive_doubling".
+    served_rows: of a worker that is a server too: parameter -> the rows that it holds for all workers.
+    workers: of a server that is no worker: role -> the ranks that it serves.
+    """
+
+    role: str
+    examples: tuple[int, int] = (0, 0)
+    replicas: tuple[int, ...] = ()
+    routes: Mapping[str, Sequence[Route]] = field(default_factory=dict)
+    group: tuple[int, ...] = ()
+    scheme: str = "BK"
+    updated_every_microbatch: tuple[str, ...] = ()
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    all_reduce: str = "backend"
+    served_rows: Mapping[str, Shard] = field(default_factory=dict)
+    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank's place in the plan.
+
+    roles: at least one; a rank without work has the role "idle", a server that is no worker the role "server".
+    readers: the ranks that read data.  batch_offsets: where the examples of each reader begin, and where the last end.
+    inputs: what a reader reads, by name.
+    served: the buckets of parameters that servers hold.
+    """
+
+    index: int
+    world: int
+    roles: tuple[RoleSpec, ...]
+    readers: tuple[int, ...] = ()
+    batch_offsets: tuple[int, ...] = (0,)
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    served: Served = field(default_factory=dict)
+
+    @property
+    def role(self) -> str:
+        """The names of all its roles."""
+        return " and ".join(role.role for role in self.roles)
+
+    @property
+    def data_rank(self) -> int | None:
+        """The position of this rank among the readers; None where it reads no data."""
+        return self.readers.index(self.index) if self.index in self.readers else None
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One step, as all communication of it sees it.
+
+    compiled_offsets, offsets: where each reader's examples begin, in the compiled batch and in this step's batch.
+    seed, number: of the run and of the training step; dropout masks depend on them.
+    training: False makes dropout the identity.
+    is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
+    Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
+    """
+
+    compiled_offsets: tuple[int, ...]
+    offsets: tuple[int, ...]
+    seed: int = 0
+    number: int = 0
+    training: bool = True
+    is_first: bool = True
+    is_last: bool = True
+
+    def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
+        """Where an interval of the compiled batch lies in this step's batch."""
+        first, last = examples
+        return self._moved(first), self._moved(last)
+
+    def _moved(self, position: int) -> int:
+        """A boundary of the compiled batch in this step's batch.
+
+        It moves with its reader's; one between two readers' divides the reader's examples in the same proportion,
+        rounded down.
+        """
+        compiled, step = self.compiled_offsets, self.offsets
+        if position == compiled[-1]:
+            return step[-1]
+        k = bisect.bisect_right(compiled, position) - 1
+        return step[k] + (position - compiled[k]) * (step[k + 1] - step[k]) // (compiled[k + 1] - compiled[k])

@@ -1,0 +1,45 @@
+"""The point-to-point messages of one rank's step, and the bytes that it sends."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from torch import Tensor
+
+from .base import Transport, Work
+
+
+class Messages:
+    """Sends of one rank, kept until the step's end; what one of its roles sends to another stays in memory.
+
+    sent_bytes: payload bytes sent so far, as the communication nodes define them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.sent_bytes = 0
+        self._pending: list[Work] = []
+        self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Start to send `tensor`, which must not change before `wait`."""
+        self._pending.append(self.transport.isend(tensor, dst))
+        self.count(tensor.nbytes)
+
+    def count(self, nbytes: int) -> None:
+        """Add to the payload sent."""
+        self.sent_bytes += nbytes
+
+    def put_local(self, src: str, dst: str, tensor: Tensor) -> None:
+        """Leave a tensor of role `src` for this rank's role `dst`."""
+        self._local[src, dst].append(tensor)
+
+    def receive_local(self, src: str, dst: str) -> Tensor:
+        """Take the oldest tensor that `put_local` left."""
+        return self._local[src, dst].popleft()
+
+    def wait(self) -> None:
+        """Return when all sends are complete, and their tensors may be reused."""
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
