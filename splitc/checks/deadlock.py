@@ -1,4 +1,4 @@
-"""Checks of what the ranks put on the wire: every message has its receiver, and no ranks wait for each other."""
+"""Checks of the ranks' messages and collectives: every send has its receive, and there is no deadlock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.ir.wire_op import WireOp
 
 
 def sends_meet_receives(program: LoweredProgram) -> list[str]:
-    """Between two ranks the k-th send meets the k-th recv: same payload, shape and dtype.  Collectives likewise."""
+    """The k-th send and the k-th receive between two ranks have equal payload, shape and dtype; collectives too."""
     problems: list[str] = []
     sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
     collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
@@ -49,7 +49,7 @@ def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple
 
 
 def no_deadlock(program: LoweredProgram) -> list[str]:
-    """The ranks' orders on the wire, with matching operations merged, form no cycle (docs/design.md 8)."""
+    """The ranks' orders, with matching operations merged, form no cycle (docs/design.md, "Order on the wire")."""
     graph: nx.DiGraph[Any] = nx.DiGraph()
     counts: dict[Any, int] = defaultdict(int)
     for rank in range(program.plan.world):
@@ -73,4 +73,4 @@ def no_deadlock(program: LoweredProgram) -> list[str]:
     chain = "; then ".join(
         " with ".join(f"rank {rank}: {op}" for rank, op in graph.nodes[event]["ops"]) for event, _ in cycle
     )
-    return [f"the ranks wait for each other in a circle: {chain}; then the first again"]
+    return [f"the ranks deadlock in a cycle: {chain}; then the first again"]

@@ -23,7 +23,7 @@ def has_costs(program: Program) -> list[str]:
 
 
 def every_layer_placed(program: PlacedProgram) -> list[str]:
-    """Every layer has a placement whose role exists, and roles have ranks within the world."""
+    """Every layer is placed in a role that has ranks, and all ranks, groups and batch bounds are valid."""
     plan = program.plan
     problems = _tied_are_replicated(program)
     problems += [
@@ -78,7 +78,7 @@ def _tied_are_replicated(program: PlacedProgram) -> list[str]:
 
 
 def graph_is_sound(program: Program) -> list[str]:
-    """Arguments come before their readers, names are unique, every node knows its layer and line."""
+    """Arguments come before their readers, names are unique, and every node has its source line."""
     return _sound(program.graph, "graph")
 
 
@@ -93,14 +93,14 @@ def _sound(graph: fx.Graph, where: str) -> list[str]:
         if node.name in names:
             problems.append(f"{where}: two nodes are named {node.name}")
         if "source" not in node.meta and node.op != "output":
-            problems.append(f"{where}: {node.name} does not know its source line")
+            problems.append(f"{where}: {node.name} has no source line")
         seen.add(node)
         names.add(node.name)
     return problems
 
 
 def cuts_are_communicated(program: Program) -> list[str]:
-    """A value read in another role passes through a send and a recv that agree; everything else stays in its role."""
+    """Every value that another role reads passes through a send and a recv of the same cut."""
     problems: list[str] = []
     for value, reader in program.edges():
         if reader.op == "output" or value.meta["role"] == reader.meta["role"]:
@@ -128,7 +128,7 @@ def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
 
 
 def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
-    """Each trainable parameter's gradient is summed over its replicas exactly once, in the way that its plan says."""
+    """The gradient of each trainable parameter is summed over its replicas exactly once, by the sync of its plan."""
     plan, problems = program.plan, []
     served = pushable(program) if plan.servers else frozenset()
     apart = program.tied
@@ -158,20 +158,20 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 if place.sync == "none":
                     wrong = bool(found) or not alone
                 elif place.sync == "parameter_server" and name not in served:
-                    wrong = bool(found)  # the loss never reaches it
+                    wrong = bool(found)  # the loss does not depend on it
                 else:
                     once = place.sync == "late_multiply" or found.get(str(place.sync)) == 1
                     wrong = set(found) != {place.sync} or not once
                 if wrong:
-                    told = ", ".join(f"{times} times by {way}" for way, times in found.items()) or "not at all"
+                    summary = ", ".join(f"{times} times by {way}" for way, times in found.items()) or "not at all"
                     problems.append(
-                        f"the gradient of {name} in role {stage.role} is summed {told}, not once by {place.sync}"
+                        f"the gradient of {name} in role {stage.role} is summed {summary}, not once by {place.sync}"
                     )
     return list(dict.fromkeys(problems))
 
 
 def shapes_hold(program: LoweredProgram) -> list[str]:
-    """Every stage runs, on fake tensors, at each batch size that one of its ranks has, with the shapes it promises."""
+    """Every stage runs on fake tensors at each batch size of its ranks, with the shapes of its specs."""
     plan = program.plan
     problems: list[str] = []
     for stage in program.stages:

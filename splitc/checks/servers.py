@@ -8,7 +8,7 @@ from splitc.ir.server_rows import read_by
 
 
 def servers_fit(program: PlacedProgram) -> list[str]:
-    """Served layers have servers; a server that is a worker too works in every served role."""
+    """Served layers have servers; a server on a worker's rank is in every served role."""
     plan = program.plan
     served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
     problems = [f"layer {name} is served, but the plan has no servers" for name in served if not plan.servers]

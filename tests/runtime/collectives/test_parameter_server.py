@@ -486,7 +486,7 @@ def test_pulling_after_the_forward_and_collecting_before_it_are_named() -> None:
     assert problems == ["worker: worker: pull comes after worker: forward"]
     actions = actions_of(program, SERVER)
     (problem,) = no_deadlock(with_actions(program, server=[actions[-1], *actions[:-1]]))
-    assert "in a circle" in problem and "push" in problem
+    assert "deadlock in a cycle" in problem and "push" in problem
 
 
 def test_a_bucket_that_nobody_waits_for_is_named() -> None:
