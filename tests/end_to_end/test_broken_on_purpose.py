@@ -84,7 +84,7 @@ def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
                 program, fc=[a for a in fc if a.verb == "sum_loss"] + [a for a in fc if a.verb != "sum_loss"]
             )
 
-    with pytest.raises(InternalError, match=r"schedule broke the program(.|\n)*circle"):
+    with pytest.raises(InternalError, match=r"schedule broke the program(.|\n)*deadlock in a cycle"):
         run_pass(Backwards(), separated().program)
 
 
