@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SplitcError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    models = [_as_exercise(name, file) for name, file in files.items()]
+    models = [_as_microbenchmark(name, file) for name, file in files.items()]
     samples = time_microbenchmarks([*microbenchmarks(cpu), *models], cpu, args.seconds, lambda text: None)
     seconds = {each.what: each.seconds for each in samples if each.what.partition(",")[0] in files}
     rates = fit_rates([each for each in samples if each.what not in seconds])
@@ -102,7 +102,7 @@ def _load(argument: str) -> ModelFile:
     return load_model(path, batch or None)
 
 
-def _as_exercise(name: str, file: ModelFile) -> Microbenchmark:
+def _as_microbenchmark(name: str, file: ModelFile) -> Microbenchmark:
     first, tensor = next(iter(file.example.tensors.items()))
 
     def step(given: Tensor) -> Tensor:

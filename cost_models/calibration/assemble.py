@@ -1,8 +1,8 @@
-"""Devices and links of ranks, put together to a cluster.
+"""Build a cluster from the measured devices and links of its ranks.
 
-On a CPU the device is what one rank has when no other needs its cores: the threads that torch gives it.  A host has
-`cores` of these, and its ranks share them.  Ranks on GPUs of their own, or said to be separate, have a device each.
-Those whose device or link differs from most are listed as unlike, but for ranks of one machine's cores.
+On a CPU the device of a rank is the threads that torch gives it.  A host has `cores` such devices, which its ranks
+share.  Ranks with a GPU each, or declared separate, have a device each; ranks whose device or link differs from the
+majority's are listed as unlike.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from splitc.ir.cluster_file import from_data, to_data
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where the ranks of a calibration are.
+    """How the ranks of a calibration are distributed over hosts and devices.
 
-    per_host: ranks of a host.  slots: how many of them can compute at once without sharing.
-    separate: the ranks are machines of their own that only happen to be started on this one.
+    per_host: ranks per host.  slots: how many of them can compute at once without sharing a device.
+    separate: treat every rank as a machine of its own, although all were started on one host.
     """
 
     world: int
@@ -35,7 +35,7 @@ class RankLayout:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks are on one host and share it."""
+        """Whether all ranks share the devices of one host."""
         return self.shares_device and self.per_host == self.world
 
     @property
@@ -46,21 +46,21 @@ class RankLayout:
 
     @property
     def transfers_take_cores(self) -> bool:
-        """Whether ranks compute on all cores that they have, so that transfers take theirs from computing."""
+        """Whether ranks compute on all cores, so that transfers take processor time from computing."""
         return not self.gpus and (self.separate or self.slots <= self.per_host)
 
     def measures(self, rank: int) -> bool:
-        """Whether a rank's device is measured: ranks that shared theirs meanwhile would show less of it."""
+        """Whether a rank measures its device: at most as many per host as can compute without sharing."""
         return self.separate or rank % self.per_host < self.slots
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Ranks of a host, where there are several hosts of several ranks."""
+        """Ranks per host; None unless there are several hosts with several ranks each."""
         return self.per_host if not self.separate and 1 < self.per_host < self.world else None
 
 
 def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: LinkFit, ranks: RankLayout) -> Cluster:
-    """The cluster of these measurements; fits: None for ranks that were not measured."""
+    """The cluster with these devices and links; fits: by rank, None for ranks that were not measured."""
     links = _of_whole_cores(links, ranks)
     if ranks.one_machine:
         device = mean_device([fit.device for fit in fits if fit is not None])
@@ -90,7 +90,7 @@ def assemble(name: str, source: str, fits: Sequence[DeviceFit | None], links: Li
 
 
 def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
-    """Links with what a byte takes of a whole core: where ranks shared cores it was seen to take longer."""
+    """Scale the processor time of a byte to a whole core, where ranks shared cores while it was measured."""
     part = min(1.0, ranks.slots / ranks.per_host) if ranks.shares_device else 1.0
     links = tuple(replace(link, processor=link.processor * part) for link in found.links)
     local = None if found.local is None else replace(found.local, processor=found.local.processor * part)
@@ -101,7 +101,7 @@ def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
 
 
 def part_of(device: Device, share: float) -> Device:
-    """What a rank has of a device for `share` of the time, as under a quota."""
+    """A device that a rank has for a `share` of the time, as under a quota."""
     return device.slowed(1 / share)
 
 
@@ -117,7 +117,7 @@ def _reached(device: Device, dtype: str) -> float:
 
 
 def mean_device(devices: Sequence[Device]) -> Device:
-    """A device whose every number is the geometric mean; memory is the least."""
+    """The device with the geometric mean of every number, and the least memory."""
     first = devices[0]
 
     def mean(values: Iterable[float]) -> float:
@@ -139,10 +139,7 @@ def mean_device(devices: Sequence[Device]) -> Device:
 
 
 def rounded(cluster: Cluster) -> Cluster:
-    """The same with four digits of each number, as people read and edit them; the rest is noise.
-
-    Memory sizes stay exact.
-    """
+    """Round all numbers but memory sizes to four significant digits, for files that people read and edit."""
 
     def four_digits(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""A cluster from measurements: the devices of all ranks at the same time, then the links between them.
+"""Calibrate a cluster: measure the devices of all ranks at the same time, then the links between them.
 
-Devices are measured together because in training they compute together, and share caches and memory.  Of more ranks
-than there are cores only as many are measured.
+Devices are measured at once because in training they compute at once, and share caches and memory.  Where there are
+more ranks than cores, as many ranks as cores are measured.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from splitc.runtime.transport.base import Transport
 
 BUDGET = 90.0  # seconds
 _DEVICES = 0.35  # of the budget; the rest is for the links
-_WHOLE = 0.95  # of a core, above which it counts as all of it
+_WHOLE = 0.95  # share of the time from which a core counts as available all the time
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured cluster, and what its numbers miss of what was timed."""
+    """A measured cluster, and the residuals of its fit."""
 
     cluster: Cluster
     residuals: tuple[Residual, ...]
@@ -46,10 +46,10 @@ def calibrate(
     separate: bool = False,
     name: str = "calibrated",
 ) -> Calibration:
-    """Measure the ranks of `transport`, which all call this and get the same; or this machine, by this process alone.
+    """Measure the ranks of `transport`, collectively; without one, measure this machine from this process.
 
-    budget: seconds, about.  separate: the ranks are machines of their own, with their own cores and network, although
-    torchrun was told that they are on one host.
+    budget: seconds, about.  separate: treat every rank as a machine with its own cores and network, although torchrun
+    started all on one host.
 
     Raises LaunchError when hosts have unequal numbers of ranks.
     """
@@ -77,7 +77,7 @@ def calibrate(
 def calibrate_one_process(
     where: torch.device | None, budget: float, progress: Progress, name: str, source: str = ""
 ) -> Calibration:
-    """This machine, measured by this process: its first GPU, or one of its cores; links as far as they can be."""
+    """Measure the first GPU, or one core, of this machine, and the link between two ranks on it."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
     on_gpu = where.type == "cuda"
@@ -98,7 +98,7 @@ def calibrate_one_process(
     return Calibration(rounded(cluster), (*fit.residuals, *links.residuals))
 
 
-# -- where the ranks are -----------------------------------------------------------------------------------------------
+# -- the layout of the ranks -------------------------------------------------------------------------------------------
 
 
 def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
@@ -119,9 +119,9 @@ def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
 
 
 def _share(seconds: float) -> float:
-    """The part of its cores that this process has when it wants all: less under a quota.
+    """The share of its cores' time that this process gets, which a quota limits.
 
-    Short runs are over before a quota stops them, and the time of a thread does not count while it stands still.
+    Microbenchmarks do not show it: they end before a quota stops them, and thread time excludes waiting.
     """
     a = torch.ones(192, 192)
     torch.mm(a, a)

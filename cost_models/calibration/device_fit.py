@@ -1,19 +1,21 @@
-"""A device's rates from timed ops: least squares of relative errors.
+"""Fit a device's rates to timed ops by least squares of relative errors.
 
-A sample is a few ops that took some seconds together.  With the unknowns s, seconds for each FLOP of a class of
-products, for each byte of a class, and for each launch, `splitc.cost_models.compute.roofline` says
+A sample is a few ops and the seconds they took together.  The unknowns s are seconds per FLOP of a class of products,
+per byte of a class, and per launch.  By `splitc.cost_models.compute.roofline`
 
-    fitted = sum over ops of  a + m - overlap * min(a, m) + launches * s[launch]               (1)
-             a = (flops + filling) s[class],  m = moved s[class, or class_moved of a product]
+    fitted = sum over ops of  a + m - overlap * min(a, m) + kernel_launches * s[launch]                  (1)
+             a = (flops + padding_flops) s[class]
+             m = bytes_accessed s[class], of a product s[class_moved]
 
-and of convolutions launches * s[conv_launch] besides.
+with an additional kernel_launches * s[conv_launch] for convolutions.
 
-    minimise the sum over samples of (fitted / measured - 1)^2,  s >= 0                        (2)
+    minimise the sum over samples of (fitted / measured - 1)^2,  s >= 0                                  (2)
 
-For a given overlap and given smaller parts (1) is linear, and (2) a problem of non-negative least squares (Lawson and
-Hanson 1974, algorithm NNLS).  The smaller parts are those of the solution before, a few times over; of a few overlaps,
-each begun from the one before, the one with the least sum is taken.  A sample that is off by more than `_FAR` counts as
-in a sum of absolute errors (Huber 1964): an op that the model knows nothing of must not bend the rates of all others.
+For a given overlap, and a given choice of the smaller of a and m for each op, (1) is linear and (2) is non-negative
+least squares (Lawson and Hanson 1974, algorithm NNLS).  The choice is iterated: it is the one of the previous solution.
+A few overlaps are tried, each from the solution of the previous one, and the one with the least loss is taken.  The
+loss is Huber's (1964): errors beyond `_FAR` count linearly, so that ops that the model does not describe do not bend
+the rates of all others.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Vector = NDArray[np.float64]
 
 OVERLAPS = (0.0, 0.5, 1.0)
 _FAR = 0.3
-_ROUNDS = 12  # of choosing smaller parts and weights anew
+_ROUNDS = 12  # iterations of the choice of smaller parts and of the weights
 _TINY = 1e-12
 _FASTEST = 1e15  # FLOP/s or bytes/s
 _LAUNCH, _CONV_LAUNCH = "launch", "conv_launch"
@@ -41,7 +43,7 @@ _LAUNCH, _CONV_LAUNCH = "launch", "conv_launch"
 
 @dataclass(frozen=True)
 class Sample:
-    """Ops in one direction, and the seconds they took together."""
+    """Ops of one direction, and the seconds they took together."""
 
     what: str
     ops: tuple[OpCost, ...]
@@ -50,23 +52,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was fitted.
+    """The fitted rates.
 
-    flops: class -> FLOP/s; moved: class -> bytes/s; of a backward under "<class>_backward".
+    flop_rates: class -> FLOP/s.  bandwidths: class -> bytes/s.  Those of a backward are under "<class>_backward".
     launch, conv_launch: seconds.
     """
 
-    flops: Mapping[str, float]
-    moved: Mapping[str, float]
+    flop_rates: Mapping[str, float]
+    bandwidths: Mapping[str, float]
     launch: float
     conv_launch: float
     overlap: float
 
     def device(self, name: str, memory: float, others: Mapping[str, float]) -> Device:
         """The device with these rates in float32.  others: the FLOP/s of matrix products in other dtypes."""
-        peak, bandwidth = max(self.flops.values()), max(self.moved.values())
-        efficiency = {op: rate / peak for op, rate in self.flops.items()}
-        efficiency |= {op: rate / bandwidth for op, rate in self.moved.items()}
+        peak, bandwidth = max(self.flop_rates.values()), max(self.bandwidths.values())
+        efficiency = {op: rate / peak for op, rate in self.flop_rates.items()}
+        efficiency |= {op: rate / bandwidth for op, rate in self.bandwidths.items()}
         reached = efficiency["matmul"]
         return Device(
             name=name,
@@ -101,13 +103,13 @@ class _Problem:
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
-        rates = dict.fromkeys(key for sample in samples for op in sample.ops for key in _keys(op) if key)
+        rates = dict.fromkeys(key for sample in samples for op in sample.ops for key in _unknowns(op) if key)
         self.unknowns = [*rates, _LAUNCH, _CONV_LAUNCH]
         self._index = {key: k for k, key in enumerate(self.unknowns)}
         self._seconds = np.array([sample.seconds for sample in samples])
 
     def solve(self, overlap: float, found: Vector) -> tuple[Vector, float]:
-        """The seconds of each unknown, and the sum of (2); `found` are those of an overlap nearby."""
+        """The seconds of each unknown, and the loss; found: the solution for another overlap, to start from."""
         weights = np.ones(len(self.samples))
         best = found, np.inf
         for _ in range(_ROUNDS):
@@ -124,30 +126,30 @@ class _Problem:
         seconds = dict(zip(self.unknowns, found.tolist(), strict=True))
         launch, conv_launch = seconds.pop(_LAUNCH), seconds.pop(_CONV_LAUNCH)
         per = {key: 1 / each if each > 0 else math.inf for key, each in seconds.items()}
-        flops = {key.removesuffix(" flops"): rate for key, rate in per.items() if key.endswith(" flops")}
-        moved = {key: rate for key, rate in per.items() if not key.endswith(" flops")}
-        return Rates(_finite(flops), _finite(moved), launch, conv_launch, overlap)
+        flop_rates = {key.removesuffix(" flops"): rate for key, rate in per.items() if key.endswith(" flops")}
+        bandwidths = {key: rate for key, rate in per.items() if not key.endswith(" flops")}
+        return Rates(_finite(flop_rates), _finite(bandwidths), launch, conv_launch, overlap)
 
     def _rows(self, overlap: float, found: Vector) -> Vector:
-        """What (1) multiplies each unknown by, where the smaller parts are those of `found`."""
+        """The coefficients of the unknowns in (1), with the smaller parts of the solution `found`."""
         rows = np.zeros((len(self.samples), len(self.unknowns)))
         for row, sample in zip(rows, self.samples, strict=True):
             for op in sample.ops:
                 row[self._index[_LAUNCH]] += op.kernel_launches
                 row[self._index[_CONV_LAUNCH]] += op.kernel_launches * (op.op_class == "conv")
-                computing, moving = _keys(op)
-                moved = op.bytes_accessed
+                computing, moving = _unknowns(op)
+                nbytes = op.bytes_accessed
                 if computing:
                     flops, k = op.flops + op.padding_flops, self._index[computing]
-                    hidden = flops * found[k] < moved * found[self._index[moving]]
+                    hidden = flops * found[k] < nbytes * found[self._index[moving]]
                     row[k] += flops * (1 - overlap * hidden)
-                    moved *= 1 - overlap * (not hidden)
-                row[self._index[moving]] += moved
+                    nbytes *= 1 - overlap * (not hidden)
+                row[self._index[moving]] += nbytes
         return rows
 
 
-def _keys(op: OpCost) -> tuple[str, str]:
-    """The unknowns of an op: of its FLOPs, "" for one without, and of its bytes."""
+def _unknowns(op: OpCost) -> tuple[str, str]:
+    """Names of an op's unknowns: that of its FLOPs, "" if it has none, and that of its bytes."""
     backward = "_backward" if op.backward else ""
     if op.flops:
         return f"{op.op_class}{backward} flops", f"{op.op_class}_moved"
@@ -155,13 +157,13 @@ def _keys(op: OpCost) -> tuple[str, str]:
 
 
 def _finite(rates: Mapping[str, float]) -> dict[str, float]:
-    """What took no time is as fast as the fastest that did."""
+    """Give classes that took no time the highest of the other rates."""
     fastest = max((rate for rate in rates.values() if math.isfinite(rate)), default=_FASTEST)
     return {key: min(rate, fastest) for key, rate in rates.items()}
 
 
 def nnls(matrix: Vector, target: Vector) -> Vector:
-    """The x >= 0 for which |matrix x - target| is least."""
+    """The x >= 0 that minimises |matrix x - target| (Lawson and Hanson 1974)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     a = matrix / scale

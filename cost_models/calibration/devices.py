@@ -1,8 +1,8 @@
-"""Measure a device: time a spread of ops, count them as a model's are counted, fit the rates.
+"""Measure a device: time microbenchmarks, count their ops as those of a model, and fit the rates.
 
-The ops take turns, round after round, so that each finds the caches as a model leaves them: its input just written, its
-weights not seen for long.  Of its runs the median counts.  On a CPU with one thread, as torchrun gives each rank, the
-time is that of the thread, which other processes do not change.
+The microbenchmarks run in rounds, so that each finds the caches as in a model: its input was just written, its weights
+were not read for long.  The median of its runs is used.  On a CPU with one thread, as torchrun gives each rank, the
+thread's own time is measured, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHERS = 0.15  # of the budget, for the other dtypes
 
 @dataclass(frozen=True)
 class Residual:
-    """Seconds of one thing that was timed, as measured and as the fitted numbers have it."""
+    """Measured seconds of one operation beside those that the fitted numbers predict."""
 
     what: str
     measured: float
@@ -42,7 +42,7 @@ class Residual:
 
 
 def averaged(residuals: Iterable[Residual]) -> tuple[Residual, ...]:
-    """One for each thing that was timed: the means where it was timed on several ranks."""
+    """One residual for each operation: the mean where it was timed on several ranks."""
     found: dict[str, list[Residual]] = defaultdict(list)
     for each in residuals:
         found[each.what].append(each)
@@ -54,16 +54,16 @@ def averaged(residuals: Iterable[Residual]) -> tuple[Residual, ...]:
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """A device, and what its numbers miss."""
+    """A device, and the residuals of its fit."""
 
     device: Device
     residuals: tuple[Residual, ...]
 
 
 def measure_device(where: torch.device, budget: float, progress: Callable[[str], None]) -> DeviceFit:
-    """The device at `where` as this process computes on it, with the threads that torch has here.
+    """Measure the device at `where`, with as many threads as torch uses in this process.
 
-    budget: seconds, about; every op is timed a few times however long that takes.
+    budget: seconds, about; every microbenchmark runs a few times however long that takes.
     """
     with seeded(where):
         samples = time_microbenchmarks(microbenchmarks(where), where, (1 - _OTHERS) * budget, progress)
@@ -100,7 +100,7 @@ def time_microbenchmarks(
 
 
 def _run(microbenchmark: Microbenchmark, watch: Callable[[bool], AbstractContextManager[object]]) -> None:
-    """Forward within `watch(False)`, and backward, where there is one, within `watch(True)`."""
+    """Run the forward within `watch(False)`, and the backward, if there is one, within `watch(True)`."""
     given = microbenchmark.given
     if given.is_floating_point():  # freshly written, as what a model's op reads
         given = given.detach().clone().requires_grad_(given.requires_grad)
@@ -123,7 +123,7 @@ def _counted(microbenchmark: Microbenchmark) -> tuple[tuple[OpCost, ...], tuple[
 
 
 def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str, float]:
-    """dtype -> FLOP/s of matrix products, the largest that fit; a dtype that cannot multiply is left out."""
+    """dtype -> FLOP/s of the largest matrix product that fits the budget; without dtypes that cannot multiply."""
     found = {}
     for dtype in _OTHER_DTYPES:
         end = time.monotonic() + budget / len(_OTHER_DTYPES)
@@ -133,7 +133,7 @@ def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str,
                 timer = _Timer(clock_of(where))
                 for _ in range(_LEAST):
                     _run(each, timer)
-                moving = op.bytes_accessed / rates.moved["matmul_moved"] + rates.launch
+                moving = op.bytes_accessed / rates.bandwidths["matmul_moved"] + rates.launch
                 taken = timer.median(False)
                 found[str(dtype).removeprefix("torch.")] = op.flops / max(taken - moving, taken / 2)
                 if time.monotonic() + 8 * _LEAST * taken > end:
@@ -142,7 +142,7 @@ def _other_dtypes(where: torch.device, rates: Rates, budget: float) -> dict[str,
 
 
 class _Timer:
-    """Seconds of forwards and of backwards: `with timer(backward): ...`."""
+    """Collects seconds of forwards and of backwards: `with timer(backward): ...`."""
 
     def __init__(self, clock: Clock) -> None:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -1,14 +1,14 @@
-"""Links from timed messages: least squares of relative errors.
+"""Fit links to timed messages by least squares of relative errors.
 
     seconds = latency * rounds + bytes / bandwidth                       (1)
     minimise the sum of (fitted / measured - 1)^2,  latency >= 0         (2)
 
 Rounds and bytes are those of `alpha_beta`: 1 and its size for a message, n of each for many to one, those of the ring
-for a collective.  A pair of ranks shows the slower of their links, so a rank's own is that of its best
-pair, and a sample counts for the slowest of its ranks.
+for a collective.  A pair of ranks shows the slower of their links, so a rank's own link is taken from its best pair,
+and a sample counts for the slowest of its ranks.
 
-A link shaped by a token bucket lets some milliseconds' worth of bytes through as if it had no rate.  So where messages
-take long enough to be far beyond it, only those give the bandwidth, and the smallest the latency.
+A token bucket lets some milliseconds' worth of bytes pass before it limits the rate.  So where there are messages that
+take much longer, only those determine the bandwidth, and the smallest ones the latency.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MANY = ("many_to_one", "one_to_many")
 
 @dataclass(frozen=True)
 class LinkFit:
-    """links: of each rank to ranks of other hosts.  local: between the ranks of a host, where that is another one."""
+    """links: by rank, to ranks of other hosts.  local: between the ranks of a host, if there are several hosts."""
 
     links: tuple[Link, ...]
     local: Link | None
@@ -41,7 +41,7 @@ class LinkFit:
 
 
 def fit_links(measured: LinkSamples, alike: bool = False) -> LinkFit:
-    """The links of all ranks.  alike: all ranks have the same, as those of one machine have."""
+    """Fit the links of all ranks.  alike: give all ranks the same link, as on one machine."""
     near = [each for each in measured.samples if measured.local(each.ranks)]
     far = [each for each in measured.samples if not measured.local(each.ranks)]
     speeds = _Speeds(measured, far, alike)
@@ -114,7 +114,7 @@ def point(sample: Sample) -> Point:
 
 
 def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
-    """The link that samples show.  Of what they do not, `_fill_in` takes another's."""
+    """Fit one link to samples; `_fill_in` completes what they do not show."""
     kinds: dict[str, list[Sample]] = defaultdict(list)
     for each in samples:
         kinds[each.kind].append(each)
@@ -142,7 +142,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
 
 
 def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dict[int, Link]:
-    """Links that have what was timed only between others."""
+    """Complete links by what was timed between other ranks only."""
 
     def seen_on(kind: str) -> list[Link]:
         return [link for first, link in links.items() if any(each.kind == kind for each in own[first])]
@@ -168,11 +168,11 @@ def _beyond_buckets(messages: list[Sample]) -> list[Sample]:
     return [each for each in messages if each.nbytes == smallest] + settled
 
 
-# -- whose link --------------------------------------------------------------------------------------------------------
+# -- groups of ranks ---------------------------------------------------------------------------------------------------
 
 
 class _Speeds:
-    """Which ranks have links alike.  group: of each rank, the first rank whose link is like its own."""
+    """Groups ranks by similar links.  group: by rank, the first rank with a link like its own."""
 
     def __init__(self, measured: LinkSamples, samples: Sequence[Sample], alike: bool) -> None:
         known = times(samples)
@@ -193,14 +193,14 @@ class _Speeds:
         return max((self.group[rank] for rank in ranks), key=lambda first: self.best[first][1])
 
     def counts(self, sample: Sample, first: int) -> bool:
-        """Whether a sample shows the links of a group."""
+        """Whether a sample is used to fit the link of a group."""
         if sample.kind in (*_MANY, "pairs", "exchange"):
             return all(self.group[rank] == first for rank in sample.ranks)
         return self.slowest(sample.ranks) == first
 
 
 def _like(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether ranks whose small and whose large message take these seconds have links that are nearly the same."""
+    """Whether two ranks have similar links; a, b: seconds of their small and of their large message."""
     (quick, slow), (small, large) = sorted((a[0], b[0])), sorted((a[1], b[1]))
     latency_differs = slow > _OTHER_LATENCY * quick and slow - quick > (LIKE - 1) * large
     return large < LIKE * small and not latency_differs

@@ -1,7 +1,7 @@
-"""Time what transfers take from computing that goes on beside them.
+"""Measure how much transfers slow down computation that overlaps them.
 
-Either matrix products run alone and while every rank sends to its neighbour; or, where a rank has no core to spare, the
-processor time of an all-reduce is what it takes from computing.
+Either matrix products run alone and while every rank sends to its neighbour; or, where ranks compute on all cores, the
+processor time of an all-reduce is what it costs computation.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from splitc.cost_models.calibration.rank_timer import LEAST, RankTimer
 from splitc.cost_models.calibration.samples import Overlap
 from splitc.runtime.transport.base import Work
 
-BESIDE = (1 << 20, 1 << 22)  # bytes of messages beside computing
-_BESIDE = 2.0  # the computing beside a transfer takes so many times as long as it
+MESSAGES = (1 << 20, 1 << 22)  # bytes
+_COMPUTE_TIMES = 2.0  # how many times as long as the transfer the overlapping computation takes
 
 
 def computing(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
-    """Every rank computes, alone and while it sends to the next rank and receives from the one before."""
+    """Time matrix products on every rank, alone and while it sends to the next rank and receives from the previous."""
     timer.progress("computing beside transfers")
     once = timer.seconds(range(timer.world), lambda: _products(timer, 10), budget / 10) / 10
     overlaps: list[Overlap] = []
-    for nbytes in BESIDE:
-        overlaps += _beside(timer, nbytes, once, budget / len(BESIDE))
+    for nbytes in MESSAGES:
+        overlaps += _beside(timer, nbytes, once, budget / len(MESSAGES))
     return tuple(overlaps)
 
 
 def busy_cores(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
-    """Every rank takes part in an all-reduce, and its processor time is what that takes.
+    """Measure the processor time of an all-reduce on every rank, which is steadier than elapsed time.
 
-    It is all taken from computing where a rank has no core to spare; and it is steadier than the clock.
+    Where ranks compute on all cores, all of it is taken from computation.
     """
     timer.progress("what transfers take from computing")
     ranks = tuple(range(timer.world))
     overlaps: list[Overlap] = []
-    for nbytes in BESIDE:
+    for nbytes in MESSAGES:
         tensor = torch.ones(nbytes // 4, device=timer.device)
         moved = 4 * (timer.world - 1) / timer.world * tensor.nbytes  # sent and received, as on a ring
 
@@ -47,13 +47,13 @@ def busy_cores(timer: RankTimer, budget: float) -> tuple[Overlap, ...]:
             timer.transport.all_reduce(tensor, ranks).wait()
             return time.perf_counter() - begin, time.process_time() - used
 
-        figures = timer.figures(ranks, timed, budget / len(BESIDE))
+        figures = timer.figures(ranks, timed, budget / len(MESSAGES))
         overlaps += [Overlap(rank, nbytes, moved, clock, clock + used) for rank, (clock, used) in enumerate(figures)]
     return tuple(overlaps)
 
 
 def _to_the_next(timer: RankTimer, nbytes: int) -> Callable[[], Work]:
-    """Starts to send so much to the next rank, and to receive it from the one before."""
+    """A function that starts to send `nbytes` to the next rank and to receive as many from the previous."""
     after, before = (timer.rank + 1) % timer.world, (timer.rank - 1) % timer.world
     message = torch.ones(nbytes // 4, device=timer.device)
     received = torch.empty_like(message)
@@ -62,7 +62,7 @@ def _to_the_next(timer: RankTimer, nbytes: int) -> Callable[[], Work]:
 
 
 def _products(timer: RankTimer, times: int) -> float:
-    """Seconds of matrix products."""
+    """Seconds of `times` matrix products."""
     edge = 2048 if timer.device.type == "cuda" else 192
     a = torch.ones(edge, edge, device=timer.device)
     product = torch.empty_like(a)
@@ -75,12 +75,12 @@ def _products(timer: RankTimer, times: int) -> float:
 
 
 def _beside(timer: RankTimer, nbytes: int, once: float, budget: float) -> list[Overlap]:
-    """Products that take `once` each, beside messages of `nbytes`; none where that would take too long."""
+    """Products of `once` seconds each, overlapping messages of `nbytes`; nothing where that exceeds the budget."""
     ranks = tuple(range(timer.world))
     transfer = _to_the_next(timer, nbytes)
     moving = timer.seconds(ranks, lambda: transfer().wait(), budget / 5)
-    times = max(1, round(_BESIDE * moving / once))
-    if 2 * (1 + LEAST) * times * once > budget and nbytes > BESIDE[0]:
+    times = max(1, round(_COMPUTE_TIMES * moving / once))
+    if 2 * (1 + LEAST) * times * once > budget and nbytes > MESSAGES[0]:
         return []
 
     def both() -> tuple[float, float]:

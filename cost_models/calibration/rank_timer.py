@@ -1,9 +1,8 @@
-"""A clock for what several ranks do together.
+"""Time operations in which several ranks take part.
 
-An operation runs once to warm up, then as often as its time allows, one right after the other: ranks wait for each
-other in it, so no barrier is needed between them, and none is timed.  What counts is the mean of the middle half of a
-rank's runs: other processes of the machine only make some of them longer, and a send that ends in a buffer of the
-kernel makes the next one as much longer as itself was shorter.
+An operation runs once to warm up, then repeatedly for as long as its budget allows, without barriers: the ranks wait
+for each other within it.  The result is the midmean of a rank's runs, the mean of their middle half: other processes
+only slow some runs down, and a send that ends in a kernel buffer delays the next one by what it saved.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from splitc.runtime.transport.base import Transport
 Progress = Callable[[str], None]
 Value = TypeVar("Value")
 
-LEAST, MOST = 3, 400  # runs that are counted
-_FIGURES = 3  # that ranks tell each other at once
+LEAST, MOST = 3, 400  # timed runs
+_FIGURES = 3  # floats that ranks exchange at once
 
 
 def no_progress(_: str) -> None:
-    """Progress that nobody reads."""
+    """Report nothing."""
 
 
 class RankTimer:
-    """The ranks of a transport with a clock each.  What it returns is the same on all ranks, which call it together.
+    """Times operations of the ranks of a transport.  Its methods are collective and return the same on all ranks.
 
-    spent: seconds that everything timed so far has taken.
+    spent: seconds that all timing so far has taken.
     """
 
     def __init__(self, transport: Transport, progress: Progress = no_progress) -> None:
@@ -47,9 +46,9 @@ class RankTimer:
         return values
 
     def seconds(self, ranks: Sequence[int], run: Callable[[], object], allowed: float) -> float:
-        """Seconds that `run`, which `ranks` do together, takes the slowest of them; the others wait.
+        """Seconds that `run`, an operation of `ranks`, takes the slowest of them; the other ranks wait.
 
-        allowed: seconds that all runs may take, about.
+        allowed: budget of all runs (s).
         """
 
         def timed() -> tuple[float]:
@@ -63,7 +62,7 @@ class RankTimer:
     def figures(
         self, ranks: Sequence[int], run: Callable[[], tuple[float, ...]], allowed: float
     ) -> list[tuple[float, ...]]:
-        """The figures that `run` returns, two at most, on each of `ranks`: of each the mean of its middle half."""
+        """By rank of `ranks`, the midmeans of the figures that `run` returns, at most two."""
         takes_part = self.rank in ranks
         begin = time.perf_counter()
         if takes_part:
@@ -77,7 +76,7 @@ class RankTimer:
         return [tuple(figures) for rank, (_, *figures) in enumerate(found) if rank in ranks]
 
     def _all_gather_floats(self, *figures: float) -> list[list[float]]:
-        """All ranks' figures; quicker than `everyone`."""
+        """All ranks' figures, without pickling."""
         own = torch.zeros(_FIGURES, dtype=torch.float64, device=self.device)
         own[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
         outputs = [torch.empty_like(own) for _ in range(self.world)]
@@ -85,19 +84,19 @@ class RankTimer:
         return [output.tolist() for output in outputs]
 
     def buffers(self, numel: int, count: int) -> list[Tensor]:
-        """Tensors to receive in, the same ones each time: memory that is new takes the kernel's time too."""
+        """Tensors to receive in, reused: first touching new memory would be timed too."""
         if len(self._buffers) < count or self._buffers[0].numel() != numel:
             self._buffers = [torch.ones(numel, device=self.device) for _ in range(count)]
         return self._buffers[:count]
 
     def settle(self) -> None:
-        """Wait for what this rank has given its GPU to do."""
+        """Wait until the GPU of this rank is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def midmean(values: Sequence[float]) -> float:
-    """The mean of the middle half, of three values the one between the others."""
+    """The mean of the middle half; of three values the median."""
     ordered, cut = sorted(values), max(len(values) // 4, int(len(values) == 3))
     half = ordered[cut : len(ordered) - cut]
     return sum(half) / len(half)

@@ -1,4 +1,4 @@
-"""What was timed between ranks, and what it says about who is connected how well."""
+"""Timed messages and collectives, and which ranks they show to be connected best."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 Ranks = tuple[int, ...]
 
-LIKE = 1.15  # ranks are alike whose numbers differ by less than this factor
+LIKE = 1.15  # ranks are alike if their numbers differ by less than this factor
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds that something took `ranks`.
+    """Seconds that an operation of `ranks` took.
 
     nbytes: of each message, or of the tensor of a collective as `splitc.cost_models.network.alpha_beta` counts it.
     """
@@ -25,9 +25,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of the same matrix products on a rank, alone and beside transfers.
+    """Seconds of the same matrix products on a rank, alone and together with transfers.
 
-    nbytes: what the rank sent and received while it computed, of messages of size `message`.
+    nbytes: bytes that the rank sent and received while it computed, in messages of `message` bytes.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class LinkSamples:
-    """All that was timed between the ranks.  ranks_per_host: None when each is a host of its own."""
+    """All samples of a calibration.  ranks_per_host: None if every rank is a host of its own."""
 
     world: int
     samples: tuple[Sample, ...]
@@ -47,7 +47,7 @@ class LinkSamples:
     ranks_per_host: int | None = None
 
     def local(self, ranks: Iterable[int]) -> bool:
-        """Whether ranks are on one host that others are not on."""
+        """Whether all of `ranks` are on one of several hosts."""
         per_host = self.ranks_per_host
         return per_host is not None and len({rank // per_host for rank in ranks}) == 1
 
@@ -77,9 +77,9 @@ def best_connected(samples: Iterable[Sample], per_host: int) -> int:
 
 
 def groups_of(world: int, per_host: int, messages: Sequence[Sample]) -> list[Ranks]:
-    """What collectives are measured over: all ranks, a host, a pair within it, and pairs of hosts.
+    """The groups that collectives are timed over: all ranks, a host, a pair on it, and pairs on two hosts.
 
-    Ranks of different speed are in pairs of their own: else all would be priced as the slowest.
+    There is a pair for each speed of links: else all would be priced as the slowest.
     """
     everybody = tuple(range(world))
     groups = [everybody]

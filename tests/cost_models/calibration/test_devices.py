@@ -36,7 +36,7 @@ def no_progress(text: str) -> None:
     pass
 
 
-def test_every_exercise_has_work_to_do_and_names_of_its_own() -> None:
+def test_every_microbenchmark_has_work_to_do_and_names_of_its_own() -> None:
     spread = microbenchmarks(CPU)
     assert len({each.what for each in spread}) == len(spread)
     for each in spread:
@@ -58,7 +58,7 @@ def test_nothing_is_left_behind_by_a_run() -> None:
         assert each.given.grad is None and all(parameter.grad is None for parameter in each.parameters)
 
 
-def test_every_sample_is_a_direction_of_an_exercise_that_took_time() -> None:
+def test_every_sample_is_a_direction_of_a_microbenchmark_that_took_time() -> None:
     spread, told = quick(), list[str]()
     samples = time_microbenchmarks(spread, CPU, 0.01, told.append)
     assert {each.what for each in samples} == {f"{e.what}{end}" for e in spread for end in ("", ", backward")}
