@@ -32,32 +32,18 @@ if TYPE_CHECKING:
     )
     from splitc.verify.verify import Verification
 
-_HOMES = {
-    "compile": "api",
-    "CompiledProgram": "compiled",
-    "Cluster": "ir.cluster",
-    "Device": "ir.cluster",
-    "Link": "ir.cluster",
-    "SplitcError": "errors",
-    "CaptureError": "errors",
-    "CostError": "errors",
-    "PlacementError": "errors",
-    "LaunchError": "errors",
-    "InternalError": "errors",
-    "Plan": "ir.plan",
-    "Placement": "ir.plan",
-    "Candidate": "ir.prediction",
-    "Grouping": "ir.plan",
-    "Auto": "ir.strategies",
-    "SingleDevice": "ir.strategies",
-    "DataParallel": "ir.strategies",
-    "LayerSeparation": "ir.strategies",
-    "HybridSingle": "ir.strategies",
-    "LateMultiply": "ir.strategies",
-    "ModuloShard": "ir.strategies",
-    "ParameterServer": "ir.strategies",
-    "Verification": "verify.verify",
+_MODULES = {
+    "api": "compile",
+    "compiled": "CompiledProgram",
+    "ir.cluster": "Cluster Device Link",
+    "errors": "SplitcError CaptureError CostError PlacementError LaunchError InternalError",
+    "ir.plan": "Plan Placement Grouping",
+    "ir.prediction": "Candidate",
+    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle LateMultiply ModuloShard "
+    "ParameterServer",
+    "verify.verify": "Verification",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Auto",

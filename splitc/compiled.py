@@ -132,12 +132,11 @@ def fingerprint(program: Program) -> str:
 
     The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan can be compiled under the same autocast.
     """
-    text = [
-        f"{n.op} {n.name} {fx.node._format_arg(n.target)} {n.args} {n.kwargs}"
-        if isinstance(n.target, str)
-        else f"{n.op} {n.name} {getattr(n.target, '__name__', '')} {n.args} {n.kwargs}"
+    targets = {
+        n: fx.node._format_arg(n.target) if isinstance(n.target, str) else getattr(n.target, "__name__", "")
         for n in program.graph.nodes
-    ]
+    }
+    text = [f"{n.op} {n.name} {target} {n.args} {n.kwargs}" for n, target in targets.items()]
     text += [f"{t.name} {t.shape} {t.dtype} {t.requires_grad}" for t in program.tensors.values()]
     digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
     return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"

@@ -1,1 +1,1 @@
-"""Capture: from a model, its loss and an example batch to a Program."""
+"""Capture a model, its loss and an example batch as a Program."""

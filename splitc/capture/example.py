@@ -76,7 +76,8 @@ class Example:
     def output(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """`model` called on `values`, which stand in for the inputs of the same names."""
         arguments = {name: values.get(name, value) for name, value in self.inputs.items()}
-        return model(*(arguments.pop(name) for name in self.positional), **arguments)
+        positional = [arguments.pop(name) for name in self.positional]
+        return model(*positional, **arguments)
 
     def loss_of(self, output: Any, values: Mapping[str, Any]) -> Any:
         """The loss of an output of the model and of the targets among `values`."""

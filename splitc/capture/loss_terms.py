@@ -21,20 +21,9 @@ _SUMS = {"add", "sub", "rsub"}
 _SCALED = {"mul", "truediv", "div", "neg"}
 _SAME = {"clone", "contiguous", "double", "float", "mean", "reshape", "squeeze", "sum", "to", "view"}
 _DENOMINATORS = {"clamp", "clamp_min", "add", "max", "maximum", "float", "to", "double"}
-_CURVED = {
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "pow",
-    "reciprocal",
-    "rsqrt",
-    "sigmoid",
-    "softplus",
-    "sqrt",
-    "square",
-    "tanh",
-}
+_NONLINEAR = {
+    "exp", "expm1", "log", "log1p", "pow", "reciprocal", "rsqrt", "sigmoid", "softplus", "sqrt", "square", "tanh",
+}  # fmt: skip
 
 
 def loss_terms(program: Program, root: nn.Module, example: Example, steady: Steady) -> tuple[LossTerm, ...]:
@@ -82,7 +71,7 @@ class _Terms:
         self._walk(loss)
 
     def require_apart(self) -> None:
-        """Raise CaptureError for a term that anything but its sum reads."""
+        """Raise CaptureError for a term that a node other than its sum reads."""
         for node in self.uses:
             others = [user for user in node.users if user not in self._linear and user.op != "output"]
             if others:
@@ -121,7 +110,7 @@ class _Terms:
                 f"batch, and {what} it: write the loss as a sum of such terms, without numbers added"
             )
         whole = next((n for n in node.all_input_nodes if n in self.batched and _is_scalar(n)), None)
-        if whole is not None and _name(node) in _CURVED:
+        if whole is not None and _name(node) in _NONLINEAR:
             raise CaptureError(
                 f"{node.meta['source']}: the loss couples examples: {node.name} is no linear function of {whole.name} "
                 f"({whole.meta['source']}), which is over the whole batch; a rank that sees a part of the batch cannot "

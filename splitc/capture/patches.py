@@ -19,29 +19,10 @@ from splitc.capture.refusals import Unsupported, hook_text
 from splitc.capture.tracer import Tracer, identifier
 
 _FACTORIES = (
-    "arange",
-    "as_tensor",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "eye",
-    "full",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-)
+    "arange", "as_tensor", "bartlett_window", "blackman_window", "empty", "eye", "full", "hamming_window",
+    "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+)  # fmt: skip
 _TRANSFORM = "torch.vmap and torch.func are not traced; write it with operations over the whole batch"
 _TENSORS = ("H", "T", "data", "grad", "imag", "mH", "mT", "real")  # attributes that are tensors themselves
 
@@ -78,7 +59,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
 
 
 def _refused(tracer: Tracer, text: str) -> Callable[..., Any]:
-    """A function whose call is a CaptureError with this text."""
+    """A function that raises a CaptureError with this text."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise tracer.refused(Unsupported(text))

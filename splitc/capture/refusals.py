@@ -26,33 +26,11 @@ class Unsupported(Exception):
 
 
 RANDOM = {
-    "bernoulli",
-    "fractional_max_pool2d",
-    "fractional_max_pool3d",
-    "gumbel_softmax",
-    "multinomial",
-    "normal",
-    "poisson",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "rrelu",
-}
-RANDOM |= {
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "normal_",
-    "random_",
-    "rrelu_",
+    "bernoulli", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "multinomial", "normal",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "rrelu",
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "rrelu_",
     "uniform_",
-}
+}  # fmt: skip
 """Functions and methods that draw random numbers and are no dropout."""
 
 DATA = (

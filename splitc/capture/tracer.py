@@ -32,7 +32,7 @@ from splitc.ir.graph import assigned
 
 
 class Tracer:
-    """Traces one call.
+    """Traces one call of a model and its loss.
 
     After the trace, `graph` is the recording, and `values` maps each node to its values at the batch sizes of
     `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
@@ -69,7 +69,7 @@ class Tracer:
             self._running.pop()
 
     def begin_loss(self) -> None:
-        """The model has run; from here on the loss does."""
+        """Attribute what follows to the loss instead of the model."""
         self.origin = "loss"
 
     def output(self, value: Any) -> None:

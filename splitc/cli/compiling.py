@@ -1,7 +1,7 @@
 """Compile the program that the options ask for; checks run in the order of their cost.
 
 options     strategy, pins, world against cluster, plan.json: all problems at once, in milliseconds
-files       import the model file, make its model and example
+files       import the model file; create model and example
 tracing     run the model on fake tensors; when that fails, eagerly, to tell an error of the model from a bug of splitc
 """
 
@@ -124,7 +124,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
-    """The cluster by name; `measure` allows to measure this machine."""
+    """The cluster by name.  measure: whether this machine may be measured for it."""
     if name not in (None, THIS_MACHINE):
         return load_cluster(name)
     here = measured_before()

@@ -161,7 +161,7 @@ def _calibrate(parser: Parser) -> None:
 
 
 def _clusters(parser: Parser) -> None:
-    """It has no options."""
+    """This command has no options."""
 
 
 def _demo(parser: Parser) -> None:

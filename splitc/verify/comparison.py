@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Comparison:
         """The largest error of the loss on any rank; infinite for a loss that is not a number."""
         expected = self.reference.losses[step]
         errors = [abs(trial.losses[step] - expected) / max(abs(expected), 1e-12) for trial in self.ranks]
-        return max(float("inf") if error != error else error for error in errors)
+        return max(float("inf") if math.isnan(error) else error for error in errors)
 
     def gradient_errors(self, step: int) -> dict[str, float]:
         """The largest error of each gradient on any rank; infinite for one that no rank holds."""
@@ -98,11 +99,13 @@ def tensor_errors(
             continue
         a = got[name]
         difference = float(torch.where(a == expected[name], 0.0, a.double() - b).norm())
-        floor = 1e-3 * rms * b.numel() ** 0.5
+        scale = max(float(b.norm()), 1e-3 * rms * b.numel() ** 0.5)
         if exact is not None:
-            floor = max(floor, _ROUNDING * float((b - exact[name].double()).norm()))
-        error = difference / max(float(b.norm()), floor) if difference else 0.0
-        errors[name] = float("inf") if error != error else error
+            scale = max(scale, _ROUNDING * float((b - exact[name].double()).norm()))
+        if difference == 0:
+            errors[name] = 0.0
+        else:
+            errors[name] = float("inf") if math.isnan(difference) or scale == 0 else difference / scale
     return errors
 
 

@@ -40,16 +40,11 @@ class NormGroup:
 
 
 class _Replay(TorchFunctionMode):
-    """Turns dropout off and lets each BatchNorm normalise over the groups of examples that the ranks form."""
+    """For one step: dropout off, and each BatchNorm call over the groups of examples that the ranks form."""
 
     def __init__(self, groups: Sequence[Sequence[NormGroup]]) -> None:
         super().__init__()
-        self._groups = groups
-        self._call = 0
-
-    def start(self) -> None:
-        """Begin a step: the next BatchNorm call is the first of the model."""
-        self._call = 0
+        self._calls = iter(groups)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,8 +53,7 @@ class _Replay(TorchFunctionMode):
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
-        groups = self._groups[self._call]
-        self._call += 1
+        groups = next(self._calls)
         if not options["training"] or len(groups) == 1:
             return func(**options)
         value = options.pop("input")
@@ -99,9 +93,11 @@ def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], row
     found = []
     for first in range(0, len(ranks), grouping.size):
         members = ranks[first : first + grouping.size]
-        for turn in range(grouping.num_microbatches):
+        for microbatch in range(grouping.num_microbatches):
             parts = [
-                microbatch_examples(step.interval(plan.interval(role, rank)), grouping.scheme, k, turn, grouping.size)
+                microbatch_examples(
+                    step.interval(plan.interval(role, rank)), grouping.scheme, k, microbatch, grouping.size
+                )
                 for k, rank in enumerate(members)
             ]
             indices = torch.cat([torch.arange(a * rows, b * rows) for a, b in parts])
@@ -140,14 +136,13 @@ def reference(
     model, example = copy.deepcopy(model), replace(example, loss=copy.deepcopy(example.loss))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     trial = Trial()
-    replay = _Replay(norm_groups(program, local_batches))
+    groups = norm_groups(program, local_batches)
     further_calls = _further_calls(program, local_batches)
     for step, batch in enumerate(batches):
         if step and states:
             model.load_state_dict(states[step - 1])
         optimizer.zero_grad()
-        replay.start()
-        with replay, under_autocast(model, program.autocast):
+        with _Replay(groups), under_autocast(model, program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         trial.losses.append(float(loss.detach()))

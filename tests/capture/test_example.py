@@ -1,0 +1,76 @@
+"""An example binds a batch to forward's parameters, and says how model and loss are called on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.example import Example
+from splitc.errors import CaptureError
+from tests.support.compiled import compiled
+
+
+class Net(nn.Module):
+    """Takes a tensor by position only, a tensor by name and a plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, /, y: Tensor, scale: float) -> Tensor:
+        out: Tensor = self.fc(x + y) * scale
+        return out
+
+
+X, Y, LABELS = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+
+
+def example() -> Example:
+    return Example.bind(Net(), (X, Y, 2.0), LABELS, F.cross_entropy)
+
+
+def test_inputs_and_targets_have_names_and_tensors_are_those_of_the_program() -> None:
+    bound = example()
+    assert list(bound.values) == ["x", "y", "scale", "target"] and bound.positional == ("x",)
+    assert list(bound.tensors) == ["x", "y", "target"] and bound.batch == 4
+
+
+def test_several_targets_are_numbered_and_no_input_may_have_their_name() -> None:
+    bound = Example.bind(Net(), (X, Y, 1.0), (LABELS, LABELS), lambda out, a, b: out.sum())
+    assert list(bound.targets) == ["target0", "target1"]
+
+    class Taken(nn.Linear):
+        def forward(self, target: Tensor) -> Tensor:
+            return super().forward(target)
+
+    with pytest.raises(CaptureError, match="the model's input 'target' has the name that splitc gives the target"):
+        Example.bind(Taken(3, 2), X, LABELS, F.cross_entropy)
+
+
+def test_model_and_loss_are_called_as_the_user_calls_them() -> None:
+    model, bound = Net(), example()
+    assert torch.equal(bound.output(model, {}), model(X, Y, 2.0))
+    values = {"x": X[:2], "y": Y[:2], "target": LABELS[:2]}
+    output = bound.output(model, values)
+    assert torch.equal(bound.loss_of(output, values), F.cross_entropy(model(X[:2], Y[:2], 2.0), LABELS[:2]))
+
+
+def test_rows_are_taken_of_every_tensor_and_of_nothing_else() -> None:
+    values = example().rows([3, 0])
+    assert torch.equal(values["x"], X[[3, 0]]) and torch.equal(values["target"], LABELS[[3, 0]])
+    assert values["scale"] == 2.0
+
+
+def test_another_precision_changes_floats_and_a_copy_of_the_loss() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(2))
+    wide = Example.bind(Net(), (X, Y, 2.0), LABELS, loss).to(torch.float64)
+    assert (wide.tensors["x"].dtype, wide.tensors["target"].dtype) == (torch.float64, torch.int64)
+    assert isinstance(wide.loss, nn.CrossEntropyLoss) and wide.loss.weight is not None
+    assert wide.loss.weight.dtype == torch.float64 and loss.weight is not None and loss.weight.dtype == torch.float32
+
+
+def test_plain_inputs_reach_the_one_process_that_verify_trains() -> None:
+    program = compiled(Net(), (X, Y, 2.0), LABELS, F.cross_entropy, 2, "data_parallel")
+    assert program.verify(steps=1).holds
