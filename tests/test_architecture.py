@@ -14,7 +14,7 @@ import pytest
 
 from tests import ROOT
 
-LINKED = {"passes": "splitc.passes", "cost_models": "splitc.cost_models"}
+LINKED = {path.resolve().name: f"splitc.{path.name}" for path in (ROOT / "splitc").iterdir() if path.is_symlink()}
 """Folders at the top of the checkout -> the names they are imported by."""
 
 
@@ -34,11 +34,16 @@ MODULES = {module_name(path): path for path in python_files()}
 
 
 @cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imported(module: str) -> frozenset[str]:
     """The modules that a module imports, anywhere in its file, type-only imports included."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return frozenset(name for node in ast.walk(ast.parse(path.read_text())) for name in _names(node, package))
+    return frozenset(name for node in ast.walk(parsed(module)) for name in _names(node, package))
 
 
 def _names(node: ast.AST, package: str) -> Iterator[str]:
@@ -62,14 +67,20 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_from_its_own_room_or_from_rooms_below(module: str) -> None:
-    levels = {name: number for number, level in enumerate(import_order()) for name in level}
-    if module == "splitc":
-        return  # its names load on first use
-    for name in imported(module):
-        if name in MODULES and room(name) != room(module):
-            assert levels[room(name)] < levels[room(module)], f"{module} imports {name}"
+ROOMS = sorted({room(module) for module in MODULES} - {"splitc"})  # whose names load on first use
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_module_imports_only_from_its_own_room_or_from_rooms_below(name: str) -> None:
+    levels = {room: number for number, level in enumerate(import_order()) for room in level}
+    upwards = [
+        f"{module} imports {other}"
+        for module in MODULES
+        if room(module) == name
+        for other in imported(module)
+        if other in MODULES and room(other) != name and levels[room(other)] >= levels[name]
+    ]
+    assert upwards == []
 
 
 @pytest.mark.parametrize("folder", sorted({module.rpartition(".")[0] for module in MODULES} - {""}))
@@ -86,24 +97,33 @@ def test_the_files_and_folders_of_a_folder_import_each_other_in_one_direction(fo
     assert list(nx.simple_cycles(graph)) == []
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith("splitc.runtime")])
-def test_the_runtime_imports_torch_and_itself_only(module: str) -> None:
-    for name in imported(module):
-        first = name.split(".")[0]
-        assert first == "torch" or first in sys.stdlib_module_names or name.startswith("splitc.runtime"), name
+def test_the_runtime_imports_torch_and_itself_only() -> None:
+    """So that a build can bring it along and run where splitc is not installed."""
+    allowed = {"torch", *sys.stdlib_module_names}
+    for module in (module for module in MODULES if room(module) == "runtime"):
+        for name in imported(module):
+            assert name.split(".")[0] in allowed or name.startswith("splitc.runtime"), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_stand_at_the_top_of_a_file(module: str) -> None:
-    """The command line, which loads torch late, is the exception."""
-    if room(module) == "cli":
-        return
-    functions = [n for n in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(n, ast.FunctionDef)]
-    inner = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
-    assert inner == [], f"{MODULES[module]} imports inside a function, lines {inner}"
+@pytest.mark.parametrize("name", [name for name in ROOMS if name != "cli"])  # which loads torch late
+def test_imports_stand_at_the_top_of_a_file(name: str) -> None:
+    inner = [
+        f"{MODULES[module]}:{node.lineno}"
+        for module in MODULES
+        if room(module) == name
+        for function in ast.walk(parsed(module))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert inner == []
 
 
-@pytest.mark.parametrize("folder", ["splitc", "passes", "cost_models", "tests", "benchmarks", "examples"])
+FOLDERS = sorted({path.parent.name for path in ROOT.glob("*/*.py") if not path.parent.name.startswith(".")})
+"""The folders at the top of the checkout that hold code."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_passes_and_cost_models_have_one_import_name_each(folder: str) -> None:
     """Under a second name a module would load twice, and its classes would differ from themselves."""
     for path in (ROOT / folder).rglob("*.py"):
@@ -112,3 +132,21 @@ def test_passes_and_cost_models_have_one_import_name_each(folder: str) -> None:
 
 def test_few_files_lie_directly_in_splitc() -> None:
     assert len(list((ROOT / "splitc").glob("*.py"))) <= 14
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+TESTS = ROOT / "tests"
+
+
+def test_every_folder_of_tests_is_a_room_of_the_product() -> None:
+    """Those of several rooms at once, of the benchmarks, and helpers aside."""
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    for folder in folders - {Path("end_to_end"), Path("benchmarks")}:
+        assert (ROOT / "splitc" / folder).is_dir(), f"tests/{folder} is no room of splitc"
+
+
+def test_only_the_tests_of_the_benchmarks_import_benchmarks() -> None:
+    for path in TESTS.rglob("*.py"):
+        if path.relative_to(TESTS).parts[0] not in ("benchmarks", "golden"):
+            assert not re.search(r"^ *(from|import) benchmarks\b", path.read_text(), re.MULTILINE), path

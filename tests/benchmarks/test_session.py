@@ -26,8 +26,8 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.cluster_file import to_toml
 from tests import ROOT
 from tests.benchmarks.test_campaign import MODEL
+from tests.benchmarks.testbeds import OnLoopback, namespaces, skip_without_a_testbed
 from tests.support.compiled import CLUSTER
-from tests.support.testbeds import OnLoopback, namespaces, skip_without_a_testbed
 
 pytestmark = pytest.mark.processes
 

@@ -23,7 +23,7 @@ from benchmarks.quota import find_controller
 from benchmarks.testbed import NetworkTestbed
 from benchmarks.wire_bytes import Case, Sent
 from tests import ROOT
-from tests.support.testbeds import namespaces, skip_without_a_testbed
+from tests.benchmarks.testbeds import namespaces, skip_without_a_testbed
 
 
 def layout(world: int = 3, rates: tuple[float | None, ...] | None = None) -> Layout:
