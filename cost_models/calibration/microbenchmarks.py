@@ -1,7 +1,7 @@
-"""What a device is timed on: a spread of ops as models have them, at sizes from small to large, none of them a model.
+"""The microbenchmarks that a device is timed on: ops of models, at sizes from small to large.
 
-Each is one op or a few, forward and backward.  They are counted by the same code as a model's layers, so what is fitted
-to them is what layers are priced with.
+Each is one op or a few, forward and backward.  The code that counts a model's layers counts them, so that the fitted
+rates are those that layers are priced with.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Microbenchmark:
-    """`run` on `given`; its backward too when that requires a gradient or parameters do.
-
-    parameters: whose gradients are dropped after each run.
-    """
+    """The forward `run(given)`, and its backward if `given` or `parameters` require gradients."""
 
     what: str
     run: Run
@@ -31,7 +28,7 @@ class Microbenchmark:
 
 
 def microbenchmarks(where: torch.device) -> list[Microbenchmark]:
-    """All of them on a device, in float32.  A GPU gets larger batches: small ones would only show its launches."""
+    """All microbenchmarks, in float32.  Batches are larger on a GPU, where small ones would only show its launches."""
     batch = _GPU_BATCH if where.type == "cuda" else 1
     with torch.device(where):
         return [
@@ -56,9 +53,10 @@ def products(where: torch.device, dtype: torch.dtype) -> list[Microbenchmark]:
 _GPU_BATCH = 16
 
 
-def _of(what: str, module: nn.Module, *shape: int, first: bool = False) -> Microbenchmark:
-    """A module on random numbers; `first`: its input needs no gradient, as that of a first layer."""
-    return Microbenchmark(what, module, torch.randn(*shape).requires_grad_(not first), tuple(module.parameters()))
+def _on_random(what: str, run: Run, *shape: int, first: bool = False) -> Microbenchmark:
+    """A module or function on random numbers.  first: its input needs no gradient, like that of a first layer."""
+    parameters = tuple(run.parameters()) if isinstance(run, nn.Module) else ()
+    return Microbenchmark(what, run, torch.randn(*shape).requires_grad_(not first), parameters)
 
 
 def _products(batch: int) -> Iterator[Microbenchmark]:
@@ -68,13 +66,10 @@ def _products(batch: int) -> Iterator[Microbenchmark]:
         *((2048, 64, 64), (64, 512, 10)),
     )
     for rows, inputs, outputs in sizes:
-        yield _of(f"linear {rows} x {inputs} -> {outputs}", nn.Linear(inputs, outputs), rows * batch, inputs)
-    yield Microbenchmark(
-        "lstm 16 x 24 x 128",
-        _first_of(lstm := nn.LSTM(128, 128)),
-        torch.randn(24, 16 * batch, 128),
-        (*lstm.parameters(),),
-    )
+        yield _on_random(f"linear {rows} x {inputs} -> {outputs}", nn.Linear(inputs, outputs), rows * batch, inputs)
+    lstm = nn.LSTM(128, 128)
+    sequences = torch.randn(24, 16 * batch, 128)
+    yield Microbenchmark("lstm 16 x 24 x 128", lambda given: lstm(given)[0], sequences, tuple(lstm.parameters()))
 
 
 def _convolutions(batch: int) -> Iterator[Microbenchmark]:
@@ -87,58 +82,49 @@ def _convolutions(batch: int) -> Iterator[Microbenchmark]:
     ):
         conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
         what = f"conv {images} x {inputs} x {side} x {side} -> {outputs}, {kernel} x {kernel}"
-        yield _of(what, conv, images * batch, inputs, side, side, first=inputs < 4)
+        yield _on_random(what, conv, images * batch, inputs, side, side, first=inputs < 4)
     for images, channels, side in ((16, 64, 24), (32, 128, 12)):
         conv = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
-        yield _of(f"depthwise conv {images} x {channels} x {side} x {side}", conv, images * batch, channels, side, side)
+        what = f"depthwise conv {images} x {channels} x {side} x {side}"
+        yield _on_random(what, conv, images * batch, channels, side, side)
 
 
 def _attention(batch: int) -> Iterator[Microbenchmark]:
     for examples, heads, time, width in ((8, 4, 48, 32), (8, 4, 128, 64), (2, 8, 256, 32), (2, 4, 512, 64)):
-        shape = (3, examples * batch, heads, time, width)
-        yield Microbenchmark(
-            f"attention {examples} x {heads} x {time} x {width}", _attend, torch.randn(shape).requires_grad_()
-        )
-    shape = (3, 8 * batch, 4, 96, 32)
-    yield Microbenchmark(
-        "attention by products 8 x 4 x 96 x 32", _attend_by_products, torch.randn(shape).requires_grad_()
-    )
+        what = f"attention {examples} x {heads} x {time} x {width}"
+        yield _on_random(what, _attend, 3, examples * batch, heads, time, width)
+    yield _on_random("attention by products 8 x 4 x 96 x 32", _attend_by_products, 3, 8 * batch, 4, 96, 32)
 
 
 def _by_memory(batch: int) -> Iterator[Microbenchmark]:
     for n in (1 << 16, 1 << 19, 1 << 21):
         for what, run in _ELEMENTWISE.items():
             if n < 1 << 21 or what in ("relu", "sum"):
-                yield Microbenchmark(f"{what} of {n}", run, torch.randn(n * batch).requires_grad_())
+                yield _on_random(f"{what} of {n}", run, n * batch)
     for n in (1 << 14, 1 << 18):
-        yield Microbenchmark(f"dropout of {n}", nn.Dropout(), torch.randn(n * batch).requires_grad_())
+        yield _on_random(f"dropout of {n}", nn.Dropout(), n * batch)
     for shape in ((32, 16, 24, 24), (16, 64, 16, 16), (32, 128, 6, 6)):
         size = " x ".join(map(str, shape))
         images = (shape[0] * batch, *shape[1:])
-        yield _of(f"batch norm of {size}", nn.BatchNorm2d(shape[1]), *images)
-        yield _of(f"max pool 2 of {size}", nn.MaxPool2d(2), *images)
-        yield _of(f"max pool 3 of {size}", nn.MaxPool2d(3, 2), *images)
-        yield _of(f"average pool of {size}", nn.AvgPool2d(2), *images)
-    yield _of("adaptive pool of 16 x 64 x 9 x 9", nn.AdaptiveAvgPool2d(5), 16 * batch, 64, 9, 9)
+        yield _on_random(f"batch norm of {size}", nn.BatchNorm2d(shape[1]), *images)
+        yield _on_random(f"max pool 2 of {size}", nn.MaxPool2d(2), *images)
+        yield _on_random(f"max pool 3 of {size}", nn.MaxPool2d(3, 2), *images)
+        yield _on_random(f"average pool of {size}", nn.AvgPool2d(2), *images)
+    yield _on_random("adaptive pool of 16 x 64 x 9 x 9", nn.AdaptiveAvgPool2d(5), 16 * batch, 64, 9, 9)
     for rows, width in ((384, 160), (1024, 384), (4096, 192)):
-        yield _of(f"layer norm of {rows} x {width}", nn.LayerNorm(width), rows * batch, width)
+        yield _on_random(f"layer norm of {rows} x {width}", nn.LayerNorm(width), rows * batch, width)
     for rows, classes in ((96, 1000), (384, 5000)):
-        yield Microbenchmark(
-            f"cross entropy of {rows} x {classes}",
-            _cross_entropy(torch.randint(classes, (rows * batch,))),
-            torch.randn(rows * batch, classes).requires_grad_(),
-        )
+        loss = _cross_entropy(torch.randint(classes, (rows * batch,)))
+        yield _on_random(f"cross entropy of {rows} x {classes}", loss, rows * batch, classes)
     for rows, width, looked_up in ((6000, 96, 1024), (20000, 64, 2048)):
         table = nn.Embedding(rows, width)
         given = torch.randint(rows, (looked_up * batch,))
         yield Microbenchmark(f"embedding {looked_up} of {rows} x {width}", table, given, (table.weight,))
-    yield Microbenchmark(
-        "heads aside 12 x 96 x 3 x 4 x 40", _heads_aside, torch.randn(12 * batch, 96, 3, 4, 40).requires_grad_()
-    )
+    yield _on_random("permuted heads 12 x 96 x 3 x 4 x 40", _permuted_heads, 12 * batch, 96, 3, 4, 40)
 
 
 def _updates() -> Iterator[Microbenchmark]:
-    """What an optimizer does with parameters and gradients that were long unread."""
+    """Optimizer updates of parameters and gradients that are not in the caches."""
     for what, update, copies in (("SGD", _sgd, 1), ("SGD with momentum", _momentum, 2), ("Adam", _adam, 3)):
         for n in (1 << 13, 1 << 20):
             held = [torch.full((n,), 1e-3) for _ in range(1 + copies)]
@@ -146,22 +132,17 @@ def _updates() -> Iterator[Microbenchmark]:
 
 
 def _small() -> Iterator[Microbenchmark]:
-    """So small that mostly the launches count, and several ops at a time, as in a model."""
+    """Several ops at a time, so small that launches dominate."""
     layers = [layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.ReLU())]
-    yield _of("small perceptron", nn.Sequential(*layers), 6, 24)
+    yield _on_random("small perceptron", nn.Sequential(*layers), 6, 24)
     images = [layer for _ in range(3) for layer in (nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())]
-    yield _of(
-        "small convolutions", nn.Sequential(*images, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10)), 4, 16, 4, 4
-    )
-    yield _of("small norms", nn.Sequential(*(nn.LayerNorm(20) for _ in range(6)), nn.GELU()), 16, 20)
-    yield Microbenchmark("small residuals", _residuals, torch.randn(256).requires_grad_())
+    network = nn.Sequential(*images, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 10))
+    yield _on_random("small convolutions", network, 4, 16, 4, 4)
+    yield _on_random("small norms", nn.Sequential(*(nn.LayerNorm(20) for _ in range(6)), nn.GELU()), 16, 20)
+    yield _on_random("small residuals", _residuals, 256)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
-
-
-def _first_of(module: nn.Module) -> Run:
-    return lambda given: module(given)[0]
 
 
 def _attend(stacked: Tensor) -> Tensor:
@@ -198,7 +179,7 @@ def _adam(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> 
     parameter.addcdiv_(mean, square.sqrt().div_(0.03).add_(1e-8), value=-1e-6)
 
 
-def _heads_aside(value: Tensor) -> Tensor:
+def _permuted_heads(value: Tensor) -> Tensor:
     return value.permute(2, 0, 3, 1, 4).contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Layers' seconds measured on this machine, beside what was counted: a cost line with a measured time at any batch.
+"""Measure the seconds of layers on this machine: cost lines with a measured time at any batch.
 
-Nodes are timed (`node_times`) at a quarter, half, one, two and four times the example's batch, and a layer takes what
-its nodes take.  Between these batches
+Nodes are timed (`node_times`) at a quarter, half, one, two and four times the example's batch, and the times of a
+layer's nodes are added up.  Between these batches
 
     seconds(b) = the straight line through the two nearest ones
 
@@ -49,8 +49,8 @@ _BATCHES = (0.25, 0.5, 1, 2, 4)  # times the example's
 class MeasuredLine(CostLine):
     """A layer's counted cost with its seconds on this machine.
 
-    batches: rising.  forward, backward: seconds at each of them, never falling.  flop_rate: FLOP/s of float32 matrix
-    products at the same time.  device: the name of what they were measured on.
+    batches: increasing.  forward, backward: seconds at each of them, non-decreasing.  flop_rate: FLOP/s of float32
+    matrix products at the same time.  device: name of the measured device.
     """
 
     batches: tuple[int, ...]
@@ -106,14 +106,14 @@ def require_this_machine(cluster: Cluster) -> None:
 
 
 def is_measured(program: Program) -> bool:
-    """Whether its layers are priced by what they took on this machine."""
+    """Whether the layers of a program are priced by measured times."""
     return any(isinstance(line, MeasuredLine) for line in program.costs.values())
 
 
 def _measured(
     program: Program, counted: Mapping[str, CostLine], cache: NodeCache, where: torch.device, budget: float
 ) -> dict[int, dict[str, str]]:
-    """Batch -> keys of its nodes, all of which the cache now has; batches rise."""
+    """Increasing batch -> keys of its nodes, all of which are in the cache afterwards."""
     batches = sorted({max(2, math.ceil(part * program.batch)) for part in _BATCHES})
     found: dict[int, dict[str, str]] = {}
     timer: NodeTimer | None = None
@@ -140,7 +140,7 @@ def _measured(
 
 
 def _entries(times: Mapping[str, Measured], keys: Mapping[str, str]) -> dict[str, Measured]:
-    """Key -> the mean of the nodes that have it."""
+    """Key -> the mean over the nodes that have it."""
     alike: dict[str, list[Measured]] = defaultdict(list)
     for node, key in keys.items():
         alike[key].append(times[node])
@@ -155,8 +155,8 @@ def _entries(times: Mapping[str, Measured], keys: Mapping[str, str]) -> dict[str
 
 
 def _shortage(program: Program, counted: Mapping[str, CostLine], batch: int, where: torch.device) -> str:
-    """What is lacking when a step of `batch` examples needs more than half of the memory that is free."""
-    held = sum(holding.nbytes * (1 + holding.trainable) for holding in program.tensors.values())
+    """Why a step of `batch` examples cannot be measured: it needs more than half of the free memory; else ""."""
+    held = sum(tensor.nbytes * (1 + tensor.trainable) for tensor in program.tensors.values())
     need = held + sum(line.at(batch).saved_bytes for line in counted.values())
     free = free_memory(where)
     if need <= free / 2:
@@ -167,7 +167,7 @@ def _shortage(program: Program, counted: Mapping[str, CostLine], batch: int, whe
 
 
 def free_memory(where: torch.device) -> float:
-    """Bytes that are free on a GPU, or of this machine's memory for this process's control group."""
+    """Free bytes on a GPU, or on this machine within the limit of this process's control group."""
     if where.type == "cuda":
         return float(torch.cuda.mem_get_info(where)[0])
     free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -182,7 +182,7 @@ def free_memory(where: torch.device) -> float:
 
 
 def _rising(values: Sequence[float]) -> tuple[float, ...]:
-    """The nearest values that never fall, by least squares: neighbours that fall get their mean."""
+    """Isotonic regression: the nearest non-decreasing values, by pooling adjacent violators."""
     blocks: list[list[float]] = []
     for value in values:
         blocks.append([value])
@@ -193,7 +193,7 @@ def _rising(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _interpolated(batches: Sequence[int], seconds: Sequence[float], batch: int) -> float:
-    """The line through the two nearest batches; through nothing for no examples where there is only one."""
+    """Interpolate between the two nearest batches, or extrapolate; from a single one in proportion to the batch."""
     if len(batches) == 1:
         return seconds[0] * batch / batches[0]
     k = min(max(bisect_right(batches, batch), 1), len(batches) - 1)

@@ -1,6 +1,6 @@
-"""What was measured on this machine, by the nodes themselves: their op, its arguments, shapes, dtypes and gradients.
+"""A cache of measured node times, keyed by a node's op, arguments, shapes, dtypes and needed gradients.
 
-Nodes that are alike in all of that take the same time, in whatever model they are.  A key reads like a call:
+Nodes with the same key take the same time in every model.  A key reads like a call:
 
     nn.Linear(9216, 4096) of weight', bias' (float32[32, 9216]') -> backward
 
@@ -29,7 +29,7 @@ _FORMAT = 2  # a higher one measures again
 
 
 class NodeCache:
-    """Entries by key, in a file of `folder` for this machine alone."""
+    """Measured times by key, in a file of `folder` for this machine."""
 
     def __init__(self, folder: Path, machine: str) -> None:
         self.machine = f"{machine}, torch {torch.__version__}, timed by splitc (format {_FORMAT})"
@@ -37,7 +37,7 @@ class NodeCache:
         self.entries = self._read()
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of them were measured."""
+        """Whether all keys are in the cache."""
         return all(key in self.entries for key in keys)
 
     def add(self, entries: Mapping[str, Measured]) -> None:
@@ -47,7 +47,7 @@ class NodeCache:
         write_cache(self.path, json.dumps({"machine": self.machine, "nodes": nodes}, indent=0))
 
     def _read(self) -> dict[str, Measured]:
-        """What the file holds; nothing where it cannot be read."""
+        """The entries of the file; none if it cannot be read."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["machine"] != self.machine:
@@ -81,7 +81,7 @@ def node_keys(program: Program, batch: int) -> dict[str, str]:
 
 
 def _sources(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Iterator[int]:
-    """What the node reads, parameters too: a tensor with two names is one."""
+    """Ids of the tensors that a node reads, its parameters included; tied tensors are one."""
     for value in node.all_input_nodes:
         yield id(values[value])
     if node.op == "call_module":

@@ -1,7 +1,7 @@
-"""Time every node of a program's graph, forward and backward, in training steps on random numbers on this machine.
+"""Time every node of a program's graph, forward and backward, in training steps on random data on this machine.
 
-The graph runs as the model would, node after node, and values are let go when nothing reads them any more, so that
-caches and memory are as in training.  The backward is one `loss.backward()`: every function that autograd recorded for
+The graph runs node by node, and values are freed after their last use, so that caches and memory are as in training.
+  The backward is one `loss.backward()`: every function that autograd recorded for
 a node says when it begins, and the time until the next one begins is the node's.  So what lies between the functions
 is counted too: gradients of a value with several readers are added up, and parameters receive theirs.
 
@@ -32,26 +32,23 @@ from splitc.ir.costs import Measured
 from splitc.ir.program import Program, under_autocast
 
 FIRST, LEAST, MOST = 2, 3, 25
-"""Passes that find memory and choose algorithms; then the fewest and the most that are timed."""
+"""Warm-up passes, which allocate memory and choose algorithms; then the fewest and the most timed passes."""
 
 _SHORT, _ROUND = 0.1, 5  # seconds of a pass, so many of which follow one product of matrices
 
 
 class NodeTimer:
-    """A program whose parameters and inputs are real.
-
-    root: the program's modules with real tensors on `where`.
-    """
+    """Times the nodes of a program.  root: its modules with real tensors on `where`."""
 
     def __init__(self, program: Program, root: nn.Module, where: torch.device) -> None:
         self._program, self._root, self._where = program, root, where
         self._clock = clock_of(where)
         self._nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        self._let_go = _last_reads(program.graph)
+        self._last_reads_of = _last_reads(program.graph)
         self._at = ""  # the node that runs
 
     def times(self, inputs: Mapping[str, torch.Tensor], budget: float) -> dict[str, Measured]:
-        """Node -> its seconds on `inputs`, with the FLOP/s of large float32 matrix products meanwhile.
+        """Node -> its seconds on `inputs`, with the FLOP/s of large float32 matrix products at the same time.
 
         budget: seconds that timing takes, about.  Raises CostError when a node fails.
         """
@@ -114,7 +111,7 @@ class NodeTimer:
         spans: dict[fx.Node, tuple[Any, Any]],
         marks: list[tuple[fx.Node | None, Any]],
     ) -> torch.Tensor:
-        """The loss.  Fills `spans`, and has autograd fill `marks` in the backward."""
+        """Run the forward and return the loss.  Fills `spans`, and hooks autograd to fill `marks` in the backward."""
         values: dict[fx.Node, Any] = {}
         owners: dict[Any, fx.Node] = {}
         now = self._clock.now
@@ -131,7 +128,7 @@ class NodeTimer:
                 begun = now()
                 values[node] = execute(node.op, target, args, kwargs)
                 del args, kwargs
-                for value in self._let_go[node]:
+                for value in self._last_reads_of[node]:
                     del values[value]
                 spans[node] = begun, now()
                 self._follow(node, values[node], owners, marks)
@@ -141,16 +138,16 @@ class NodeTimer:
     def _follow(
         self, node: fx.Node, value: Any, owners: dict[Any, fx.Node], marks: list[tuple[fx.Node | None, Any]]
     ) -> None:
-        """Let what autograd recorded for `node`, which no earlier node owns, mark when it begins."""
+        """Hook the autograd functions of `node`, unless of an earlier node, to mark when they begin."""
         now = self._clock.now
         for function in new_functions(value, owners):
-            if not hasattr(function, "variable"):  # a parameter receives its gradient in the time of who made it
+            if not hasattr(function, "variable"):  # accumulating a parameter's gradient is part of the function before
                 owners[function] = node
                 function.register_prehook(lambda _: marks.append((node, now())))
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nothing reads after it."""
+    """Node -> the values whose last reader it is."""
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     seen: set[fx.Node] = set()
     for reader in reversed(graph.nodes):
@@ -178,7 +175,7 @@ def _product(clock: Clock, where: torch.device) -> Callable[[], float]:
 
 
 def _mark_seconds(clock: Clock) -> float:
-    """What a mark adds to a backward: the same chain of small functions with marks and without."""
+    """Seconds that a mark adds to a backward, from a chain of small functions with and without marks."""
     ops = 100
 
     def backward(marked: bool) -> float:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-_PRODUCTS = ("matmul", "conv", "attention")  # of whose FLOPs and of whose bytes (`_moved`) efficiencies tell
+_PRODUCTS = ("matmul", "conv", "attention")  # with one efficiency of their FLOPs, and one (`_moved`) of their bytes
 _OF_MEMORY = ("memory", "math", "batch_norm", "pool", "max_pool", "random", *(f"{op}_moved" for op in _PRODUCTS))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 EFFICIENCIES = tuple(f"{op}{end}" for end in ("", "_backward") for op in (*_PRODUCTS, *_OF_MEMORY))
-_LIKE = {  # what an op class without an efficiency of its own has
+_FALLBACK = {  # the op class whose efficiency is used if a class has none
     **dict.fromkeys(_OF_MEMORY, "memory"),
     "max_pool": "pool",
     "conv": "matmul",
@@ -25,14 +25,14 @@ _LIKE = {  # what an op class without an efficiency of its own has
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank.
 
     flop_rate: dtype name -> peak FLOP/s.  memory_bandwidth: bytes/s.  memory: bytes.
-    efficiency: op class -> part of the peak that is reached, 0 to 1: "matmul" and "memory", and where they differ
-    "conv" and "attention"; "math" (exponentials and their like), "batch_norm", "pool" and "random", of the memory
-    bandwidth; "matmul_moved" and its like, of the bytes that products move; the backward of each, as "conv_backward".
-    launch: seconds that starting one op takes.  conv_launch: that starting a convolution takes besides.
-    overlap: part of an op's memory traffic that hides behind its arithmetic, or the other way round; 1: all of it.
+    efficiency: op class -> fraction of the peak that is reached: of the FLOP rate "matmul", "conv" and "attention"; of
+    the memory bandwidth "memory", "math" (exponentials and the like), "batch_norm", "pool", "max_pool", "random", and
+    "matmul_moved" and the like for the memory traffic of products; for a backward "conv_backward" and the like.
+    launch: seconds to start one op.  conv_launch: additional seconds to start a convolution.
+    overlap: fraction of the smaller of an op's arithmetic and memory time that is hidden behind the larger.
     """
 
     name: str
@@ -45,15 +45,15 @@ class Device:
     overlap: float = 1.0
 
     def efficiency_of(self, op: str, backward: bool = False) -> float:
-        """The part of its peak that ops of a class reach: its own, else forward's, else that of what it is like."""
+        """Efficiency of an op class: its own, else that of its forward, else that of its fallback class."""
         if backward and f"{op}_backward" in self.efficiency:
             return self.efficiency[f"{op}_backward"]
-        if op in self.efficiency or op == _LIKE.get(op, op):
+        if op in self.efficiency or op == _FALLBACK.get(op, op):
             return self.efficiency[op]
-        return self.efficiency_of(_LIKE[op], backward)
+        return self.efficiency_of(_FALLBACK[op], backward)
 
     def scaled(self, factor: float) -> Device:
-        """A device that computes and moves `factor` times as much in a second, and starts ops as before."""
+        """A device with `factor` times the FLOP rates and memory bandwidth, and the same launch times."""
         return replace(
             self,
             flop_rate={dtype: rate * factor for dtype, rate in self.flop_rate.items()},
@@ -68,9 +68,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a backend's collective was measured to reach.
+    """Measured performance of a collective: seconds = latency * rounds + bytes that each rank sends / bandwidth.
 
-    seconds = latency * rounds + bytes that each rank sends / bandwidth, with rounds and bytes of the ring.
+    Rounds and bytes are those of the ring algorithm.
     """
 
     bandwidth: float
@@ -79,13 +79,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a rank to others.
+    """The link of a rank to others.
 
     bandwidth: bytes/s of one direction.  latency: seconds for one message.
     duplex: it sends and receives at full bandwidth at the same time.
-    shared: all ranks of a host have this one link together; else each rank has its own.
-    processor: seconds of computing that each byte takes from a rank that sends or receives it meanwhile.
-    collectives: of `COLLECTIVES`, what was measured; what is not there is priced as messages on the link.
+    shared: all ranks of a host share this link; else each rank has its own.
+    processor: seconds of compute time that each byte costs a rank that sends or receives it while it computes.
+    collectives: measured rates of `COLLECTIVES`; one that is missing is priced as messages on the link.
     """
 
     bandwidth: float
@@ -102,13 +102,13 @@ class Link:
         return replace(self, bandwidth=bandwidth, collectives=rates)
 
     def divided(self, among: float) -> Link:
-        """What each of `among` equal users has while all of them use it."""
+        """The share of each of `among` equal users that use the link at the same time."""
         return self if among == 1 else self.with_bandwidth(self.bandwidth / among)
 
 
 @dataclass(frozen=True)
 class Unlike:
-    """Ranks that have another device, or another link, than the others."""
+    """Ranks whose device or link differs from that of the others."""
 
     ranks: tuple[int, ...]
     device: Device
@@ -119,12 +119,11 @@ class Unlike:
 class Cluster:
     """Devices joined by links.
 
-    device, link: of every rank that is not among `unlike`; the link joins it to all others, or with `local_link` to
-    those of other hosts.  local_link: between the ranks of a host, of which there are `ranks_per_host`; without that
-    number every rank is a host of its own.
-    world: how many devices there are; None when there is no limit.  source: where the numbers are from.
-    ranks_share_device: ranks (of a host, where `ranks_per_host` says how many it has) compute on the same `cores`, of
-    which the device is one: of n that compute, each has cores / n of it, at most one, and 1/n of all memory.
+    device, link: of every rank that is not in `unlike`.  The link connects it to all others, with a `local_link` to the
+    ranks of other hosts.  local_link: between the `ranks_per_host` ranks of a host; without it every rank is a host.
+    world: number of devices; None if there is no limit.  source: where the numbers are from.
+    ranks_share_device: the ranks of a host, or without hosts all ranks, compute on the same `cores`.  The device is one
+    core; each of n computing ranks has cores / n of it, at most one, and 1/n of the memory.
     """
 
     name: str
@@ -141,7 +140,7 @@ class Cluster:
     # -- devices -------------------------------------------------------------------------------------------------------
 
     def device_of(self, rank: int, computing: int = 1) -> Device:
-        """What `rank` has while `computing` ranks compute, the first ones, host after host."""
+        """The device of `rank` while the first `computing` ranks compute."""
         device = self._unlike_of[rank].device if rank in self._unlike_of else self.device
         sharing = min(computing, self.ranks_per_host or computing)
         if not self.ranks_share_device or sharing == 1:
@@ -152,7 +151,7 @@ class Cluster:
         return replace(shared, memory=device.memory / sharing)
 
     def device_for(self, ranks: int) -> Device:
-        """What the slowest of the first `ranks` ranks has while all of them compute: what a closed form prices."""
+        """The slowest device of the first `ranks` ranks while all of them compute, which closed forms price."""
         usual = next((rank for rank in range(ranks) if rank not in self._unlike_of), None)
         kinds = [min(each.ranks) for each in self.unlike if min(each.ranks) < ranks]
         return _slowest([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
@@ -164,11 +163,11 @@ class Cluster:
     # -- links ---------------------------------------------------------------------------------------------------------
 
     def host_of(self, rank: int) -> int:
-        """The number of the host that `rank` is on."""
+        """The host of `rank`."""
         return rank // self.ranks_per_host if self.ranks_per_host else rank
 
     def link_of(self, rank: int) -> Link:
-        """What joins `rank` to ranks of other hosts."""
+        """The link of `rank` to ranks of other hosts."""
         return self._unlike_of[rank].link if rank in self._unlike_of else self.link
 
     def link_between(self, a: int, b: int) -> Link:
@@ -176,11 +175,11 @@ class Cluster:
         return self.link_over((a, b))
 
     def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
-        """What the collectives of groups of ranks run on, all at once: the slowest of them.
+        """The slowest link that concurrent collectives of groups of ranks use.
 
-        Within one host that is its own link.  Over several it is as fast as the slowest of them: rings in the order of
-        ranks leave a host once each, so the ranks of a group on a host carry what leaves it together, each on its own
-        link; a shared link is divided among the groups.  Without `rings` every rank sends to other hosts for itself.
+        Within one host that is its local link.  Over several hosts it is that of the slowest host: rings in the order
+        of ranks leave a host once each, so the ranks of a group on a host carry its outgoing traffic together, each on
+        its own link; a shared link is divided among the groups.  Without `rings` every rank sends for itself.
         """
         if self.local_link is None:
             return self._slowest_link(rank for group in groups for rank in group)
@@ -190,13 +189,13 @@ class Cluster:
         for found in crossing:
             users.update({host: 1 if rings else len(members) for host, members in found.items()})
         ways = [self._way_out(found[host], users[host], rings) for found in crossing for host in found]
-        return _narrowest([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
+        return _slowest_of([*ways, self.local_link] if len(crossing) < len(hosts) else ways)
 
     def link_across(self, here: Sequence[int], there: Sequence[int]) -> Link:
-        """What messages between ranks of `here` and of `there` run on, all at once, for the busiest of them.
+        """The link that concurrent messages between ranks of `here` and of `there` use, for the busiest rank.
 
-        Every rank of a side has an equal part of the bytes.  Within one host that is its own link; else the slowest of
-        the ranks', divided, where it is shared, among those of a host.
+        Every rank of a side has an equal part of the bytes.  Within one host it is the local link; else the slowest of
+        the ranks' links, divided, if it is shared, among the ranks of a host.
         """
         if self.local_link is not None and len(self._by_host({*here, *there})) == 1:
             return self.local_link
@@ -223,7 +222,7 @@ class Cluster:
         return hosts
 
     def _way_out(self, members: list[int], users: int, rings: bool) -> Link:
-        """What `members`, a group's ranks on one host, have to others, where its link has so many users at once."""
+        """The link of `members`, a group's ranks on one host, to other hosts while `users` groups share it."""
         link = self._slowest_link(members)
         if link.shared:
             link = link.divided(users)
@@ -237,11 +236,11 @@ class Cluster:
         if not self.unlike:
             return self.link
         kinds = {id(link): link for link in map(self.link_of, ranks)}
-        return _narrowest(list(kinds.values()))
+        return _slowest_of(list(kinds.values()))
 
 
 def _slowest(devices: list[Device]) -> Device:
-    """A device that is as slow as the slowest in everything."""
+    """The device with the lowest of every number."""
     first, *more = devices
     if not more:
         return first
@@ -250,7 +249,7 @@ def _slowest(devices: list[Device]) -> Device:
     bandwidth = min(each.memory_bandwidth for each in devices)
 
     def efficiency(name: str) -> float:
-        """What is reached of the lower peak: a device with a higher one may reach less of that, but as much of this."""
+        """The efficiency relative to the lowest peak; a device with a higher peak reaches a larger fraction of it."""
         op = name.removesuffix("_backward")
         of_memory = op in _OF_MEMORY
         peaks = [({"memory": each.memory_bandwidth} if of_memory else each.flop_rate, each) for each in devices]
@@ -270,8 +269,8 @@ def _slowest(devices: list[Device]) -> Device:
     )
 
 
-def _narrowest(links: list[Link]) -> Link:
-    """A link that is as slow as the slowest in everything; a collective is as measured where it was on all of them."""
+def _slowest_of(links: list[Link]) -> Link:
+    """The link with the worst of every number; a collective is measured if it is on all of them."""
     if all(link == links[0] for link in links):
         return links[0]
     rates = {

@@ -72,7 +72,9 @@ def test_a_circle_of_waiting_ranks_is_printed() -> None:
     conv.insert(0, conv.pop(next(k for k, a in enumerate(conv) if a.verb == "sum_loss")))
     assert sends_meet_receives(with_actions(program, conv=conv)) == []
     (problem,) = no_deadlock(with_actions(program, conv=conv))
-    assert ("deadlock in a cycle" in problem and "collective loss" in problem and "cut0" in problem) or "target" in problem
+    assert (
+        "deadlock in a cycle" in problem and "collective loss" in problem and "cut0" in problem
+    ) or "target" in problem
 
 
 def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:

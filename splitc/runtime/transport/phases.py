@@ -1,12 +1,12 @@
-"""Phases of measured steps, from what all ranks recorded, and the file that `launch.py --measure` writes.
+"""Phases of measured steps from the records of all ranks, and the file that `launch.py --measure` writes.
 
 For a step of a rank, with W the union of its waits and T that of its transfers, each as a length of time:
 
     waiting = |W|        compute = step - waiting        communication = |T|
 
-A message is under way from when both its ranks have issued it until its receiver sees it complete, or this rank is done
-with it before; a collective from when all its ranks have issued it until this rank sees it complete.  So who waits for
-a late peer waits, and nothing travels.  The k-th message from one rank to another with one tag meets the k-th receive;
+A message is under way from when both its ranks have issued it until its receiver, or this rank, sees it complete; a
+collective from when all its ranks have issued it until this rank sees it complete.  So a rank that waits for a late
+peer is waiting, but not communicating.  The k-th message from one rank to another with one tag meets the k-th receive;
 the k-th collective of some ranks is the same on all of them.
 """
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:  # quick to load without torch
     from .recorder import Operation, Step
 
 WARM_UP = 3
-"""Steps at the beginning that are not measured: they allocate, connect and choose algorithms."""
+"""Number of first steps that are not measured: they allocate, connect and choose algorithms."""
 
 TRACED = 3
-"""Steps at the end whose spans are kept."""
+"""Number of last steps whose spans are written."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank does from `start` to `end`; stream "compute", "wait" or "comm"."""
+    """An activity of a rank from `start` to `end`; stream "compute", "wait" or "comm"."""
 
     rank: int
     stream: str
@@ -55,7 +55,7 @@ class Phases:
 
 
 def transfers(ranks: Sequence[Step]) -> list[list[Span]]:
-    """What is under way on each rank in one step, of which rank r recorded `ranks[r]`."""
+    """By rank, the transfers of one step; ranks: by rank, its record of the step."""
     issues: dict[tuple[Any, ...], float] = {}  # when the last of those that take part has come
     arrivals: dict[tuple[Any, ...], float] = {}
     for rank, step in enumerate(ranks):
@@ -75,7 +75,7 @@ def transfers(ranks: Sequence[Step]) -> list[list[Span]]:
 
 
 def _events(rank: int, step: Step) -> Iterator[tuple[tuple[Any, ...], Operation]]:
-    """Every message and collective of a step, under a key that is the same on all ranks that take part in it."""
+    """Every message and collective of a step, with a key that is the same on all ranks that take part in it."""
     number: Counter[tuple[Any, ...]] = Counter()
 
     def numbered(*key: Any) -> tuple[Any, ...]:
@@ -107,13 +107,13 @@ def _over(operation: Operation) -> str:
 
 
 def waits(rank: int, step: Step) -> list[Span]:
-    """Where a rank waits in a step, and for what."""
+    """When a rank waits in a step, and for what."""
     spans = [Span(rank, "wait", _over(op), a, b) for op in step.operations for a, b in op.waits]
     return sorted(spans, key=lambda span: span.start)
 
 
 def computing(rank: int, step: Step) -> list[Span]:
-    """The rest of a step: what lies between its waits."""
+    """The time of a step between its waits."""
     spans, done = [], step.begin
     for start, end in [*union((s.start, s.end) for s in waits(rank, step)), (step.end, step.end)]:
         if start > done:
@@ -123,7 +123,7 @@ def computing(rank: int, step: Step) -> list[Span]:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points in time as intervals that do not meet, in their order."""
+    """The union of intervals, as sorted disjoint intervals."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -134,7 +134,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(spans: Iterable[Span]) -> float:
-    """The time in which at least one of the spans lasts."""
+    """Seconds during which at least one of the spans lasts."""
     return sum(end - start for start, end in union((span.start, span.end) for span in spans))
 
 
@@ -150,9 +150,9 @@ def phases(ranks: Sequence[Step], before: Sequence[Step] | None = None) -> list[
 
 
 def report(ranks: Sequence[Sequence[Step]], examples: Sequence[int], about: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds.  ranks: all steps of each rank.  examples: of each step's global batch.
+    """The content of the file, schema 1: the phases of all steps after the warm-up, and the spans of the last ones.
 
-    Of every step after the warm-up the phases of all ranks, and of the last ones their spans; schema 1.
+    ranks: by rank, all its steps.  examples: by step, those of its global batch.
     """
     steps = [list(step) for step in zip(*ranks, strict=True)]
     measured = [

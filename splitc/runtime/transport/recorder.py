@@ -1,18 +1,18 @@
 """Record when a rank computes, waits and has transfers under way: a transport that wraps another one.
 
-Generated code, seats and workers know nothing of it.  Of every operation of a step it keeps when it was issued, when
-waiting for it began and ended, and how many bytes it carries.
+Generated code, communicators and workers do not know about it.  For every operation of a step it records when it was
+issued, when waiting for it began and ended, and how many bytes it carries.
 
-What is seen depends on who waits.  gloo holds up the program: waits are intervals of the host's clock, and contain what
-`wait` does besides, copying from a buffer and adding up the parts of a reduce-scatter.  NCCL holds up the GPU's stream:
-there CUDA events stand on both sides of a wait, and the time between them is what the stream was held up.  With a GPU
-every step begins and ends with the GPU idle.
+gloo blocks the program: waits are intervals of the host's clock and include what `wait` does itself, copying from a
+buffer and adding up the parts of a reduce-scatter.  NCCL blocks the GPU's stream: CUDA events are recorded before and
+after a wait, and the time between them is how long the stream was blocked.  With a GPU every step begins and ends with
+the GPU idle.
 
-An operation is complete when its wait ends, or before, where the backend says so (gloo of collectives).  So a message
-that lies there unasked for counts as under way until somebody asks for it.
+An operation is complete when its wait ends, or earlier if the backend reports it (gloo, for collectives).  So a message
+that has arrived counts as under way until it is waited for.
 
-Autograd may run backward in another thread and wait there; the program's own thread then only stands by.  Lists are
-appended to and attributes set, which threads may do at the same time.
+Autograd may run backward, and wait, in another thread while the program's own thread is idle.  Appending to lists and
+setting attributes is safe from both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Operation:
     """One operation of a step, in seconds of the rank's clock.
 
     kind: "message", or the collective over `ranks`.  sends, receives: the messages that it consists of.
-    nbytes: payload that this rank sends, by the definitions that `Rank.sent_bytes` goes by.
+    nbytes: payload that this rank sends, as `Rank.sent_bytes` defines it.
     waits: when the rank began and ended to wait for it.
     """
 
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a rank, in seconds of its clock, with what it issued, in that order."""
+    """One step of a rank, in seconds of its clock, with its operations in the order of issue."""
 
     begin: float
     end: float
@@ -68,7 +68,7 @@ class Step:
 
 
 class Forwarding(Transport):
-    """Passes objects, barriers and connections on to `inner`; subclasses say what becomes of tensors."""
+    """Forwards objects, barriers and connections to `inner`; subclasses define the operations on tensors."""
 
     def __init__(self, inner: Transport) -> None:
         self.rank, self.world, self.device = inner.rank, inner.world, inner.device
@@ -94,7 +94,7 @@ class Forwarding(Transport):
 
 
 class Recorder(Forwarding):
-    """Passes everything on to `transport`, and records what is issued inside of `step`.
+    """Forwards everything to `transport`, and records the operations issued inside of `step`.
 
     steps: those recorded so far.
     """
@@ -111,10 +111,10 @@ class Recorder(Forwarding):
         return self._inner.waits_hold_the_stream
 
     def align(self) -> None:
-        """Let all ranks' clocks begin now.  Collective.
+        """Set the zero of all ranks' clocks to now.  Collective.
 
-        Ranks of one host have one clock.  Those of another host begin when a barrier lets them go, which is as exact as
-        the barrier is quick.
+        Ranks of one host share a clock.  Clocks of other hosts are aligned by a barrier, as precisely as ranks leave it
+        at the same time.
         """
         self.barrier()
         now = time.monotonic()
@@ -123,7 +123,7 @@ class Recorder(Forwarding):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step.  One that breaks off is not recorded."""
+        """Record one step; a step that raises is not recorded."""
         self._synchronise()
         self._clock.start()
         self._issued = []
@@ -205,7 +205,7 @@ class _Recorded:
         self.work = start()
 
     def complete(self) -> None:
-        """Note that it is complete now; only of clocks that every thread may read."""
+        """Mark the completion; called from any thread, with the host's clock."""
         self._completed = self._clock.mark()
 
     def wait(self) -> None:
@@ -228,20 +228,20 @@ class _Recorded:
 
 
 class _Clock(Protocol):
-    """Marks moments, which can be read once the step has ended."""
+    """Marks points in time, which can be read after the step."""
 
     def start(self) -> None:
-        """A step begins; all before it has ended."""
+        """Begin a step; everything issued before is complete."""
 
     def mark(self) -> Any:
         """Now."""
 
     def seconds(self, mark: Any) -> float:
-        """On the scale of `time.monotonic`."""
+        """The time of a mark on the scale of `time.monotonic`."""
 
 
 class _HostClock:
-    """What the program sees."""
+    """The time at which the program makes a mark."""
 
     def start(self) -> None:
         pass
@@ -254,7 +254,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """What the GPU's current stream sees: an event is when it comes to it, not when the program asks for it."""
+    """The time at which the GPU's current stream reaches a mark, not when the program makes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -274,6 +274,6 @@ class _StreamClock:
 
 
 def _host() -> str:
-    """What processes with one monotonic clock have in common: the kernel's boot, else the machine's name."""
+    """Identifies the monotonic clock that processes share: the kernel's boot id, else the machine's name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
