@@ -19,6 +19,7 @@ of sent.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -29,7 +30,7 @@ from torch import fx
 from splitc.checks.graph import cuts_are_communicated, graph_is_sound
 from splitc.errors import InternalError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, rename
+from splitc.ir.graph import NodeInfo, copy_graph, info, rename, set_info, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Cut, CutLink, PlacedProgram, SizeSpec, TensorSpec
@@ -48,13 +49,13 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
         reached = pushable(program)
         graph, _ = copy_graph(program.graph)
         for node in graph.nodes:
-            node.meta["role"] = _role(program, node)
-        _copy_everywhere(graph)
+            update_info(node, role=_role(program, node))
+        _copy_to_each_stage(graph)
         inputs = {each.name for each in program.inputs}
         names = (name for name in map("cut{}".format, count()) if name not in inputs)
         for node in list(graph.nodes):
-            for role in dict.fromkeys(user.meta["role"] for user in node.users if user.op != "output"):
-                if node.op != "output" and role != node.meta["role"]:
+            for role in dict.fromkeys(info(user).role for user in node.users if user.op != "output"):
+                if node.op != "output" and role != info(node).role:
                     _transfer(plan, graph, node, role, names)
         _rebase_sizes(graph)
         for role in plan.roles:
@@ -79,40 +80,40 @@ def _synchronised(program: PlacedProgram, role: str, sync: str) -> tuple[str, ..
 
 def _role(program: PlacedProgram, node: fx.Node) -> str:
     plan = program.plan
-    if node.op == "placeholder" or node.meta.get("reads_only"):
+    if node.op == "placeholder" or info(node).on_reader:
         return plan.reader
-    layer = program.loss.meta["layer"] if node.op == "output" else node.meta["layer"]
+    layer = info(program.loss).layer if node.op == "output" else info(node).layer
     role = plan.placements[layer].role
     return role
 
 
-def _copy_everywhere(graph: fx.Graph) -> None:
-    """Give each role its own copy of the `everywhere` nodes that it reads."""
+def _copy_to_each_stage(graph: fx.Graph) -> None:
+    """Give each role its own copy of the `copied_to_each_stage` nodes that it reads."""
     for node in reversed(list(graph.nodes)):
-        if not node.meta.get("everywhere"):
+        if not info(node).copied_to_each_stage:
             continue
-        for role in dict.fromkeys(user.meta["role"] for user in node.users):
-            if role == node.meta["role"]:
+        for role in dict.fromkeys(info(user).role for user in node.users):
+            if role == info(node).role:
                 continue
             with graph.inserting_after(node):
                 copied = graph.node_copy(node)
             rename(graph, copied, f"{node.name}_{role}")
-            copied.meta = {**node.meta, "role": role}
-            node.replace_all_uses_with(copied, delete_user_cb=lambda user, role=role: user.meta["role"] == role)
+            set_info(copied, info(node), role=role)
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, role=role: info(user).role == role)
         if not node.users:
             graph.erase_node(node)
 
 
 def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Iterator[str]) -> None:
     """Send `value` to `role`, and let the readers there read what they receive."""
-    spec = value.meta["spec"]
+    spec = info(value).spec
     if _is_size_source(value, role):
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
-    producer = value.meta["role"]
+    producer = info(value).role
     local = plan.is_local(producer, role)
-    if not isinstance(spec, TensorSpec) or (spec.batch_dim is None and not (local and value.meta.get("reads_only"))):
+    if not isinstance(spec, TensorSpec) or (spec.batch_dim is None and not (local and info(value).on_reader)):
         raise InternalError(
-            f"{value.name} ({value.meta['source']}) was cut, but its examples cannot be told apart: {spec}"
+            f"{value.name} ({info(value).source}) was cut, but its examples cannot be told apart: {spec}"
         )
     name = value.name if value.op == "placeholder" else next(names)
     leaves, enters = (r in plan.groups and spec.batch_dim is not None for r in (producer, role))
@@ -131,7 +132,7 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
         got = _chained(graph, got, comm_ops.modulo, (got,), {"cut": name}, f"{own_name}_group", value, cut, role)
     chain = (comm_ops.slice_batch, *comm_ops.ENTRIES)
     value.replace_all_uses_with(
-        got, delete_user_cb=lambda user: user.meta["role"] == role and user.target not in chain and user is not got
+        got, delete_user_cb=lambda user: info(user).role == role and user.target not in chain and user is not got
     )
 
 
@@ -150,7 +151,7 @@ def _chained(
     with graph.inserting_after(after):
         node = graph.call_function(function, args, dict(options))
     rename(graph, node, name)
-    node.meta = {**value.meta, "cut": cut, "role": role or value.meta["role"]}
+    set_info(node, info(value), cut=cut, role=role or info(value).role)
     return node
 
 
@@ -162,13 +163,13 @@ def _last_of_role(value: fx.Node) -> fx.Node:
 
 
 def _is_size_source(value: fx.Node, role: str) -> bool:
-    readers = [user for user in value.users if user.meta["role"] == role]
+    readers = [user for user in value.users if info(user).role == role]
     return all(_reads_size(user) for user in readers)
 
 
 def _reads_size(node: fx.Node) -> bool:
     is_device = node.target is getattr and len(node.args) > 1 and node.args[1] == "device"
-    return (isinstance(node.meta["spec"], SizeSpec) and node.target == "size") or is_device
+    return (isinstance(info(node).spec, SizeSpec) and node.target == "size") or is_device
 
 
 def _rebase_sizes(graph: fx.Graph) -> None:
@@ -177,19 +178,19 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         if node.op == "output" or not _reads_size(node):
             continue
         source = node.args[0]
-        role = node.meta["role"]
-        if source.meta["role"] == role:
+        role = info(node).role
+        if info(source).role == role:
             continue
         received = [
             n
             for n in graph.nodes
-            if n.target in comm_ops.ENTRIES and n.meta["role"] == role and n.meta["spec"].batch_dim is not None
+            if n.target in comm_ops.ENTRIES and info(n).role == role and tensor_spec(n).batch_dim is not None
         ]
         tensor = next((n for n in received if n.target is comm_ops.modulo), received[0])
         with graph.inserting_after(tensor):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
-                new.meta = dict(node.meta)
+                set_info(new, info(node))
             else:
                 new = _size(graph, tensor, node)
         node.replace_all_uses_with(new)
@@ -197,12 +198,11 @@ def _rebase_sizes(graph: fx.Graph) -> None:
 
 
 def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
-    import operator
-
-    spec, like = tensor.meta["spec"], node.meta
-    wanted: SizeSpec = like["spec"]
+    spec, like = tensor_spec(tensor), info(node)
+    wanted = like.spec
+    assert isinstance(wanted, SizeSpec)
     value = graph.call_method("size", (tensor, spec.batch_dim))
-    value.meta = {**like, "spec": SizeSpec(spec.rows)}
+    set_info(value, like, spec=SizeSpec(spec.rows))
     for function, number in (
         (operator.floordiv, spec.rows),
         (operator.mul, wanted.scale),
@@ -211,7 +211,7 @@ def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
         if number != (0 if function is operator.add else 1):
             with graph.inserting_after(value):
                 value = graph.call_function(function, (value, number))
-            value.meta = dict(like)
+            set_info(value, like)
     return value
 
 
@@ -219,4 +219,4 @@ def _at_the_end(graph: fx.Graph, role: str, function: Callable[..., Any], parame
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     with graph.inserting_before(output):
         node = graph.call_function(function, (), {"role": role, "parameters": parameters})
-    node.meta = {"spec": None, "source": "gradients", "role": role, "layer": None}
+    set_info(node, NodeInfo(source="gradients", role=role))

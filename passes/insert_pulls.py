@@ -19,7 +19,7 @@ from typing import ClassVar
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
 from splitc.checks.servers import served_parameters_are_pulled
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph
+from splitc.ir.graph import NodeInfo, copy_graph, info, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage
 from splitc.ir.server_rows import read_by
@@ -51,6 +51,6 @@ def _with_pulls(program: Program, stage: Stage) -> Stage:
             del waiting[k]
             with graph.inserting_before(node):
                 pull = graph.call_function(comm_ops.pull, (), {"role": stage.role, "bucket": k})
-            of_reader = {key: node.meta[key] for key in ("source", "layer", "role")}
-            pull.meta = {**of_reader, "spec": None, "writes": True}
+            reader = info(node)
+            set_info(pull, NodeInfo(source=reader.source, layer=reader.layer, role=reader.role, side_effect=True))
     return replace(stage, graph=graph)

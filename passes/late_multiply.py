@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from splitc.checks.graph import graph_is_sound
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph
+from splitc.ir.graph import copy_graph, info, set_info
 from splitc.ir.linears import as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram
@@ -35,12 +35,13 @@ class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
         graph, _ = copy_graph(program.graph)
         for node in list(graph.nodes):
             linear = as_linear(program, node)
-            if linear is None or node.meta.get("layer") not in late:
+            if linear is None or info(node).layer not in late:
                 continue
             weight, bias = parameter_nodes(graph, linear)
             with graph.inserting_before(node):
                 new = graph.call_function(comm_ops.late_multiply, (linear.value, weight, bias)[: 3 if bias else 2])
-            new.meta, name = dict(node.meta), node.name
+            set_info(new, info(node))
+            name = node.name
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             new.name = name

@@ -23,7 +23,7 @@ from torch import fx
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, rename
+from splitc.ir.graph import copy_graph, info, rename, set_info, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
@@ -37,7 +37,7 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
-        role = plan.placements[program.loss.meta["layer"]].role
+        role = plan.placements[info(program.loss).layer].role
         turned = role in plan.groups and plan.groups[role].num_microbatches > 1
         if len(plan.replicas(role, plan.roles[role][0])) == 1 and not turned:
             return program
@@ -57,15 +57,15 @@ def _before_the_turns(program: Program, total: fx.Node) -> None:
     todo = [total]
     while todo:
         node = todo.pop()
-        if node.op == "placeholder" or node.meta.get("everywhere") or node.meta.get("reads_only"):
+        if node.op == "placeholder" or info(node).copied_to_each_stage or info(node).on_reader:
             continue
-        spec = node.meta.get("spec")
+        spec = info(node).spec
         if node.op in ("call_module", "get_attr") or (isinstance(spec, TensorSpec) and spec.requires_grad):
             raise PlacementError(
-                f"{total.meta['source']}: the loss divides by a sum that depends on {node.name} "
-                f"({node.meta['source']}), so it cannot be taken in turns; use scheme=BK"
+                f"{info(total).source}: the loss divides by a sum that depends on {node.name} "
+                f"({info(node).source}), so it cannot be taken in turns; use scheme=BK"
             )
-        node.meta["reads_only"] = True
+        update_info(node, on_reader=True)
         todo += node.all_input_nodes
 
 
@@ -96,12 +96,12 @@ def _weighted(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
         weights = graph.call_function(comm_ops.global_weight, (target,), options)
     rename(graph, weights, f"{node.name}_weight")
-    dtype = node.meta["spec"].dtype if weight is not None else torch.int64  # without weights it is a count
-    weights.meta = {**node.meta, "spec": TensorSpec((), dtype)}
+    dtype = tensor_spec(node).dtype if weight is not None else torch.int64  # without weights it is a count
+    set_info(weights, info(node), spec=TensorSpec((), dtype))
     with graph.inserting_after(weights):
         scaled = graph.call_function(operator.truediv, (node, weights))
     rename(graph, scaled, "loss")
-    scaled.meta = dict(node.meta)
+    set_info(scaled, info(node))
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
 
 
@@ -109,7 +109,7 @@ def _after(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> fx.N
     with graph.inserting_after(node):
         new = graph.call_function(function, (node,))
     rename(graph, new, f"{node.name}_{function.__name__}")
-    new.meta = dict(node.meta)
+    set_info(new, info(node))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
 

@@ -18,7 +18,7 @@ from splitc.checks.graph import graph_is_sound
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import DROPOUTS
-from splitc.ir.graph import copy_graph
+from splitc.ir.graph import copy_graph, info, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram
 
@@ -60,7 +60,7 @@ class SeedDropout(Pass[PlacedProgram, PlacedProgram]):
                 _replace(graph, node, label)
             elif _name(node) in _RANDOM or _drops_inside(node):
                 raise CaptureError(
-                    f"{node.meta['source']}: {_name(node)} is random, and each rank would draw other numbers than one "
+                    f"{info(node).source}: {_name(node)} is random, and each rank would draw other numbers than one "
                     f"process does; splitc seeds F.dropout and its kin only; draw them with the data, or use those"
                 )
         return replace(program, graph=graph)
@@ -68,13 +68,13 @@ class SeedDropout(Pass[PlacedProgram, PlacedProgram]):
 
 def _label(node: fx.Node, taken: set[str]) -> str:
     """What the mask is drawn for: the module's path, or the node's name where the module is used again."""
-    module = node.meta.get("module")
+    module = info(node).module
     return node.name if not module or module in taken else str(module)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
     if node.target not in _PLAIN:
-        raise CaptureError(f"{node.meta['source']}: {_name(node)} cannot be seeded by example; use F.dropout")
+        raise CaptureError(f"{info(node).source}: {_name(node)} cannot be seeded by example; use F.dropout")
     value, *rest = node.args
     p = rest[0] if rest else node.kwargs.get("p", 0.5)
     training = rest[1] if len(rest) > 1 else node.kwargs.get("training", node.kwargs.get("train", True))
@@ -90,7 +90,7 @@ def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
         new = graph.call_function(comm_ops.dropout, (value, p), options)
     name = node.name
     node.replace_all_uses_with(new)
-    new.meta = dict(node.meta)
+    set_info(new, info(node))
     graph.erase_node(node)
     new.name = name  # the erased node's, so it is free
 

@@ -32,7 +32,7 @@ from splitc.checks.sharding import partial_gradients_are_summed, shards_are_gath
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise
-from splitc.ir.graph import copy_graph, rename
+from splitc.ir.graph import copy_graph, cut_of, info, rename, set_info, tensor_spec, update_info
 from splitc.ir.linears import Linear, as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
@@ -66,10 +66,10 @@ class _Walk:
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            if node.meta.get("role") != self._role or node.op in ("placeholder", "get_attr"):
+            if info(node).role != self._role or node.op in ("placeholder", "get_attr"):
                 continue
             linear = as_linear(self._program, node)
-            place = self._program.plan.placements.get(node.meta.get("layer") or "")
+            place = self._program.plan.placements.get(info(node).layer)
             if linear is not None and place is not None and place.holding == "sharded":
                 self._rows(linear) if place.split == "rows" else self._columns(linear)
             elif any(n in self._parts for n in node.all_input_nodes):
@@ -77,24 +77,24 @@ class _Walk:
         for value, readers in self._readers.items():
             self._sum_gradients(value, readers)
         for node in self._graph.nodes:
-            if node.target is comm_ops.modulo and node.meta["role"] == self._role:
+            if node.target is comm_ops.modulo and info(node).role == self._role:
                 readers = self._readers.get(node, [])
-                self._set_partial(node.meta["cut"].name, bool(readers) and set(node.users) == set(readers))
+                self._set_partial(cut_of(node).name, bool(readers) and set(node.users) == set(readers))
 
     def _columns(self, linear: Linear) -> None:
         whole = self._gathered(linear.value)
         linear.node.replace_input_with(linear.value, whole)
         self._readers.setdefault(whole, []).append(linear.node)
         self._parts[linear.node] = _features(linear.node)
-        linear.node.meta["shards"] = {linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0})
-        linear.node.meta["sharded"] = True
+        update_info(linear.node, shards={linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0}))
+        update_info(linear.node, sharded=True)
 
     def _rows(self, linear: Linear) -> None:
         """y = x W^T + b  ->  y = reduce_from_group(linear(x's part, W's part)) + b."""
         node, graph = linear.node, self._graph
         if linear.value not in self._parts:
             raise PlacementError(
-                f"{node.name} ({node.meta['source']}) is to be divided by rows, but its ranks have the whole of "
+                f"{node.name} ({info(node).source}) is to be divided by rows, but its ranks have the whole of "
                 f"{linear.value.name}; divide the layer before it by columns, or this one too"
             )
         weight, bias = parameter_nodes(graph, linear)
@@ -102,14 +102,14 @@ class _Walk:
             product = graph.call_function(F.linear, (linear.value, weight))
             result = graph.call_function(comm_ops.reduce_from_group, (product,))
             if bias is not None:
-                spec = node.meta["spec"]
+                spec = tensor_spec(node)
                 if self._program.tensors[_first(self._program, linear.bias)].dtype != spec.dtype:  # under autocast
                     bias = graph.call_method("to", (bias, spec.dtype))
-                    bias.meta = {**node.meta, "spec": None}
+                    set_info(bias, info(node), spec=None)
                 summed, result = result, graph.call_function(operator.add, (result, bias))
-                summed.meta = dict(node.meta)
-        product.meta = {**node.meta, "shards": {linear.weight: 1}}
-        result.meta = dict(node.meta)
+                set_info(summed, info(node))
+        set_info(product, info(node), shards={linear.weight: 1})
+        set_info(result, info(node))
         name = node.name
         if bias is not None:
             rename(graph, summed, f"{name}_sum")
@@ -120,14 +120,14 @@ class _Walk:
 
     def _reader(self, node: fx.Node) -> None:
         """A node that reads parts: it makes parts of them where it can, and reads the whole where it cannot."""
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("spec"), TensorSpec)]
+        tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
         if (
             is_elementwise(node)
             and all(n in self._parts for n in tensors)
             and len({_shape(n) for n in (*tensors, node)}) == 1
         ):
             self._parts[node] = self._parts[tensors[0]]
-            node.meta["sharded"] = True
+            update_info(node, sharded=True)
             if node.target is comm_ops.dropout:
                 node.update_kwarg("sharded", True)
             return
@@ -145,13 +145,13 @@ class _Walk:
                     comm_ops.shard, (value,), {"features": self._parts[value], "partial": False}
                 )
             rename(self._graph, whole, f"{value.name}_whole")
-            whole.meta = {k: v for k, v in value.meta.items() if k not in ("shards", "sharded")}
+            set_info(whole, info(value), shards={}, sharded=False)
             self._whole[value] = whole
         return self._whole[value]
 
     def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:
         """Let the gradients of a value's sharded readers be summed: where it was gathered, or by an `enter`."""
-        if not value.meta["spec"].requires_grad:
+        if not tensor_spec(value).requires_grad:
             return
         only = set(value.users) == set(readers)
         if only and value.target is comm_ops.shard:
@@ -160,15 +160,15 @@ class _Walk:
             with self._graph.inserting_after(value):
                 entered = self._graph.call_function(comm_ops.copy_to_group, (value,))
             rename(self._graph, entered, f"{value.name}_enter")
-            entered.meta = {k: v for k, v in value.meta.items() if k != "cut"}
+            set_info(entered, info(value), cut=None)
             for reader in readers:
                 reader.replace_input_with(value, entered)
 
     def _set_partial(self, cut: str, partial: bool) -> None:
         """Say on all nodes of a value's way whether the gradients of its readers are parts of a sum."""
         for node in self._graph.nodes:
-            if "cut" in node.meta and (node.meta["cut"].name, node.meta["cut"].consumer) == (cut, self._role):
-                node.meta["cut"] = node.meta["cut"].with_partial(partial)
+            if info(node).cut is not None and (cut_of(node).name, cut_of(node).consumer) == (cut, self._role):
+                update_info(node, cut=cut_of(node).with_partial(partial))
 
 
 def _first(program: Program, name: str | None) -> str:
@@ -177,9 +177,9 @@ def _first(program: Program, name: str | None) -> str:
 
 
 def _features(node: fx.Node) -> int:
-    return int(node.meta["spec"].shape[-1])
+    return int(tensor_spec(node).shape[-1])
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    spec = node.meta.get("spec")
+    spec = info(node).spec
     return spec.shape if isinstance(spec, TensorSpec) else ()

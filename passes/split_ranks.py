@@ -14,7 +14,7 @@ from torch import fx
 
 from splitc.checks.graph import cuts_are_communicated, stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_node, holdings_of_node
+from splitc.ir.graph import copy_node, cut_of, holdings_of_node, info, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, PlacedProgram, RankProgram, Stage
 
@@ -41,17 +41,17 @@ def _stage(program: PlacedProgram, role: str) -> Stage:
     shards: dict[str, int] = {}
     loss = program.loss
     for node in program.graph.nodes:
-        if node.meta.get("role") != role or node.op == "output":
+        if info(node).role != role or node.op == "output":
             continue
         if node.target is comm_ops.recv:
             received = graph.create_node("call_function", comm_ops.recv, (None,), dict(node.kwargs), node.name)
-            received.meta = dict(node.meta)
+            set_info(received, info(node))
             mapping[node] = received
         else:
             mapping[node] = copy_node(graph, node, mapping)
         if node.op in ("call_module", "get_attr"):
             holdings.update(dict.fromkeys(holdings_of_node(program, node)))
-        shards.update(node.meta.get("shards", {}))
+        shards.update(info(node).shards)
     has_loss = loss in mapping
     graph.output(mapping[loss] if has_loss else None)
     nodes = list(mapping)
@@ -60,8 +60,8 @@ def _stage(program: PlacedProgram, role: str) -> Stage:
         graph=graph,
         layers=tuple(layer.name for layer in program.layers if program.plan.placements[layer.name].role == role),
         inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
-        receives=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.recv),
-        sends=tuple(node.meta["cut"] for node in nodes if node.target is comm_ops.send),
+        receives=tuple(cut_of(node) for node in nodes if node.target is comm_ops.recv),
+        sends=tuple(cut_of(node) for node in nodes if node.target is comm_ops.send),
         tensors=tuple(name for name in program.tensors if name in holdings),
         shards=shards,
         has_loss=has_loss,

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph
+from splitc.ir.graph import copy_graph, info, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram
 
@@ -42,15 +42,15 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
         for node in list(graph.nodes):
             if node.target is F.batch_norm:
                 raise PlacementError(
-                    f"{node.meta['source']}: F.batch_norm cannot be synchronised; make it a module, as nn.BatchNorm2d"
+                    f"{info(node).source}: F.batch_norm cannot be synchronised; make it a module, as nn.BatchNorm2d"
                 )
             module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             if not isinstance(module, _BatchNorm):
                 continue
-            role = node.meta["role"]
+            role = info(node).role
             if role in plan.groups and plan.groups[role].num_microbatches > 1:
                 raise PlacementError(
-                    f"{node.meta['source']}: {node.target} lies in role {role}, which sees its batch in turns, so it "
+                    f"{info(node).source}: {node.target} lies in role {role}, which sees its batch in turns, so it "
                     f"cannot be synchronised; use scheme=BK"
                 )
             if len(plan.replicas(role, plan.roles[role][0])) > 1:
@@ -61,9 +61,10 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         module = graph.create_node("get_attr", str(node.target))
-        module.meta = {**node.meta, "spec": None, "everywhere": False, "is_module": True}
+        set_info(module, info(node), spec=None, copied_to_each_stage=False, is_module=True)
         new = graph.call_function(comm_ops.batch_norm, (node.args[0], module))
-    new.meta, name = dict(node.meta), node.name
+    set_info(new, info(node))
+    name = node.name
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     new.name = name

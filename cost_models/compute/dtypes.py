@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from splitc.ir.cluster import Device
+from splitc.ir.graph import info
 from splitc.ir.program import Program, TensorSpec
 
 
@@ -18,7 +19,7 @@ def layer_dtypes(program: Program, device: Device) -> dict[str, str]:
     nodes = {node.name: node for node in program.graph.nodes}
     found = {}
     for layer in program.layers:
-        specs = [nodes[name].meta.get("spec") for name in layer.nodes if name in nodes]  # some may be rewritten
+        specs = [info(nodes[name]).spec for name in layer.nodes if name in nodes]  # some may be rewritten
         values = [spec.dtype for spec in specs if isinstance(spec, TensorSpec)]
         dtypes = [program.tensors[name].dtype for name in layer.tensors] + values
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]

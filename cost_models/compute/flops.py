@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from splitc.cost_models.compute.counting import OpCounter, merged_pairs
 from splitc.ir.costs import CostLine, LayerCost, OpCost
+from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of, quiet
 from splitc.ir.program import Program, under_autocast
 
@@ -87,7 +88,7 @@ class _Count:
         def hook(node: fx.Node, run: Callable[[], Any]) -> Any:
             if node.op in ("placeholder", "output"):
                 return run()
-            self._layer = node.meta["layer"] or self._layer
+            self._layer = info(node).layer or self._layer
             before, first = saved.nbytes, len(self.ops[self._layer])
             value = run()
             self.saved_bytes[self._layer] += saved.nbytes - before

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.errors import CostError
 from splitc.ir.cluster import Device
+from splitc.ir.graph import info
 from splitc.ir.linears import linear_layers
 from splitc.ir.program import Program, TensorSpec
 
@@ -44,7 +45,7 @@ class ConvFcSplit:
             for value, reader in self.program.edges()
             if layer_of.get(value.name) in self.conv and layer_of.get(reader.name) in self.fc
         }
-        specs = [value.meta["spec"] for value in crossing]
+        specs = [info(value).spec for value in crossing]
         return sum(math.prod(spec.at(1)) for spec in specs if isinstance(spec, TensorSpec))
 
     def parameters(self, layers: Iterable[str]) -> int:

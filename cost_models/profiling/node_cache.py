@@ -22,6 +22,7 @@ from torch import fx
 from splitc.cost_models.clusters.this_machine import write_cache
 from splitc.ir.constructors import construction
 from splitc.ir.costs import Measured
+from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of
 from splitc.ir.program import Program, Spec, TensorSpec, under_autocast
 
@@ -75,7 +76,7 @@ def node_keys(program: Program, batch: int) -> dict[str, str]:
     keys = {}
     for k, node in enumerate(nodes):
         again = {source for source in _sources(program, node, values) if last[source] > k}
-        backward = " -> backward" if _trains(node.meta["spec"]) else ""
+        backward = " -> backward" if _trains(info(node).spec) else ""
         keys[node.name] = f"{_called(program, node, again)}({_arguments(node, values, again)}){backward}{autocast}"
     return keys
 

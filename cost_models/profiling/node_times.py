@@ -29,6 +29,7 @@ from splitc.cost_models.compute.clocks import Clock, clock_of
 from splitc.cost_models.compute.flops import new_functions
 from splitc.errors import CostError
 from splitc.ir.costs import Measured
+from splitc.ir.graph import info
 from splitc.ir.program import Program, under_autocast
 
 FIRST, LEAST, MOST = 2, 3, 25
@@ -122,7 +123,7 @@ class NodeTimer:
                 owner, _, name = str(node.target).rpartition(".")
                 values[node] = getattr(self._root.get_submodule(owner), name)
             elif node.op != "output":
-                self._at = f"{node.name} ({node.meta['source']})"
+                self._at = f"{node.name} ({info(node).source})"
                 target = self._root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 begun = now()

@@ -26,6 +26,7 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.cluster import Cluster, Device
 from splitc.ir.comm_ops import Collective
+from splitc.ir.graph import info
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import inside, numel_on, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
@@ -141,7 +142,7 @@ class _Step:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
                 self._done.append(Wait(tuple(self._pulls[stage.role, bucket])))
-            layer = node.meta.get("layer")
+            layer = info(node).layer
             if first.get(layer) is node:
                 self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
             self._block(exchanged.get(node.name, ()))
@@ -153,7 +154,7 @@ class _Step:
         exchanged, first, users = self._exchanged(stage, action), _first_nodes(stage), _users(self.program, stage)
         gathers: dict[str, list[Transfer]] = defaultdict(list)
         for node in reversed(list(stage.graph.nodes)):
-            layer, ops = node.meta.get("layer"), exchanged.get(node.name, ())
+            layer, ops = info(node).layer, exchanged.get(node.name, ())
             if node.target is comm_ops.late_multiply:
                 gathers[layer] += self._begin(ops)
             else:
@@ -201,8 +202,8 @@ class _Step:
         Both take equal FLOPs for equal examples; a layer whose input needs no gradient has the latter only.
         """
         everyones = self.prices.layer(layer, self.plan.batch_offsets[stage.role][-1], self.device)[1]
-        nodes = [n for n in stage.graph.nodes if n.target is comm_ops.late_multiply and n.meta.get("layer") == layer]
-        specs = [node.all_input_nodes[0].meta.get("spec") for node in nodes]
+        nodes = [n for n in stage.graph.nodes if n.target is comm_ops.late_multiply and info(n).layer == layer]
+        specs = [info(node.all_input_nodes[0]).spec for node in nodes]
         if not any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs):
             return 0.0, everyones
         return backward / 2, everyones / 2
@@ -283,7 +284,7 @@ def _first_nodes(stage: Stage) -> dict[str, fx.Node]:
     """Return layer -> its first node that computes, where its forward begins and its backward ends."""
     found: dict[str, fx.Node] = {}
     for node in stage.graph.nodes:
-        layer = node.meta.get("layer")
+        layer = info(node).layer
         computes = node.op not in ("placeholder", "output", "get_attr") and node.target not in comm_ops.ENTRIES
         if layer in stage.layers and computes:
             found.setdefault(layer, node)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from splitc.errors import PlacementError
+from splitc.ir.graph import info
 from splitc.ir.plan import Grouping, LayerPlacement
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
@@ -68,7 +69,7 @@ def arrange(
         if wishes[layer].place != (ALL, 1):
             raise PlacementError(f"{layer} must be where the data is read: {why}")
     levels = _levels(program, wishes, rules.order, rules.together)
-    inner = levels[program.loss.meta["layer"]] if program.loss.meta.get("layer") in levels else max(levels.values())
+    inner = levels[info(program.loss).layer] if info(program.loss).layer in levels else max(levels.values())
     begins = {(levels[name], wish.place) for name, wish in wishes.items()}
     if (0, (ALL, 1)) not in begins:
         begins.add((-1, (ALL, 1)))  # somebody must read the data
@@ -80,7 +81,7 @@ def arrange(
         roles[role] = everyone if where == ALL else (0,)
         examples[role] = bounds if where == ALL else (0, bounds[-1])
         if size > 1:
-            has_loss = level == inner and (level, (where, size)) == (inner, wishes[program.loss.meta["layer"]].place)
+            has_loss = level == inner and (level, (where, size)) == (inner, wishes[info(program.loss).layer].place)
             groups[role] = Grouping(size, scheme, updates) if has_loss else Grouping(size, "BK")
     placements = {}
     for name, wish in wishes.items():

@@ -2,7 +2,7 @@
 
 an input of the step      lives with the conv ranks, and crosses forward only
 a tensor with examples    may cross; its gradient comes back where it has one
-a size, a constant        is made again where it is read (`meta["everywhere"]`), and never crosses
+a size, a constant        is made again where it is read (`copied_to_each_stage`), and never crosses
 anything else             cannot cross: its maker and its readers stay together
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from splitc.errors import InternalError
+from splitc.ir.graph import info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.passes.planner.pins import Pin
 
@@ -56,14 +57,14 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
     conv_only: dict[str, str] = {}
     crossings = []
     for node in program.graph.nodes:
-        if node.op == "output" or _everywhere(node):
+        if node.op == "output" or _is_copied(node):
             continue
         maker = None if node.op == "placeholder" else _layer(node, layer_of)
         after = {_layer(user, layer_of) for user in _readers(node, through=True)} - {maker}
         order.update({(maker, reader): None for reader in sorted(after) if maker is not None})
         direct = {_layer(user, layer_of): user for user in _readers(node, through=False)}
         direct.pop(maker or "", None)
-        spec = node.meta.get("spec")
+        spec = info(node).spec
         if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
             if direct:
                 crossings.append(Crossing(node.name, maker, tuple(direct), spec))
@@ -89,7 +90,7 @@ def uncut(rules: CutRules, pins: Mapping[str, Pin], wanted: str) -> str:
 
 def _tied(program: Program, copies: bool) -> dict[tuple[str, str], str]:
     """Pairs of layers that use one parameter or buffer; constants that are only read may be held twice."""
-    copied = {str(node.target) for node in program.graph.nodes if node.op == "get_attr" and _everywhere(node)}
+    copied = {str(node.target) for node in program.graph.nodes if node.op == "get_attr" and _is_copied(node)}
     users: dict[str, list[str]] = {}
     for layer in program.layers:
         for name in dict.fromkeys(layer.tensors):
@@ -106,8 +107,8 @@ def _tied(program: Program, copies: bool) -> dict[tuple[str, str], str]:
     return pairs
 
 
-def _everywhere(node: fx.Node) -> bool:
-    return bool(node.meta.get("everywhere")) or isinstance(node.meta.get("spec"), SizeSpec)
+def _is_copied(node: fx.Node) -> bool:
+    return bool(info(node).copied_to_each_stage) or isinstance(info(node).spec, SizeSpec)
 
 
 def _readers(node: fx.Node, through: bool) -> Iterator[fx.Node]:
@@ -119,18 +120,18 @@ def _readers(node: fx.Node, through: bool) -> Iterator[fx.Node]:
         if user in seen or user.op == "output":
             continue
         seen.add(user)
-        if not _everywhere(user):
+        if not _is_copied(user):
             yield user
         elif through:
             todo += user.users
 
 
 def _layer(node: fx.Node, layer_of: dict[str, str]) -> str:
-    layer = layer_of.get(node.name, node.meta.get("layer"))
-    if layer is None:
+    layer = layer_of.get(node.name) or info(node).layer
+    if not layer:
         raise InternalError(f"{node.name} ({_source(node)}) belongs to no layer")
-    return str(layer)
+    return layer
 
 
 def _source(node: fx.Node) -> str:
-    return str(node.meta.get("source", node.op))
+    return info(node).source

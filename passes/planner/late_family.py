@@ -8,6 +8,7 @@ of n ranks, r rows of each and features i -> o,
 
 from __future__ import annotations
 
+from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import LateMultiply
 from splitc.passes.planner.arrange import LayerChoice, with_pins
@@ -45,7 +46,7 @@ def _saves(request: Request, layer: str, uses: tuple[Linear, ...]) -> float:
     """Seconds: the right side of (1) less the left one."""
     n, everyone = request.world, range(request.world)
     batch = largest(request.bounds(n))
-    gathered = sum(spec.nbytes(batch) for use in uses for spec in (use.value.meta["spec"], use.node.meta["spec"]))
+    gathered = sum(spec.nbytes(batch) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
     compute = request.seconds(layer, batch, request.cluster.device_for(n))
     late = request.all_gather_seconds(n * gathered, everyone) + (n - 1) / 3 * compute
     return request.all_reduce_seconds(request.gradient_of(layer), everyone) - late

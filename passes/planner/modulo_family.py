@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import ModuloShard
 from splitc.passes.planner.arrange import LayerChoice, with_pins
@@ -117,14 +118,14 @@ def _seconds_saved(request: Request, layer: str, uses: tuple[Linear, ...], size:
     if len(groups) > 1:
         saved += request.all_reduce_seconds(gradient, *request.replicas(size))
         saved -= request.all_reduce_seconds(gradient / size, *request.replicas(size))
-    gathered = sum(request.all_gather_seconds(use.node.meta["spec"].nbytes(batch), *groups) for use in uses)
+    gathered = sum(request.all_gather_seconds(tensor_spec(use.node).nbytes(batch), *groups) for use in uses)
     return saved - gathered
 
 
 def _bytes_saved(request: Request, layer: str, uses: tuple[Linear, ...]) -> float:
     """The left side of (2) less the right one."""
     batch = largest(request.bounds(request.world))
-    gathered = sum(use.node.meta["spec"].nbytes(batch) for use in uses)
+    gathered = sum(tensor_spec(use.node).nbytes(batch) for use in uses)
     return float(sum(holding.nbytes for holding in request.held[layer] if holding.parameter) - gathered)
 
 
@@ -141,7 +142,7 @@ def _estimate(request: Request, wishes: Wishes) -> float:
             seconds += request.all_reduce_seconds(gradient / part, *request.replicas(wish.group))
         if wish.holding == "sharded":
             seconds += sum(
-                2 * request.all_gather_seconds(use.node.meta["spec"].nbytes(batch * wish.group), *groups)
+                2 * request.all_gather_seconds(tensor_spec(use.node).nbytes(batch * wish.group), *groups)
                 for use in request.linears[layer]
             )
     return seconds

@@ -15,6 +15,7 @@ from torch import fx
 
 from splitc.errors import PlacementError
 from splitc.ir.elementwise import is_elementwise
+from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.passes.planner.arrange import LayerChoice
 from splitc.passes.planner.request import Request
@@ -43,7 +44,7 @@ def with_rows(request: Request, wishes: Mapping[str, LayerChoice]) -> dict[str, 
                 )
             continue
         assert source is not None
-        features_in, features_out = (node.meta["spec"].shape[-1] for node in (source, uses[0].node))
+        features_in, features_out = (tensor_spec(node).shape[-1] for node in (source, uses[0].node))
         if asked == "rows" or (asked is None and 2 * features_out < 2 * features_in + features_out):
             divided[layer] = replace(divided[layer], split="rows")
     return divided

@@ -12,13 +12,14 @@ from torch import fx
 
 from splitc.capture.proxy import leaves
 from splitc.errors import CaptureError
+from splitc.ir.graph import info, update_info
 from splitc.ir.program import SizeSpec, Spec, TensorSpec
 
 
 def set_specs(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]], probes: tuple[int, ...]) -> None:
-    """Set `meta["spec"]` of every node, from its values at the batch sizes `probes`."""
+    """Set the spec of every node from its values at the batch sizes `probes`."""
     for node in graph.nodes:
-        node.meta["spec"] = infer_spec(values[node], probes) if node in values else None
+        update_info(node, spec=infer_spec(values[node], probes) if node in values else None)
 
 
 def infer_spec(values: tuple[Any, ...], probes: tuple[int, ...]) -> Spec:
@@ -60,7 +61,7 @@ def prune_gradients(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]]) 
         if is_read and any(getattr(value, "requires_grad", False) for value in leaves(values.get(node, ())[:1])):
             reached.add(node)
         else:
-            node.meta["spec"] = _without_grad(node.meta["spec"])
+            update_info(node, spec=_without_grad(info(node).spec))
     return reached
 
 
@@ -74,14 +75,14 @@ def require_whole_batch(graph: fx.Graph) -> None:
     """Raise CaptureError for a node that indexes particular examples: each rank has other examples at that index."""
     for node in graph.nodes:
         value = node.args[0] if node.args else None
-        spec = value.meta["spec"] if isinstance(value, fx.Node) else None
+        spec = info(value).spec if isinstance(value, fx.Node) else None
         if (
             isinstance(spec, TensorSpec)
             and spec.batch_dim is not None
             and _selects_rows(node, spec.batch_dim, len(spec.shape))
         ):
             raise CaptureError(
-                f"{node.meta['source']}: {node.name} takes particular examples of the batch, and each rank has other "
+                f"{info(node).source}: {node.name} takes particular examples of the batch, and each rank has other "
                 f"ones; write x.size(0) where the batch size is meant, and operations over the whole batch otherwise"
             )
 

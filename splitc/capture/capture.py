@@ -26,7 +26,7 @@ from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
 from splitc.ir.constructors import construction
-from splitc.ir.graph import changes_statistics
+from splitc.ir.graph import changes_statistics, info
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.program import Input, Program, StateTensor, TensorSpec, under_autocast
 from splitc.ir.value_range import class_bound
@@ -118,7 +118,7 @@ def _has_side_effect(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
-    return "writes" in node.meta or changes_statistics(node)
+    return info(node).side_effect or changes_statistics(node)
 
 
 def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[fx.Node]) -> dict[str, StateTensor]:
@@ -153,7 +153,7 @@ def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: 
 def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Input:
     tensor = example.tensors[name]
     node = next(n for n in graph.nodes if n.op == "placeholder" and n.target == name)
-    spec = node.meta["spec"]
+    spec = info(node).spec
     assert isinstance(spec, TensorSpec)
     high = None
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
@@ -165,7 +165,7 @@ def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Inp
 
 def _require_loss(program: Program) -> None:
     output = next(node for node in program.graph.nodes if node.op == "output")
-    spec = output.args[0].meta["spec"] if isinstance(output.args[0], fx.Node) else None
+    spec = info(output.args[0]).spec if isinstance(output.args[0], fx.Node) else None
     if not isinstance(spec, TensorSpec) or spec.shape != () or not spec.dtype.is_floating_point:
         got = f"a tensor of shape {spec.template()}" if isinstance(spec, TensorSpec) else type(output.args[0]).__name__
         raise CaptureError(

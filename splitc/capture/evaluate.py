@@ -12,6 +12,7 @@ from splitc.capture.calls import Call
 from splitc.capture.proxy import is_proxy, leaves, map_tree
 from splitc.capture.refusals import Unsupported
 from splitc.capture.source_lines import first_line
+from splitc.ir.graph import info
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Evaluator:
             return Unsupported(f"{text}; ranks run other batches than the example's, so it must work for any")
         return Unsupported(
             f"the batch size {first} is baked into {baked.name}: {text}; write x.size(0) or -1 in its place",
-            baked.meta["source"],
+            info(baked).source,
         )
 
 

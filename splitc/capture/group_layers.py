@@ -4,8 +4,8 @@ A layer is a node that owns parameters, with the parameterless nodes that follow
 topologically last layer it depends on, or, if it depends on inputs alone, the layer of its first reader.  So a max-pool
 after the last convolution is part of that layer, and a cut after it sends the pooled activations.
 
-Nodes that any stage can compute by itself (sizes, constants, masks made of them) are marked `meta["everywhere"]`; every
-role that reads one has its own copy.
+Nodes that any stage can compute by itself (sizes, constants, masks made of them) are marked `copied_to_each_stage`:
+every role that reads one has its own copy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import fx
 
-from splitc.ir.graph import holdings_of_node
+from splitc.ir.graph import holdings_of_node, info, update_info
 from splitc.ir.program import Layer, Program, SizeSpec
 
 
 def group_layers(program: Program) -> dict[str, Any]:
-    """The fields `layers` and `frozen_layers` of the program; sets `layer` and `everywhere` in every node's meta."""
+    """The fields `layers` and `frozen_layers` of the program; sets `layer` and `copied_to_each_stage` of every node."""
     parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
     members: dict[str, list[fx.Node]] = {}
     index: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
-    _mark_everywhere(program.graph, parameters)
+    _mark_copied(program.graph, parameters)
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
@@ -76,8 +76,8 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
     if node.op == "call_module":
         module = program.root.get_submodule(str(node.target))
         return str(node.target) if any(True for _ in module.parameters()) else None
-    if "writes" in node.meta and any(name.startswith(f"{node.meta['module']}.") for name in parameters):
-        return str(node.meta["module"])  # a counter belongs to its module
+    if info(node).side_effect and any(name.startswith(f"{info(node).module}.") for name in parameters):
+        return str(info(node).module)  # a counter belongs to its module
     for value in node.all_input_nodes:
         if value.op == "get_attr" and value.target in parameters:
             return str(value.target).rpartition(".")[0] or str(value.target)
@@ -99,10 +99,10 @@ def _first_owner(program: Program, parameters: set[str]) -> str:
 
 def _layer(program: Program, name: str, nodes: list[fx.Node], parameters: set[str]) -> Layer:
     for node in nodes:
-        node.meta["layer"] = name
+        update_info(node, layer=name)
     own = next((n for n in nodes if _owner(program, n, parameters) is not None), nodes[0])
     tensors = dict.fromkeys(name for node in nodes for name in holdings_of_node(program, node))
-    return Layer(name, tuple(n.name for n in nodes), tuple(tensors), own.meta["source"])
+    return Layer(name, tuple(n.name for n in nodes), tuple(tensors), info(own).source)
 
 
 def _is_frozen(program: Program, layer: Layer) -> bool:
@@ -110,17 +110,17 @@ def _is_frozen(program: Program, layer: Layer) -> bool:
     return bool(parameters) and not any(parameter.trainable for parameter in parameters)
 
 
-def _mark_everywhere(graph: fx.Graph, parameters: set[str]) -> None:
+def _mark_copied(graph: fx.Graph, parameters: set[str]) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
-            everywhere = node.target not in parameters
-        elif "writes" in node.meta or node.op in ("placeholder", "output", "call_module"):
-            everywhere = False
-        elif isinstance(node.meta["spec"], SizeSpec) or _is_device(node):
-            everywhere = True
+            copied = node.target not in parameters
+        elif info(node).side_effect or node.op in ("placeholder", "output", "call_module"):
+            copied = False
+        elif isinstance(info(node).spec, SizeSpec) or _is_device(node):
+            copied = True
         else:
-            everywhere = all(n.meta["everywhere"] for n in node.all_input_nodes)
-        node.meta["everywhere"] = everywhere
+            copied = all(info(n).copied_to_each_stage for n in node.all_input_nodes)
+        update_info(node, copied_to_each_stage=copied)
 
 
 def _is_device(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from torch import fx
 from splitc.capture.calls import Call
 from splitc.capture.proxy import BINARY, IN_PLACE, is_proxy
 from splitc.capture.refusals import Unsupported
-from splitc.ir.graph import assigned
+from splitc.ir.graph import assigned, info
 
 _FILLS = ("zero_", "fill_", "copy_")
 _COUNTER_METHODS = {operator.iadd: "add_", operator.isub: "sub_", operator.imul: "mul_"}
@@ -119,6 +119,6 @@ class Aliasing:
         """Raise Unsupported for a node whose storage was written into through another tensor."""
         if node in self._stale:
             raise Unsupported(
-                f"{node.name} ({node.meta['source']}) shares memory with {self._stale[node]}; values of a graph never "
+                f"{node.name} ({info(node).source}) shares memory with {self._stale[node]}; values of a graph never "
                 f"change: make a new tensor there (y = y * 2 instead of y *= 2)"
             )

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from splitc.capture.example import Example
 from splitc.errors import CaptureError
+from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.collectives.loss import target_weight
@@ -66,7 +67,7 @@ def is_weighted_mean(node: fx.Node) -> bool:
         return False
     target = node.args[1]
     assert isinstance(target, fx.Node)
-    spec = target.meta["spec"]
+    spec = info(target).spec
     return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
 
 
@@ -99,7 +100,7 @@ def measure(
                 return measured
     if not found:
         raise CaptureError(
-            f"{program.loss.meta['source']}: the loss is not finite on the example; give an example on which it is"
+            f"{info(program.loss).source}: the loss is not finite on the example; give an example on which it is"
         )
     return found[0]
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 from splitc.capture.example import Example
 from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, is_weighted_mean, measure, sum_errors, tolerance
 from splitc.errors import CaptureError
+from splitc.ir.graph import info, set_info, tensor_spec
 from splitc.ir.program import LossTerm, Program, TensorSpec
 
 _SUMS = {"add", "sub", "rsub"}
@@ -52,7 +53,7 @@ def isolate_terms(graph: fx.Graph) -> None:
             if value not in terms.batched and len(value.users) > 1:
                 with graph.inserting_before(node):
                     copy = graph.call_method("clone", (value,))
-                copy.meta = dict(value.meta)
+                set_info(copy, info(value))
                 node.replace_input_with(value, copy)
 
 
@@ -76,7 +77,7 @@ class _Terms:
             others = [user for user in node.users if user not in self._linear and user.op != "output"]
             if others:
                 raise CaptureError(
-                    f"{others[0].meta['source']}: {others[0].name} reads {node.name} ({node.meta['source']}), which is "
+                    f"{info(others[0]).source}: {others[0].name} reads {node.name} ({info(node).source}), which is "
                     f"also a term of the loss, and a rank knows only its part of a term; compute the two apart"
                 )
 
@@ -106,14 +107,14 @@ class _Terms:
             number = _added_number(node)
             what = f"{node.name} adds {number:g} to" if number else f"{node.name} is no sum of"
             raise CaptureError(
-                f"{node.meta['source']}: {hidden.name} ({hidden.meta['source']}) divides by a sum over the whole "
+                f"{info(node).source}: {hidden.name} ({info(hidden).source}) divides by a sum over the whole "
                 f"batch, and {what} it: write the loss as a sum of such terms, without numbers added"
             )
         whole = next((n for n in node.all_input_nodes if n in self.batched and _is_scalar(n)), None)
         if whole is not None and _name(node) in _NONLINEAR:
             raise CaptureError(
-                f"{node.meta['source']}: the loss couples examples: {node.name} is no linear function of {whole.name} "
-                f"({whole.meta['source']}), which is over the whole batch; a rank that sees a part of the batch cannot "
+                f"{info(node).source}: the loss couples examples: {node.name} is no linear function of {whole.name} "
+                f"({info(whole).source}), which is over the whole batch; a rank that sees a part of the batch cannot "
                 f"compute it (take {_name(node)} of each example, or leave it out)"
             )
         self.uses.setdefault(node, "term")
@@ -127,9 +128,9 @@ class _Terms:
         if _name(node) in _DENOMINATORS and len(parts) == 1 and _is_scalar(parts[0]):
             self._linear.add(node)
             self._denominator(parts[0])
-        elif node.meta["spec"].requires_grad:
+        elif tensor_spec(node).requires_grad:
             raise CaptureError(
-                f"{node.meta['source']}: the loss divides by {node.name}, which depends on parameters and on the whole "
+                f"{info(node).source}: the loss divides by {node.name}, which depends on parameters and on the whole "
                 f"batch; splitc sums denominators without gradient only; detach it"
             )
         else:
@@ -140,7 +141,7 @@ def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first
     """`LossTerm.kind` of a term, from its measurements on three examples, the first and the other two."""
     if node not in batched:
         return "mean"  # the same on every rank, which counts by its share of the batch
-    allowed = tolerance(node.meta["spec"].dtype)
+    allowed = tolerance(tensor_spec(node).dtype)
     suffix = "" if use == "term" else " denominator"
     if is_weighted_mean(node):
         total, *parts = (p.scaled(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
@@ -155,7 +156,7 @@ def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first
         return kind + suffix
     a, b, c = whole.value, first.value, rest.value
     raise CaptureError(
-        f"{node.meta['source']}: the loss couples examples: {node.name} is {a:.6g} over 3 examples, {b:.6g} over the "
+        f"{info(node).source}: the loss couples examples: {node.name} is {a:.6g} over 3 examples, {b:.6g} over the "
         f"first and {c:.6g} over the other two, {'' if errors[kind][0] > 1 else 'and its gradient is '}neither their "
         f"sum nor their mean; a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean "
         f"or a weighted mean over examples)"
@@ -189,7 +190,7 @@ def _added_number(node: fx.Node) -> float:
 
 
 def _is_scalar(node: fx.Node) -> bool:
-    spec = node.meta["spec"]
+    spec = info(node).spec
     return isinstance(spec, TensorSpec) and spec.shape == ()
 
 

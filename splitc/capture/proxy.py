@@ -14,6 +14,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import fx
 
+from splitc.ir.graph import info
+
 BINARY = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul")},
     **{
@@ -94,7 +96,7 @@ class Traced:
         return id(self)
 
     def __repr__(self) -> str:
-        return f"<{self._node.name} of {self._node.meta.get('source')}>"
+        return f"<{self._node.name} of {info(self._node).source}>"
 
     def __format__(self, spec: str) -> str:
         return repr(self)

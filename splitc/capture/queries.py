@@ -14,6 +14,7 @@ from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import Evaluator
 from splitc.capture.proxy import Sizes, TracedTensor, is_proxy
 from splitc.capture.refusals import DATA, DATA_ACCESSES, REMEDIES, Unsupported
+from splitc.ir.graph import info
 
 
 class Queries:
@@ -70,7 +71,7 @@ class Queries:
             try:
                 return self._evaluator.unrecorded(lambda: self._constants.value(node))
             except NotConstant:
-                text = f"{what} needs the value of {node.name} ({node.meta['source']}); {DATA}"
+                text = f"{what} needs the value of {node.name} ({info(node).source}); {DATA}"
                 raise Unsupported(text) from None
         if all(value == values[0] for value in values):
             return values[0]

@@ -28,7 +28,7 @@ from splitc.capture.queries import Queries
 from splitc.capture.refusals import DATA, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
-from splitc.ir.graph import assigned
+from splitc.ir.graph import assigned, info, set_info, update_info
 
 
 class Tracer:
@@ -55,7 +55,7 @@ class Tracer:
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
         node = self.graph.placeholder(name)
-        node.meta.update(source="input", module="")
+        update_info(node, source="input", module="")
         self._batched.add(node)
         return self._proxy(node, values)
 
@@ -73,7 +73,7 @@ class Tracer:
         self.origin = "loss"
 
     def output(self, value: Any) -> None:
-        self.graph.output(map_tree(value, self._argument)).meta["source"] = "output"
+        update_info(self.graph.output(map_tree(value, self._argument)), source="output")
 
     def record(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None = None
@@ -145,7 +145,7 @@ class Tracer:
         if is_plain(values):
             return values[0]
         part = self.graph.call_function(operator.getitem, (node, index))
-        part.meta.update(node.meta)
+        set_info(part, info(node))
         if node in self._batched:
             self._batched.add(part)
         return self._wrapped(part, values)
@@ -196,7 +196,7 @@ class Tracer:
         if method is None or isinstance(buffer, nn.Parameter) or from_batch:
             raise Unsupported(writes_text(call.name, name))
         node = self._node(method)
-        node.meta["writes"] = name
+        update_info(node, side_effect=name)
         self.values[node] = buffer._values
         self._constants.changing.add(name)
         return buffer
@@ -208,8 +208,8 @@ class Tracer:
     def _node(self, call: Call, name: str | None = None) -> fx.Node:
         args, kwargs = map_tree(call.args, self._argument), map_tree(dict(call.kwargs), self._argument)
         node = self.graph.create_node(call.op, call.target, args, kwargs, name or self._node_name(call))
-        node.meta["source"] = self.source()
-        node.meta["module"] = call.target if call.op == "call_module" else self._running[-1][0]
+        update_info(node, source=self.source())
+        update_info(node, module=call.target if call.op == "call_module" else self._running[-1][0])
         return node
 
     def _node_name(self, call: Call) -> str:
@@ -255,7 +255,7 @@ class Tracer:
         if name not in self._attribute_nodes:
             tensor = self.evaluator.unrecorded(lambda: self._fake.from_tensor(self.attributes.traced(name)))
             self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
-            node.meta.update(source=self.source(), module=name.rpartition(".")[0])
+            update_info(node, source=self.source(), module=name.rpartition(".")[0])
             self._proxy(node, (tensor, tensor))
         return self._proxies[self._attribute_nodes[name]]
 

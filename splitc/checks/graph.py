@@ -9,6 +9,7 @@ from torch import fx
 
 from splitc.checks.servers import servers_fit
 from splitc.ir import comm_ops
+from splitc.ir.graph import cut_of, info
 from splitc.ir.interpreter import NodeRunner, mode_of
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_rows import pushable
@@ -92,7 +93,7 @@ def _sound(graph: fx.Graph, where: str) -> list[str]:
         ]
         if node.name in names:
             problems.append(f"{where}: two nodes are named {node.name}")
-        if "source" not in node.meta and node.op != "output":
+        if not info(node).source and node.op != "output":
             problems.append(f"{where}: {node.name} has no source line")
         seen.add(node)
         names.add(node.name)
@@ -103,12 +104,12 @@ def cuts_are_communicated(program: Program) -> list[str]:
     """Every value that another role reads passes through a send and a recv of the same cut."""
     problems: list[str] = []
     for value, reader in program.edges():
-        if reader.op == "output" or value.meta["role"] == reader.meta["role"]:
+        if reader.op == "output" or info(value).role == info(reader).role:
             continue
         if reader.target is not comm_ops.recv or value.target is not comm_ops.send:
             problems.append(
-                f"{value.name} of role {value.meta['role']} is read by {reader.name} of role "
-                f"{reader.meta['role']} ({reader.meta['source']}) without send and recv"
+                f"{value.name} of role {info(value).role} is read by {reader.name} of role "
+                f"{info(reader).role} ({info(reader).source}) without send and recv"
             )
         elif value.kwargs["cut"] != reader.kwargs["cut"]:
             problems.append(
@@ -122,8 +123,8 @@ def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
     problems = [p for stage in program.stages for p in _sound(stage.graph, f"role {stage.role}")]
     inside = {(stage.role, node.name) for stage in program.stages for node in stage.graph.nodes}
     for node in program.graph.nodes:
-        if node.op != "output" and (node.meta["role"], node.name) not in inside:
-            problems.append(f"{node.name} ({node.meta['source']}) is missing from role {node.meta['role']}")
+        if node.op != "output" and (info(node).role, node.name) not in inside:
+            problems.append(f"{node.name} ({info(node).source}) is missing from role {info(node).role}")
     return problems
 
 
@@ -187,12 +188,12 @@ def _stage_shapes(program: Program, stage: Stage, batch: int) -> list[str]:
 
     def check(node: fx.Node, run: Any) -> Any:
         nonlocal current
-        current = f"{node.name} ({node.meta.get('source', 'output')})"
-        spec = node.meta.get("spec")
+        current = f"{node.name} ({info(node).source})"
+        spec = info(node).spec
         if node.target is comm_ops.recv:
             assert isinstance(spec, TensorSpec)
             value = torch.empty(spec.at(batch), dtype=spec.dtype)
-            return value.requires_grad_() if node.meta["cut"].gradient else value
+            return value.requires_grad_() if cut_of(node).gradient else value
         value = run()
         if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
             problems.append(

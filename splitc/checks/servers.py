@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from splitc.ir import comm_ops
+from splitc.ir.graph import info
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.server_rows import read_by
 
@@ -42,7 +43,7 @@ def served_parameters_are_pulled(program: LoweredProgram) -> list[str]:
             elif node.op not in ("get_attr", "placeholder", "output"):
                 read = read_by(program, node)
                 problems += [
-                    f"{node.name} ({node.meta['source']}) in role {stage.role} reads {name} before it is pulled"
+                    f"{node.name} ({info(node).source}) in role {stage.role} reads {name} before it is pulled"
                     for k, bucket in enumerate(stage.served)
                     for name in bucket
                     if name in read and k not in pulled

@@ -15,6 +15,7 @@ from torch import fx
 
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise
+from splitc.ir.graph import cut_of, info
 from splitc.ir.linears import as_linear
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
@@ -37,18 +38,18 @@ def _values(program: PlacedProgram, role: str) -> Iterator[str]:
         if node.target in (comm_ops.recv, comm_ops.modulo):
             layouts[node] = "replicated"
             continue
-        read = [value for value in node.all_input_nodes if isinstance(value.meta.get("spec"), TensorSpec)]
+        read = [value for value in node.all_input_nodes if isinstance(info(value).spec, TensorSpec)]
         reads = {value: layouts.get(value, "replicated") for value in read}
         needed, layouts[node] = _rule(program, node, set(reads.values()))
         for value, layout in reads.items():
             if layout != needed:
                 yield (
-                    f"role {role}: {node.name} ({node.meta['source']}) needs {value.name} {needed}, but it is {layout}"
+                    f"role {role}: {node.name} ({info(node).source}) needs {value.name} {needed}, but it is {layout}"
                 )
     for node in _nodes(program, role):
         layout = layouts.get(node, "replicated")
         if layout != "replicated" and any(user.op == "output" for user in node.users):
-            yield f"role {role}: {node.name} ({node.meta['source']}) is the loss, but it is {layout}"
+            yield f"role {role}: {node.name} ({info(node).source}) is the loss, but it is {layout}"
 
 
 def _rule(program: PlacedProgram, node: fx.Node, layouts: set[Layout]) -> tuple[Layout, Layout]:
@@ -69,24 +70,24 @@ def _rule(program: PlacedProgram, node: fx.Node, layouts: set[Layout]) -> tuple[
 
 def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
     for node in _nodes(program, role):
-        spec = node.meta.get("spec")
+        spec = info(node).spec
         if not isinstance(spec, TensorSpec) or not spec.requires_grad:
             continue
         sharded = [user for user in node.users if _split(program, user) == "columns"]
         summed = (
             node.target is comm_ops.copy_to_group
             or (node.target is comm_ops.shard and node.kwargs["partial"])
-            or (node.target is comm_ops.modulo and node.meta["cut"].partial)
+            or (node.target is comm_ops.modulo and cut_of(node).partial)
         )
         if sharded and not summed:
             yield (
-                f"role {role}: {sharded[0].name} ({sharded[0].meta['source']}) is sharded by columns and reads "
+                f"role {role}: {sharded[0].name} ({info(sharded[0]).source}) is sharded by columns and reads "
                 f"{node.name}, whose gradient is never summed over the group"
             )
         others = [user for user in node.users if user not in sharded]
         if summed and others:
             yield (
-                f"role {role}: the gradient of {node.name} ({node.meta['source']}) is summed over the group, but "
+                f"role {role}: the gradient of {node.name} ({info(node).source}) is summed over the group, but "
                 f"its reader {others[0].name} computes all of it on every rank"
             )
 
@@ -94,13 +95,13 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
 def _nodes(program: Program, role: str) -> Iterator[fx.Node]:
     for node in program.graph.nodes:
         is_value = node.op not in ("get_attr", "output") and node.target not in (comm_ops.all_reduce, comm_ops.push)
-        if node.meta.get("role") == role and is_value:
+        if info(node).role == role and is_value:
             yield node
 
 
 def _split(program: PlacedProgram, node: fx.Node) -> str | None:
     """Return how the plan shards the linear layer `node`, by columns or rows; None for any other node."""
-    place = program.plan.placements.get(node.meta.get("layer") or "")
+    place = program.plan.placements.get(info(node).layer)
     if place is None or place.holding != "sharded" or as_linear(program, node) is None:
         return None
     if place.split == "rows":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from splitc.ir.constructors import construction, literal
+from splitc.ir.graph import info
 from splitc.ir.program import Program, Stage, StateTensor
 
 
@@ -154,9 +155,9 @@ class ModuleTree:
 def _called(program: Program, stage: Stage) -> Iterator[str]:
     """The modules that a stage calls, or whose parameters it names in the call of a communication node."""
     for node in stage.graph.nodes:
-        if node.op == "call_module" or node.meta.get("is_module"):
+        if node.op == "call_module" or info(node).is_module:
             yield str(node.target)
-        elif node.op == "get_attr" and node.meta.get("of_module"):
+        elif node.op == "get_attr" and info(node).of_module:
             yield str(node.target).rpartition(".")[0]
 
 

@@ -13,7 +13,7 @@ from splitc.codegen.emit import RESERVED, Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
-from splitc.ir.graph import assigned
+from splitc.ir.graph import assigned, cut_of, info
 from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
@@ -86,7 +86,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
         if node.target is comm_ops.modulo:
             names[node] = names[node.args[0]]
             continue
-        name = node.meta["cut"].name if node.target is comm_ops.recv else node.name
+        name = cut_of(node).name if node.target is comm_ops.recv else node.name
         while name in taken:
             name += "_"
         taken.add(name)
@@ -158,7 +158,7 @@ class _ForwardWriter:
 
     def _statement(self, node: fx.Node, text: str) -> list[_Layer]:
         """A node's statement; where it is too long, the values inside it get lines of their own before it."""
-        name = "" if "writes" in node.meta else f"{self._names[node]} = "
+        name = "" if info(node).side_effect else f"{self._names[node]} = "
         lines: list[_Layer] = []
         if len(name) + len(text) > _STATEMENT:
             for inner in [each for each in node.all_input_nodes if each in self._emitter.folded]:
@@ -184,18 +184,18 @@ class _ForwardWriter:
         return [*lines, (statement, self._note(node))]
 
     def _note(self, node: fx.Node) -> tuple[str, str]:
-        spec, source = node.meta.get("spec"), str(node.meta["source"])
+        spec, source = info(node).spec, info(node).source
         if not isinstance(spec, TensorSpec):
             return "", source
         shape = shape_text(spec, self._batch)
-        if node.meta.get("sharded") and self._group_size > 1:
+        if info(node).sharded and self._group_size > 1:
             shape = f"{shape.removesuffix(')')}/{self._group_size})"  # a shard of the features
         return shape, source
 
 
 def _folds(node: fx.Node, text: str) -> bool:
     """Whether a value is written inside its only reader, so that one line holds one layer."""
-    if len(node.users) != 1 or len(text) > _FOLDED or "writes" in node.meta:
+    if len(node.users) != 1 or len(text) > _FOLDED or info(node).side_effect:
         return False
     (user,) = node.users
     changed = user.target is assigned and user.args[0] is node
@@ -203,13 +203,13 @@ def _folds(node: fx.Node, text: str) -> bool:
         user.op == "output"
         or user.target in (comm_ops.send, comm_ops.slice_batch)
         or changed
-        or user.meta.get("layer") != node.meta.get("layer")
+        or info(user).layer != info(node).layer
     ):
         return False
     uses = sum(arg is node for arg in user.args) + sum(arg is node for arg in user.kwargs.values())
     between = node.next
     while between is not user:
-        if "writes" in between.meta:
+        if info(between).side_effect:
             return False
         between = between.next
     return uses == 1

@@ -9,6 +9,7 @@ from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.stage import forward_inputs, method_name, returned_cuts, variables
 from splitc.ir.actions import Action
+from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, RankProgram, Stage
 from splitc.ir.wire import bucket_nbytes
@@ -194,5 +195,5 @@ def _served(stage: Stage) -> str:
 
 def zero_text(program: LoweredProgram) -> str:
     """A zero of the loss's dtype, for ranks that do not compute the loss."""
-    dtype = program.loss.meta["spec"].dtype
+    dtype = tensor_spec(program.loss).dtype
     return "torch.zeros(())" if str(dtype) == "torch.float32" else f"torch.zeros((), dtype={dtype})"

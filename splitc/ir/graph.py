@@ -3,13 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from splitc.ir.program import Program
+from splitc.ir.program import Cut, Program, Spec, TensorSpec
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What the compiler knows about a node.
+
+    spec: its value at any batch size.  source: the user's line, as "alexnet.py:12".  module: path of the module whose
+    forward made it.  layer: name of its layer.  role: where it runs.  cut: the cut that it moves.
+    copied_to_each_stage: every role that reads it computes it.  on_reader: the role that reads the data computes it.
+    side_effect: it changes a buffer or waits, and has no value.
+    sharded: each rank of a group has a slice of its features.  shards: parameter -> the dim that the group shards.
+    is_module: a `get_attr` of a module.  of_module: a `get_attr` of a parameter of a module that is no longer called.
+    """
+
+    spec: Spec = None
+    source: str = ""
+    module: str = ""
+    layer: str = ""
+    role: str = ""
+    cut: Cut | None = None
+    copied_to_each_stage: bool = False
+    on_reader: bool = False
+    side_effect: bool = False
+    sharded: bool = False
+    shards: Mapping[str, int] = field(default_factory=dict)
+    is_module: bool = False
+    of_module: bool = False
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """Return the record of a node."""
+    found: NodeInfo = node.meta.get("info", _NOTHING)
+    return found
+
+
+_NOTHING = NodeInfo()
+
+
+def set_info(node: fx.Node, new: NodeInfo, **changes: Any) -> None:
+    """Give a node the record `new`, with some fields changed."""
+    node.meta["info"] = replace(new, **changes)
+
+
+def update_info(node: fx.Node, **changes: Any) -> None:
+    """Change fields of a node's record."""
+    set_info(node, info(node), **changes)
+
+
+def tensor_spec(value: object) -> TensorSpec:
+    """Return the spec of a node that is a tensor."""
+    assert isinstance(value, fx.Node), value
+    spec = info(value).spec
+    assert isinstance(spec, TensorSpec), f"{value.name} is no tensor: {spec}"
+    return spec
+
+
+def cut_of(node: fx.Node) -> Cut:
+    """Return the cut that a node moves."""
+    cut = info(node).cut
+    assert cut is not None, f"{node.name} moves no cut"
+    return cut
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -39,7 +101,7 @@ def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
 def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that a node reads."""
     first = {alias: h.name for h in program.tensors.values() for alias in (h.name, *h.names)}
-    if node.op == "call_module" or node.meta.get("is_module"):
+    if node.op == "call_module" or info(node).is_module:
         module = program.root.get_submodule(str(node.target))
         names = [f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())]
     else:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from splitc.errors import CaptureError
+from splitc.ir.graph import info
 from splitc.ir.program import Program, TensorSpec
 
 
@@ -91,9 +92,9 @@ def shapes_at(program: Program, batch: int) -> list[str]:
 
     def check(node: fx.Node, run: Callable[[], Any]) -> Any:
         nonlocal where
-        where = f"{node.meta['source']}: {node.name}"
+        where = f"{info(node).source}: {node.name}"
         value = run()
-        spec = node.meta.get("spec")
+        spec = info(node).spec
         if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
             problems.append(f"{where} is {tuple(value.shape)} at a batch of {batch}, not {spec.at(batch)}")
         return value

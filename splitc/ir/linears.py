@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
+from splitc.ir.graph import info, set_info
 from splitc.ir.program import Layer, Program, TensorSpec
 
 
@@ -76,7 +77,7 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
     uses: list[Linear] = []
     for name in layer.nodes:
         node = nodes[name]
-        reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not n.meta.get("everywhere")]
+        reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not info(n).copied_to_each_stage]
         if node.op != "call_module" and not reads:
             continue
         if node.op == "call_module" and not any(
@@ -92,7 +93,7 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
 
 def _is_batch_first(value: fx.Node) -> bool:
     """Whether the batch is the first dim of a value that has further dims."""
-    spec = value.meta.get("spec")
+    spec = info(value).spec
     return isinstance(spec, TensorSpec) and spec.batch_dim == 0 and len(spec.shape) > 1
 
 
@@ -109,7 +110,7 @@ def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node |
             continue
         with graph.inserting_before(node):
             attribute = graph.create_node("get_attr", name)
-        attribute.meta = {**node.meta, "spec": None, "everywhere": False, "of_module": True}
+        set_info(attribute, info(node), spec=None, copied_to_each_stage=False, of_module=True)
         made.append(attribute)
     weight, bias = made
     assert weight is not None

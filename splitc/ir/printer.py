@@ -9,7 +9,7 @@ from torch import fx
 from splitc.ir import comm_ops
 from splitc.ir.actions import print_actions
 from splitc.ir.comm_ops import Over, op_of
-from splitc.ir.graph import copy_node
+from splitc.ir.graph import copy_node, info
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
 
@@ -44,7 +44,7 @@ def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        role = node.meta.get("role")
+        role = info(node).role
         if node.op == "output" or role not in part.roles:
             continue
         if node.target is comm_ops.recv and node.args[0] not in mapping:
@@ -58,7 +58,7 @@ def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
 
 
 def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
-    spec = node.meta.get("spec")
+    spec = info(node).spec
     if isinstance(spec, TensorSpec):
         own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.slice_batch)
         node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.peak_batch(role, rank))
@@ -98,9 +98,9 @@ def _argument(value: Any) -> str:
 
 def _note(node: fx.Node) -> str:
     parts = [
-        show_spec(node.meta.get("spec")),
-        node.meta.get("role") or node.meta.get("layer") or "",
-        node.meta["source"],
+        show_spec(info(node).spec),
+        info(node).role or info(node).layer,
+        info(node).source,
     ]
     return "  ".join(part for part in parts if part)
 

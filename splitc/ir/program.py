@@ -1,11 +1,8 @@
 """The Program: one training step of a model as a graph, and what is known about it.
 
 A Program is frozen, and its type tells its stage: a captured `Program`, a `PlacedProgram` with its plan, a
-`LoweredProgram` with a stage for each role.  A pass returns a new one.  Every node carries in its `meta`
-
-    spec      TensorSpec, SizeSpec, a tuple of them, or None: what the node's value is, at any batch size
-    source    "alexnet.py:12": the user's line that made it
-    layer     name of the layer it belongs to
+`LoweredProgram` with a stage for each role.  A pass returns a new one.  A node's
+`NodeInfo` (`splitc.ir.graph`) has its spec, source line, layer and role.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from splitc.ir.graph import holdings_of_node
+from splitc.ir.graph import holdings_of_node, info
 from splitc.ir.program import Program, Spec, StateTensor, TensorSpec
 
 
@@ -43,7 +43,7 @@ def pushable(program: Program) -> frozenset[str]:
     ahead = [program.loss]
     while ahead:
         node = ahead.pop()
-        if node in seen or not _requires_grad(node.meta.get("spec")):
+        if node in seen or not _requires_grad(info(node).spec):
             continue
         seen.add(node)
         reached |= read_by(program, node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import fx, nn
 
+from splitc.ir.graph import info
 from splitc.ir.program import TensorSpec
 
 _PASSING = {"view", "reshape", "flatten", "contiguous", "long", "to", "squeeze", "unsqueeze", "transpose", "getitem"}
@@ -22,13 +23,13 @@ def class_bound(node: fx.Node, root: nn.Module) -> int | None:
 def _bound_of(value: fx.Node, user: fx.Node, root: nn.Module) -> int | None:
     if user.target in (F.cross_entropy, F.nll_loss) and len(user.args) > 1 and user.args[1] is value:
         logits = user.args[0]
-        spec = logits.meta["spec"] if isinstance(logits, fx.Node) else None
+        spec = info(logits).spec if isinstance(logits, fx.Node) else None
         return spec.shape[1 if len(spec.shape) > 1 else 0] if isinstance(spec, TensorSpec) else None
     if user.op == "call_module":
         module = root.get_submodule(str(user.target))
         return module.num_embeddings if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
     if user.target in (F.embedding, F.embedding_bag) and len(user.args) > 1 and isinstance(user.args[1], fx.Node):
-        spec = user.args[1].meta["spec"]
+        spec = info(user.args[1]).spec
         return spec.shape[0] if isinstance(spec, TensorSpec) else None
     if user.target is F.one_hot:
         classes = user.args[1] if len(user.args) > 1 else user.kwargs.get("num_classes")

@@ -13,6 +13,7 @@ from torch import fx
 
 from splitc.ir.actions import Action
 from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
+from splitc.ir.graph import info, tensor_spec
 from splitc.ir.plan import Plan, share_out
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
@@ -155,7 +156,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         return
     nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
     for node, op in reversed(nodes) if backward else nodes:
-        spec = node.meta.get("spec")
+        spec = info(node).spec
         if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad):
             continue
         collective = op.backward(partial=node.kwargs.get("partial") is not False) if backward else op.collective
@@ -166,7 +167,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         for value in _values(op, node, spec, examples, everyone, (ranks.index(rank), len(ranks)), backward):
             payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
             sent = collective.sent(value.nbytes, value.own, len(ranks))
-            layer = node.meta.get("layer")
+            layer = info(node).layer or None
             for each in _collective(collective, payload, ranks, value.shape, value.dtype, sent, layer):
                 yield node, each
 
@@ -182,12 +183,12 @@ def _values(
     match op.name:
         case "late_multiply":
             for each, value in ((What.LATE_INPUT, node.args[0]), (What.LATE_ERROR, node)):
-                given = _spec(value)
+                given = tensor_spec(value)
                 own = given.nbytes(examples) // given.dtype.itemsize * spec.dtype.itemsize  # both in the dtype of E
                 yield _Value(each, given.at(everyone), spec.dtype, own, own)
         case "batch_norm":
             numbers, dtype = 2 * spec.shape[1] + (not backward), _sum_dtype(spec.dtype) if backward else torch.float64
-            if _spec(node.args[0]).requires_grad or not backward:
+            if tensor_spec(node.args[0]).requires_grad or not backward:
                 yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize, numbers * dtype.itemsize)
         case "shard":
             features: Any = node.kwargs["features"]
@@ -197,12 +198,6 @@ def _values(
             yield _Value(what, spec.at(examples), spec.dtype, nbytes, own)
         case _:
             yield _Value(what, spec.at(examples), spec.dtype, nbytes, nbytes)
-
-
-def _spec(value: Any) -> TensorSpec:
-    spec = value.meta["spec"]
-    assert isinstance(spec, TensorSpec)
-    return spec
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

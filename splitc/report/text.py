@@ -10,6 +10,7 @@ import tabulate as tables
 
 from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
+from splitc.ir.graph import info
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import LoweredProgram, PlacedProgram
@@ -216,7 +217,7 @@ def _norm_groups(program: PlacedProgram) -> str | None:
     sizes: dict[str, tuple[int, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
-            role = plan.placements[node.meta["layer"]].role
+            role = plan.placements[info(node).layer].role
             sizes[role] = tuple(plan.batch(role, rank) for rank in plan.roles[role])
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None

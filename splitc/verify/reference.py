@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from splitc.capture.dropouts import without_dropout
 from splitc.capture.example import Example
 from splitc.ir import comm_ops
+from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
 from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
 from splitc.runtime.launch.trial import Trial
@@ -68,8 +69,8 @@ def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[li
     """The groups of every batch_norm call of the model, in order."""
     found = []
     for node in _norms(program):
-        role = program.plan.placements[node.meta["layer"]].role
-        spec = node.meta["spec"]
+        role = program.plan.placements[info(node).layer].role
+        spec = info(node).spec
         found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
     return found
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from splitc.capture.example import Example
 from splitc.ir import comm_ops
+from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram
 from splitc.runtime.launch.trial import run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
@@ -197,7 +198,7 @@ def _suspect(program: PlacedProgram, comparison: Comparison, tolerance: float) -
         parts = [f"layer {layers[-1].name} ({layers[-1].source})"] if layers else []
         if comparison.loss_error(step) > tolerance:
             terms = " and ".join(term.node for term in program.loss_terms)
-            parts.append(f"the loss {terms} ({program.loss.meta['source']})")
+            parts.append(f"the loss {terms} ({info(program.loss).source})")
         if parts:
             factor = comparison.gradient_factor(layers[-1].tensors, step) if layers else None
             gradient = "" if factor is None else f": its gradient is {factor:.4g} times that of one process"

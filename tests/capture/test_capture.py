@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tests.support.models
 from splitc.capture.example import Example
+from splitc.ir.graph import info, tensor_spec
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.program import SizeSpec, TensorSpec
 from tests.support.capturing import capture, captured, node
@@ -35,12 +36,12 @@ def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(name: str
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions_are_captured_as_they_are(dtype: torch.dtype) -> None:
     program = captured(*CASES["mlp"].make(dtype))
-    assert program.loss.meta["spec"].dtype is dtype and program.tensors["0.weight"].dtype is dtype
+    assert tensor_spec(program.loss).dtype is dtype and program.tensors["0.weight"].dtype is dtype
 
 
 def test_specs_know_the_batch_dimension_of_every_value() -> None:
     program = capture(Recurrent(), sequences()(), labels()(), F.cross_entropy)
-    specs = {n.name: n.meta["spec"] for n in program.graph.nodes}
+    specs: dict[str, Any] = {n.name: info(n).spec for n in program.graph.nodes}
     outputs, (hidden, cells) = specs["lstm"]
     assert outputs == TensorSpec((1, 6, 6), torch.float32, 0, True)
     assert hidden == cells == TensorSpec((2, 1, 6), torch.float32, 1, True)
@@ -50,14 +51,12 @@ def test_specs_know_the_batch_dimension_of_every_value() -> None:
 
 def test_specs_know_how_many_rows_an_example_has_and_what_is_a_size() -> None:
     program = capture(*CASES["language_model"].make())
-    rows = node(program, "view_6").meta["spec"] if "view_6" in {n.name for n in program.graph.nodes} else None
+    rows = tensor_spec(node(program, "view_6")) if "view_6" in {n.name for n in program.graph.nodes} else None
     flat = next(
-        n.meta["spec"]
-        for n in program.graph.nodes
-        if isinstance(n.meta["spec"], TensorSpec) and n.meta["spec"].rows > 1
+        tensor_spec(n) for n in program.graph.nodes if isinstance(info(n).spec, TensorSpec) and tensor_spec(n).rows > 1
     )
     assert flat.shape == (6, 11) and flat.at(10) == (60, 11) and (rows is None or rows.rows == 6)
-    sizes = [n.meta["spec"] for n in program.graph.nodes if n.target == "size"]
+    sizes = [info(n).spec for n in program.graph.nodes if n.target == "size"]
     assert sizes and all(spec == SizeSpec(1) for spec in sizes)
 
 
@@ -67,7 +66,7 @@ def test_a_value_that_has_the_batch_twice_has_no_spec_and_its_gradient_is_not_lo
         return (z @ z.t()).sum(1, keepdim=True) + z
 
     program = capture(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), F.cross_entropy)
-    assert node(program, "matmul").meta["spec"] is None
+    assert info(node(program, "matmul")).spec is None
     assert program.tensors["fc.weight"].requires_grad
 
 
@@ -75,17 +74,17 @@ def test_every_node_knows_the_users_line() -> None:
     program = capture(*CASES["resnet"].make())
     text, first = inspect.getsourcelines(tests.support.models.SmallResNet)
     (line,) = [first + k for k, row in enumerate(text) if "self.fc(x.reshape" in row]
-    assert node(program, "fc").meta["source"] == f"models.py:{line}"
+    assert info(node(program, "fc")).source == f"models.py:{line}"
     block, start = inspect.getsourcelines(tests.support.models.Block)
     (shortcut,) = [start + k for k, row in enumerate(block) if "self.downsample(x)" in row]
-    assert node(program, "layer2_downsample").meta["source"] == f"models.py:{shortcut}"
-    assert program.loss.meta["source"] == "loss"
-    assert all(n.meta["source"] for n in program.graph.nodes)
+    assert info(node(program, "layer2_downsample")).source == f"models.py:{shortcut}"
+    assert info(program.loss).source == "loss"
+    assert all(info(n).source for n in program.graph.nodes)
 
 
 def test_a_model_without_lines_of_its_own_is_named_instead() -> None:
     program = capture(*CASES["mlp"].make())
-    assert {n.meta["source"] for n in program.graph.nodes if n.op == "call_module"} == {"Sequential"}
+    assert {info(n).source for n in program.graph.nodes if n.op == "call_module"} == {"Sequential"}
 
 
 def test_nodes_are_named_as_the_models_modules() -> None:
@@ -174,7 +173,7 @@ def test_parameters_that_no_gradient_reaches_are_not_trained() -> None:
     program = captured(model, vectors()(), labels()(), lambda out, y: F.cross_entropy(out[0], y))
     assert {h.name for h in program.tensors.values() if h.trainable} == {"fc.weight", "fc.bias"}
     assert set(program.tensors) == {"a.weight", "a.bias", "fc.weight", "fc.bias"}
-    assert not node(program, "a").meta["spec"].requires_grad
+    assert not tensor_spec(node(program, "a")).requires_grad
 
 
 def test_a_module_used_under_no_grad_is_not_trained() -> None:
@@ -192,7 +191,7 @@ def test_a_module_used_under_no_grad_is_not_trained() -> None:
 def test_a_frozen_trunk_is_held_and_not_trained() -> None:
     program = capture(*CASES["frozen_trunk"].make())
     assert not program.tensors["features.0.weight"].requires_grad
-    assert not node(program, "features_1").meta["spec"].requires_grad
+    assert not tensor_spec(node(program, "features_1")).requires_grad
 
 
 def test_running_statistics_are_kept_also_where_the_loss_does_not_use_the_value() -> None:

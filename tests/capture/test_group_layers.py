@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.constructors import construction
-from splitc.ir.graph import holdings_of_node
+from splitc.ir.graph import holdings_of_node, info
 from splitc.ir.program import Program
 from tests.support.capturing import capture, node
 from tests.support.models import CASES, CLASSES, Attention, Made, images, labels, sequences, tokens, vectors
@@ -49,7 +49,7 @@ def test_layers_stand_in_the_order_of_the_graph_and_hold_every_node_once() -> No
         assert sorted(listed) == sorted(inside)
         assert all([order[n] for n in layer.nodes] == sorted(order[n] for n in layer.nodes) for layer in program.layers)
         assert {h for layer in program.layers for h in layer.tensors} == set(program.tensors)
-        assert all(node(program, n).meta["layer"] == layer.name for layer in program.layers for n in layer.nodes)
+        assert all(info(node(program, n)).layer == layer.name for layer in program.layers for n in layer.nodes)
 
 
 def test_a_node_that_reads_two_layers_belongs_to_the_last_of_them() -> None:
@@ -110,7 +110,7 @@ def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> Non
         fc=nn.Linear(8, CLASSES),
     )
     program = capture(model, tokens()(), labels()(), F.cross_entropy)
-    everywhere = {n.name for n in program.graph.nodes if n.meta["everywhere"]}
+    everywhere = {n.name for n in program.graph.nodes if info(n).copied_to_each_stage}
     assert {"size", "attn_bias", "eq"} <= everywhere
     assert not everywhere & {"wte", "attn_c_attn", "attn_c_attn_weight", "cross_entropy", "x", "target"}
 
@@ -118,15 +118,15 @@ def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> Non
 def test_positions_on_the_inputs_device_can_be_computed_everywhere() -> None:
     program = capture(*CASES["language_model"].make())
     device = next(n for n in program.graph.nodes if n.target is getattr and n.args[1] == "device")
-    assert node(program, "arange").meta["everywhere"] and device.meta["everywhere"]
+    assert info(node(program, "arange")).copied_to_each_stage and info(device).copied_to_each_stage
 
 
 def test_a_counter_belongs_to_the_module_that_counts_and_is_not_copied() -> None:
     model = made(lambda m, x: m.fc(m.norm(m.a(x))), a=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
     model.norm.register_forward_hook(lambda module, inputs, output: output)
     program = capture(model, vectors()(), labels()(), F.cross_entropy)
-    counters = [n for n in program.graph.nodes if "writes" in n.meta]
-    assert [n.meta["layer"] for n in counters] == ["norm"] and not counters[0].meta["everywhere"]
+    counters = [n for n in program.graph.nodes if info(n).side_effect]
+    assert [info(n).layer for n in counters] == ["norm"] and not info(counters[0]).copied_to_each_stage
 
 
 def test_layers_without_anything_to_train_are_frozen() -> None:
@@ -137,7 +137,7 @@ def test_layers_without_anything_to_train_are_frozen() -> None:
 def test_a_layer_knows_the_line_of_the_node_that_owns_its_parameters() -> None:
     program = capture(*CASES["recurrent"].make())
     assert [layer.name for layer in program.layers] == ["lstm", "gru", "fc"]
-    assert program.layer("gru").source == node(program, "gru").meta["source"] != program.layer("fc").source
+    assert program.layer("gru").source == info(node(program, "gru")).source != program.layer("fc").source
 
 
 def test_a_recurrent_module_and_an_attention_are_one_node_each() -> None:

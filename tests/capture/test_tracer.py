@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from splitc.ir.graph import info
+from splitc.ir.program import SizeSpec
 from tests.support.capturing import captured, forward_lines, node, validated
 from tests.support.models import BATCH, Encoder, labels, made, padded
 
@@ -293,4 +295,4 @@ def test_a_value_that_depends_on_the_batch_by_a_quotient_is_no_constant() -> Non
         return m.fc(windows.view(windows.shape[0] // 3, 3, 2, 8).sum((1, 2)))
 
     program = captured(made(run), batch(6, 8), labels()(), F.cross_entropy)
-    assert node(program, "floordiv").meta["spec"].scale == 1
+    assert info(node(program, "floordiv")).spec == SizeSpec(1)

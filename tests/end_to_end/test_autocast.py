@@ -20,8 +20,10 @@ from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram, fingerprint
 from splitc.deferred import DeferredProgram
 from splitc.errors import CaptureError, LaunchError
+from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.wire import wire
+from splitc.ir.wire_op import Payload
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.capturing import here, node
@@ -84,11 +86,11 @@ def separated(autocast: torch.dtype | None = BF16) -> CompiledProgram:
 
 def test_specs_have_the_dtypes_that_values_have_under_autocast() -> None:
     known = analysed(Net, BF16)[3]
-    specs = {n.name: n.meta["spec"] for n in known.graph.nodes if isinstance(n.meta.get("spec"), TensorSpec)}
+    specs = {n.name: tensor_spec(n) for n in known.graph.nodes if isinstance(info(n).spec, TensorSpec)}
     dtypes = {name: spec.dtype for name, spec in specs.items()}
     assert dtypes["images"] == torch.float32
     assert dtypes["features_0"] == dtypes["features_1"] == dtypes["head_2"] == BF16
-    assert known.loss.meta["spec"].dtype == torch.float32
+    assert tensor_spec(known.loss).dtype == torch.float32
     assert all(h.dtype == torch.float32 for h in known.tensors.values() if h.parameter)
     assert (known.autocast, analysed(Net, None)[3].autocast) == (BF16, None)
 
@@ -149,7 +151,7 @@ def test_programs_without_autocast_are_as_they_were() -> None:
 
 
 def test_a_cut_in_bfloat16_is_half_the_bytes() -> None:
-    def sizes(done: CompiledProgram) -> dict[tuple[int, str], float]:
+    def sizes(done: CompiledProgram) -> dict[tuple[int, Payload], float]:
         ops = [(rank, op) for rank in range(3) for op in wire(done.program, rank)]
         return {(rank, op.payload): op.sent for rank, op in ops if op.payload.name == "cut0" and op.kind == "send"}
 
@@ -268,13 +270,13 @@ def test_the_same_autocast_inside_forward_changes_nothing(
     run: Callable[..., Any], autocast: torch.dtype | None
 ) -> None:
     known = analyse(made(run), (vectors()(),), torch.arange(4), F.cross_entropy, autocast=autocast)
-    assert node(known, "fc").meta["spec"].dtype == (autocast or torch.float32)
+    assert tensor_spec(node(known, "fc")).dtype == (autocast or torch.float32)
 
 
 def test_compile_is_not_touched_by_an_autocast_around_it() -> None:
     with torch.autocast("cpu", BF16):
         done = compiled(Perceptron(), (batch_of(4)[0],), torch.arange(4), F.cross_entropy, 2, "data_parallel")
-    assert node(done.program, "first").meta["spec"].dtype == torch.float32
+    assert tensor_spec(node(done.program, "first")).dtype == torch.float32
 
 
 @pytest.mark.parametrize("autocast", [None, BF16])

@@ -18,6 +18,7 @@ from splitc.checks.graph import (
 from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
 from splitc.ir.actions import Action
+from splitc.ir.graph import cut_of, tensor_spec, update_info
 from splitc.ir.pass_manager import run_pass
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.schedule import Schedule
@@ -93,7 +94,7 @@ def test_a_schedule_with_a_deadlock_does_not_leave_the_compiler() -> None:
 def test_a_value_read_across_roles_without_send_is_named() -> None:
     program = separated().program
     graph = program.graph
-    got = next(n for n in graph.nodes if getattr(n.target, "__name__", "") == "recv" and n.meta["cut"].name == "cut0")
+    got = next(n for n in graph.nodes if getattr(n.target, "__name__", "") == "recv" and cut_of(n).name == "cut0")
     got.replace_all_uses_with(got.args[0].args[0])
     (problem,) = cuts_are_communicated(program)
     assert "flatten of role conv is read by head_0 of role fc" in problem
@@ -142,7 +143,7 @@ def test_a_gradient_that_is_not_summed_is_named_by_the_checker() -> None:
 def test_a_receive_of_the_wrong_shape_is_named() -> None:
     program = separated().program
     got = next(n for n in program.stage("fc").graph.nodes if n.name == "cut0")
-    got.meta["spec"] = replace(got.meta["spec"], shape=(1, 35))
+    update_info(got, spec=replace(tensor_spec(got), shape=(1, 35)))
     assert any("head_0" in p and "role fc" in p for p in shapes_hold(program))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.graph import copy_graph
+from splitc.ir.graph import copy_graph, info
 from splitc.ir.linears import as_linear, linear_layers, parameter_nodes
 from splitc.ir.program import Program
 from tests.support.capturing import capture
@@ -108,4 +108,4 @@ def test_the_parameters_of_a_module_become_nodes_before_it(bias: bool) -> None:
     assert (weight.op, weight.target) == ("get_attr", "a.weight")
     assert (bias_node is not None) == bias
     order = list(graph.nodes)
-    assert order.index(weight) < order.index(linear.node) and weight.meta["layer"] == "a"
+    assert order.index(weight) < order.index(linear.node) and info(weight).layer == "a"

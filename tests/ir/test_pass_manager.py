@@ -13,6 +13,7 @@ from torch import nn
 from splitc import units
 from splitc.checks.graph import has_costs
 from splitc.errors import InternalError
+from splitc.ir.graph import tensor_spec
 from splitc.ir.pass_manager import Check, Pass, run_passes
 from splitc.ir.program import Program
 from tests.support.capturing import capture
@@ -70,5 +71,5 @@ def test_numbers_are_scaled_only_when_printed(text: str, expected: str) -> None:
 
 
 def test_specs_know_shapes_and_bytes_at_any_batch() -> None:
-    spec = next(n for n in program().graph.nodes if n.op == "call_module").meta["spec"]
+    spec = tensor_spec(next(n for n in program().graph.nodes if n.op == "call_module"))
     assert spec.at(5) == (5, 8) and spec.nbytes(5) == 160 and spec.template() == (-1, 8) and spec.dtype == torch.float32

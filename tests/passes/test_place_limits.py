@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from splitc.errors import PlacementError
+from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.plan import Placement
 from splitc.ir.program import SizeSpec
 from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, Strategy
@@ -148,6 +149,6 @@ def test_sizes_are_made_again_where_they_are_read() -> None:
     assert place(program, 4).step_seconds > free.step_seconds
     with program.graph.inserting_after(nodes["conv1"]):
         size = program.graph.call_method("size", (nodes["conv1"], 0))
-    size.meta = {"spec": SizeSpec(1), "source": "model.py:9", "layer": "conv1"}
+    set_info(size, NodeInfo(SizeSpec(1), "model.py:9", layer="conv1"))
     nodes["fc2"].args = (nodes["fc1"], size)
     assert place(program, 4).step_seconds == pytest.approx(free.step_seconds)

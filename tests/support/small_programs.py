@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.costs import CostLine, LayerCost, OpCost
+from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
@@ -52,7 +53,7 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
     }
     for name, spec in specs.items():
         nodes[name] = graph.placeholder(name)
-        nodes[name].meta = {"spec": spec, "source": "model.py:1", "layer": None}
+        set_info(nodes[name], NodeInfo(spec, "model.py:1"))
     holdings, layers = {}, []
     trained: set[str] = set()
     for line, row in enumerate(rows, start=2):
@@ -65,7 +66,7 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
         node = graph.call_function(compute, tuple(nodes[name] for name in row.reads))
         node.name = row.name
         spec = TensorSpec((1, row.width), torch.float32, 0 if row.batched else None, row.name in trained)
-        node.meta = {"spec": spec, "source": f"model.py:{line}", "layer": row.name}
+        set_info(node, NodeInfo(spec, f"model.py:{line}", layer=row.name))
         nodes[row.name] = node
         layers.append(Layer(row.name, (row.name,), (held,) if own else (), f"model.py:{line}"))
     graph.output(nodes[rows[-1].name])

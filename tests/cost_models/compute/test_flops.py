@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.cost_models.compute.flops import layer_costs
 from splitc.ir.costs import CostLine, LayerCost, OpCost
+from splitc.ir.graph import info, set_info
 from splitc.ir.program import Program
 from splitc.report import as_json, report
 from tests.support.capturing import capture
@@ -200,7 +201,7 @@ def test_a_backward_that_fake_tensors_cannot_run_is_taken_for_twice_its_forward_
     low = next(node for node in program.graph.nodes if node.name == "low")
     with program.graph.inserting_after(low):
         between = program.graph.call_function(torch.ops.splitc_tests.stubborn.default, (low,))
-    between.meta = dict(low.meta)
+    set_info(between, info(low))
     low.replace_all_uses_with(between, lambda user: user is not between)
     costs = {name: line.at(4) for name, line in layer_costs(program).items()}
     assert costs["low"].backward_flops == 2 * costs["low"].forward_flops

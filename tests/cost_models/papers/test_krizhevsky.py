@@ -15,7 +15,8 @@ from splitc.cost_models.papers.conv_fc_split import conv_fc_split
 from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
 from splitc.errors import CostError
 from splitc.ir.plan import Placement
-from splitc.ir.wire import WireOp, wire
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import WireOp
 from tests.support.compiled import compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
 

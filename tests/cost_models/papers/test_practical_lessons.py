@@ -20,6 +20,7 @@ from splitc.cost_models.papers.practical_lessons import (
     weight_gradient_flops,
 )
 from splitc.errors import CostError
+from splitc.ir.graph import tensor_spec
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
 from tests.support.compiled import compiled
@@ -61,7 +62,7 @@ def test_weights_are_ninety_times_as_many_as_neurons() -> None:
     parts = counted("AlexNet with groups")
     nodes = {node.name: node for node in parts.program.graph.nodes}
     made = [parts.program.layer(layer).nodes[0] for layer in (*parts.conv, *parts.fc)]
-    neurons = sum(math.prod(nodes[name].meta["spec"].at(1)) for name in made)
+    neurons = sum(math.prod(tensor_spec(nodes[name]).at(1)) for name in made)
     assert neurons == pytest.approx(650_000, rel=0.02)
     assert parts.P / neurons == pytest.approx(90, rel=0.05)
 

@@ -12,6 +12,7 @@ import pytest
 
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
+from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import serve, share_out
 from splitc.ir.program import Program, TensorSpec
 from tests.support.sampling import sampled
@@ -30,7 +31,7 @@ def crossing(program: Program, fc: set[str]) -> list[tuple[TensorSpec, bool]] | 
         readers = [layer_of[user.name] for user in node.users if user.op != "output"]
         if layer_of.get(node.name) in fc or not any(reader in fc for reader in readers):
             continue
-        spec = node.meta["spec"]
+        spec = tensor_spec(node)
         if spec.batch_dim is None:
             return None
         values.append((spec, spec.requires_grad and node.op != "placeholder"))
