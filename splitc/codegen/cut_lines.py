@@ -20,10 +20,15 @@ class CutLines:
     """
 
     def __init__(
-        self, program: LoweredProgram, part: RankProgram, training: bool, microbatched: Collection[str]
+        self, program: LoweredProgram, rank_program: RankProgram, training: bool, microbatched: Collection[str]
     ) -> None:
-        self._program, self._part, self._training, self._microbatched = program, part, training, microbatched
-        self.comms = [role for role in part.roles if role != SERVER] or [SERVER]
+        self._program, self._rank_program, self._training, self._microbatched = (
+            program,
+            rank_program,
+            training,
+            microbatched,
+        )
+        self.comms = [role for role in rank_program.roles if role != SERVER] or [SERVER]
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""
@@ -112,15 +117,15 @@ class CutLines:
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 
     def _size(self, cut: Cut, stage: Stage) -> str:
-        batch = common_batch(self._program, self._part, stage)
+        batch = common_batch(self._program, self._rank_program, stage)
         if batch is None:
             return f"{units.nbytes(cut.spec.nbytes(1))} an example"
         return units.nbytes(cut.spec.nbytes(batch))
 
 
-def common_batch(program: PlacedProgram, part: RankProgram, stage: Stage) -> int | None:
-    """Examples that each rank of `part` has in a role; None where they differ."""
-    batches = {program.plan.batch(stage.role, rank) for rank in part.ranks}
+def common_batch(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> int | None:
+    """Examples that each rank of `rank_program` has in a role; None where they differ."""
+    batches = {program.plan.batch(stage.role, rank) for rank in rank_program.ranks}
     return batches.pop() if len(batches) == 1 else None
 
 

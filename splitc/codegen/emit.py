@@ -1,4 +1,4 @@
-"""Write graph nodes as Python a person would write: `F.max_pool2d(F.relu(self.features["0"](x)), 3, stride=2)`."""
+"""Write graph nodes as readable Python: `F.max_pool2d(F.relu(self.features["0"](x)), 3, stride=2)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.ir.constructors import literal
 from splitc.ir.graph import changes_statistics
 from splitc.ir.op_names import function_name
 
-_SIGNS: tuple[dict[Any, str], ...] = (  # from the loosest to the tightest
+_SIGNS: tuple[dict[Any, str], ...] = (  # by precedence, the loosest first
     {operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">="},
     {operator.or_: "|"},
     {operator.xor: "^"},
@@ -27,8 +27,8 @@ _SIGNS: tuple[dict[Any, str], ...] = (  # from the loosest to the tightest
 )
 _BINARY = {function: (sign, tightness) for tightness, signs in enumerate(_SIGNS) for function, sign in signs.items()}
 _UNARY = {operator.neg: "-", operator.invert: "~", operator.pos: "+"}
-_TIGHT = 7  # how tightly a unary operator binds; a name or a call holds together more than any
-_DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which tell none
+_TIGHT = 7  # the precedence of unary operators; names and calls bind tighter than any operator
+_DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which have no inspectable signature
     "max_pool2d": {"padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False},
     "max_pool1d": {"padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False},
     "avg_pool2d": {"padding": 0, "ceil_mode": False, "count_include_pad": True, "divisor_override": None},
@@ -60,7 +60,7 @@ class Emitter:
         self.folded: dict[fx.Node, str] = {}
 
     def value(self, item: Any, tightness: int = -1) -> str:
-        """An argument as source, in parentheses where an operator around it binds tighter than it does."""
+        """An argument as source, in parentheses where the operator around it has a higher precedence."""
         if isinstance(item, fx.Node):
             text = self.folded.get(item)
             if text is None:
@@ -100,17 +100,17 @@ class Emitter:
         if target is getattr:
             return f"{self.receiver(node.args[0])}.{node.args[1]}"
         name = function_name(target)
-        return f"{name}({self._arguments(node.args, _telling(node, name))})"
+        return f"{name}({self._arguments(node.args, _explicit_arguments(node, name))})"
 
     def receiver(self, item: Any) -> str:
-        """What a method is called on."""
+        """The object that a method is called on."""
         text = self.value(item, _TIGHT + 2)
         return f"({text})" if isinstance(item, (int, float)) and not text.startswith("(") else text
 
     def index(self, item: Any) -> str:
-        """What stands between the brackets of an index."""
+        """The text between the brackets of an index."""
         if isinstance(item, tuple) and item:
-            return ", ".join(self._bounds(part) for part in item) + ("," if len(item) == 1 else "")
+            return ", ".join(self._bounds(each) for each in item) + ("," if len(item) == 1 else "")
         return self._bounds(item)
 
     def _bounds(self, item: Any) -> str:
@@ -125,16 +125,16 @@ class Emitter:
 
 
 def _tightness(node: fx.Node) -> int:
-    """How tightly the expression of a node holds together."""
+    """The precedence of a node's expression."""
     if node.target in _BINARY:
         return _BINARY[node.target][1]
     return _TIGHT if node.target in _UNARY else _TIGHT + 2
 
 
-def _telling(node: fx.Node, name: str) -> dict[str, Any]:
-    """The keyword arguments that tell something: not those with their default value.
+def _explicit_arguments(node: fx.Node, name: str) -> dict[str, Any]:
+    """The keyword arguments that differ from their defaults.
 
-    A normalisation that trains its running statistics does so while the stage trains.
+    `training` of a normalisation that updates running statistics becomes `self.training`.
     """
     target: Any = node.target
     try:
@@ -152,10 +152,10 @@ def _telling(node: fx.Node, name: str) -> dict[str, Any]:
         )
         return known or key == "_stacklevel"
 
-    telling: dict[str, Any] = {k: v for k, v in node.kwargs.items() if not is_default(k, v)}
+    explicit: dict[str, Any] = {k: v for k, v in node.kwargs.items() if not is_default(k, v)}
     if changes_statistics(node):
-        telling["training" if target is F.batch_norm else "use_input_stats"] = _WhileTraining()
-    return telling
+        explicit["training" if target is F.batch_norm else "use_input_stats"] = _WhileTraining()
+    return explicit
 
 
 class _WhileTraining:

@@ -21,10 +21,10 @@ from splitc.version import __version__
 def generate(program: LoweredProgram) -> dict[str, str]:
     """File name -> text of everything but the weights."""
     plan = program.plan
-    files = {f"{part.name}.py": role_file(program, part) for part in program.rank_programs}
+    files = {f"{rank_program.name}.py": role_file(program, rank_program) for rank_program in program.rank_programs}
     if plan.servers:
         files["served.py"] = served_file(program)
-    working = {rank for part in program.rank_programs for rank in part.ranks}
+    working = {rank for rank_program in program.rank_programs for rank in rank_program.ranks}
     for rank in range(plan.world):
         files[f"rank{rank}.py"] = rank_file(program, rank) if rank in working else idle_rank_file(program, rank)
     if len(working) < plan.world:

@@ -1,4 +1,4 @@
-"""Write what a stage holds, nested as in the model and under its names, so that checkpoints load."""
+"""Write the modules and tensors of a stage, nested and named as in the model, so that its checkpoints load."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from splitc.ir.program import Program, Stage, StateTensor
 
 
 class ModuleTree:
-    """What `Stage.__init__` makes, and how `Stage.forward` reaches it.
+    """The modules that `Stage.__init__` constructs, and the expressions by which `Stage.forward` accesses them.
 
-    A module that is traced through becomes a container of what it holds.  The stage is an nn.Module with attributes,
-    or a container itself where its children have names that no attribute can have (an nn.Sequential's: "0", "1").
+    A module that is traced through becomes a container of its children and tensors.  The stage is an nn.Module with
+    attributes, or a container where its children's names cannot be attributes (an nn.Sequential's: "0", "1").
     """
 
     def __init__(self, program: Program, stages: Sequence[Stage]) -> None:
         held = {name for stage in stages for name in stage.tensors}
-        self._held = [holding for name, holding in program.tensors.items() if name in held]
+        self._held = [tensor for name, tensor in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
         for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
             call = construction(program.root.get_submodule(path))
@@ -74,7 +74,7 @@ class ModuleTree:
     # -- containers --------------------------------------------------------------------------------------------------
 
     def _kind(self, path: str) -> str:
-        """The class that holds what lies directly under `path`."""
+        """The class of the container at `path`."""
         children = [_last(child) for child in self._children(path)]
         tensors = {_last(tensor): self._tensors[tensor] for tensor in self._tensors_of(path)}
         if children and (path or not all(map(_is_attribute, children))):
@@ -90,7 +90,7 @@ class ModuleTree:
         return [path for path in self._tensors if path.rpartition(".")[0] == parent]
 
     def _value(self, path: str) -> list[str]:
-        """The lines of what stands at `path`, without the name it gets."""
+        """The expression that constructs the module at `path`, in lines."""
         if path in self._modules:
             return [self._modules[path]]
         entries = self._entries(path)
@@ -114,34 +114,32 @@ class ModuleTree:
         return any(path.startswith(f"{module}.") for module in self._modules)
 
     def _is_tied(self, path: str) -> bool:
-        """Whether another name of the same tensor makes it."""
-        holding = self._tensors[path]
-        return path != self._first_name(holding)
+        """Whether the tensor is made under another of its names."""
+        tensor = self._tensors[path]
+        return path != self._first_name(tensor)
 
-    def _first_name(self, holding: StateTensor) -> str:
-        """The name under which the tensor is made: that of a module, or its first one."""
-        names = list(dict.fromkeys((holding.name, *holding.names)))
+    def _first_name(self, tensor: StateTensor) -> str:
+        """The name under which the tensor is made: one inside a module, or else the first."""
+        names = list(dict.fromkeys((tensor.name, *tensor.names)))
         return next((name for name in names if self._in_module(name)), names[0])
 
     def _assignment(self, path: str) -> str:
-        holding, (owner, _, name) = self._tensors[path], path.rpartition(".")
+        tensor, (owner, _, name) = self._tensors[path], path.rpartition(".")
         own = self.access(owner) if owner else "self"
-        if not holding.parameter:
-            keep = "" if holding.persistent else ", persistent=False"
-            return f"{own}.register_buffer({literal(name)}, {_empty(holding)}{keep})"
+        if not tensor.parameter:
+            keep = "" if tensor.persistent else ", persistent=False"
+            return f"{own}.register_buffer({literal(name)}, {_empty(tensor)}{keep})"
         return (
-            f"{own}.{name} = {_empty(holding)}"
+            f"{own}.{name} = {_empty(tensor)}"
             if _is_attribute(name)
-            else f"{own}.register_parameter({literal(name)}, {_empty(holding)})"
+            else f"{own}.register_parameter({literal(name)}, {_empty(tensor)})"
         )
 
     def _ties(self) -> list[str]:
         lines = []
-        for holding in self._held:
-            first = self._first_name(holding)
-            here = [
-                n for n in dict.fromkeys((holding.name, *holding.names)) if n in self._tensors or self._in_module(n)
-            ]
+        for tensor in self._held:
+            first = self._first_name(tensor)
+            here = [n for n in dict.fromkeys((tensor.name, *tensor.names)) if n in self._tensors or self._in_module(n)]
             lines += [f"{self.access(name)} = {self.access(first)}" for name in here if name != first]
         return lines
 
@@ -161,12 +159,12 @@ def _called(program: Program, stage: Stage) -> Iterator[str]:
             yield str(node.target).rpartition(".")[0]
 
 
-def _empty(holding: StateTensor) -> str:
-    dtype = "" if holding.dtype.is_floating_point else f", dtype={holding.dtype}"
-    empty = f"torch.empty({literal(holding.shape)}{dtype})"
-    if not holding.parameter:
+def _empty(tensor: StateTensor) -> str:
+    dtype = "" if tensor.dtype.is_floating_point else f", dtype={tensor.dtype}"
+    empty = f"torch.empty({literal(tensor.shape)}{dtype})"
+    if not tensor.parameter:
         return empty
-    return f"nn.Parameter({empty})" if holding.requires_grad else f"nn.Parameter({empty}, requires_grad=False)"
+    return f"nn.Parameter({empty})" if tensor.requires_grad else f"nn.Parameter({empty}, requires_grad=False)"
 
 
 def _last(path: str) -> str:

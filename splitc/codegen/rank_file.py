@@ -21,8 +21,8 @@ _ITEM = "    "
 
 def rank_file(program: LoweredProgram, rank: int) -> str:
     """The file `rankN.py`."""
-    plan, part = program.plan, program.rank_program(rank)
-    stages = [program.stage(role) for role in part.roles if role != SERVER]
+    plan, rank_program = program.plan, program.rank_program(rank)
+    stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
     every = [stage for stage in stages if updates_every_microbatch(program, stage)]
     roles = [line for stage in stages for line in _role(program, stage, rank)] or _server_role(program, rank)
     fields: list[Line] = [
@@ -31,12 +31,15 @@ def rank_file(program: LoweredProgram, rank: int) -> str:
     ]
     if any(stage.inputs for stage in stages):
         fields.append((f"inputs={_inputs(program, stages)}", "what a reader reads"))
-    if is_served := SERVER in part.roles or any(stage.served for stage in stages):
+    if is_served := SERVER in rank_program.roles or any(stage.served for stage in stages):
         fields.append(("served=SERVED", "the parameters that servers hold"))
     imports = [*(["EVERY_MICROBATCH"] if every else []), "Stage", "evaluate", "step"]
     return _file(
         docstring(_title(program, stages, rank), _summary(program, stages, rank)),
-        [*(["from served import SERVED"] if is_served else []), f"from {part.name} import {', '.join(imports)}"],
+        [
+            *(["from served import SERVED"] if is_served else []),
+            f"from {rank_program.name} import {', '.join(imports)}",
+        ],
         plan.hash,
         _call("rank = RankSpec", "(", [f"index={rank},", f"world={plan.world},", *_fields(fields)], ")").split("\n"),
     )

@@ -19,23 +19,23 @@ from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
 
-def role_file(program: LoweredProgram, part: RankProgram) -> str:
+def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
     """The module of the ranks that have the same roles."""
     plan = program.plan
-    stages = [program.stage(role) for role in part.roles if role != SERVER]
-    peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in part.ranks} for stage in stages}
+    stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
+    peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in rank_program.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in peaks.items()}
     body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_server_stage(program)], batches), "", ""]
     for stage in stages:
         if stage.buckets:
-            body += [*_buckets(program, part, stage), "", ""]
-    if any(action.verb == "all_reduce_tied" for action in part.actions):
-        body += [*_tied(program, part), "", ""]
+            body += [*_buckets(program, rank_program, stage), "", ""]
+    if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
+        body += [*_tied(program, rank_program), "", ""]
     if every := [stage for stage in stages if updates_every_microbatch(program, stage)]:
         body += [*_every_microbatch(program, every), "", ""]
-    body += step_functions(program, part)
+    body += step_functions(program, rank_program)
     served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
-    return "\n".join([*_header(program, part, stages), "", *module_imports(body), *served, "", *body, ""])
+    return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *served, "", *body, ""])
 
 
 def _server_stage(program: LoweredProgram) -> Stage:
@@ -46,13 +46,13 @@ def _server_stage(program: LoweredProgram) -> Stage:
     return Stage(SERVER, graph, (), (), (), (), tuple(name for name in program.tensors if name in served))
 
 
-def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> list[str]:
+def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stage]) -> list[str]:
     plan = program.plan
-    roles = " and ".join(f'"{role}"' for role in part.roles)
-    title = f"Role{'s' if len(part.roles) > 1 else ''} {roles} of {program.name}: "
-    title += f"{ranks_text(part.ranks)} of {plan.world}.  Written by splitc {__version__}; yours to edit."
+    roles = " and ".join(f'"{role}"' for role in rank_program.roles)
+    title = f"Role{'s' if len(rank_program.roles) > 1 else ''} {roles} of {program.name}: "
+    title += f"{ranks_text(rank_program.ranks)} of {plan.world}.  Written by splitc {__version__}; yours to edit."
     lines: list[str] = []
-    rows = [row for stage in stages for row in _rows(program, part, stage)]
+    rows = [row for stage in stages for row in _rows(program, rank_program, stage)]
     width = max((len(name) for _, name, _ in rows), default=0)
     before = ""
     for kind, name, text in sorted(rows, key=lambda row: row[0] != "in"):
@@ -73,10 +73,10 @@ def _header(program: PlacedProgram, part: RankProgram, stages: list[Stage]) -> l
     return docstring(title, [*lines, f"plan     {plan.hash}"])
 
 
-def _rows(program: PlacedProgram, part: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
+def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> Iterator[tuple[str, str, str]]:
     """(in or out, name, the rest) of what a stage exchanges with other ranks."""
     inputs = {i.name: i.spec for i in program.inputs}
-    batch = common_batch(program, part, stage)
+    batch = common_batch(program, rank_program, stage)
 
     def text(cut: Cut | None, name: str, note: str) -> str:
         spec = inputs[name] if cut is None else cut.spec
@@ -113,8 +113,8 @@ def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
     return flops, sum(plan.prediction.layer_seconds.get(layer, 0.0) for layer in stage.layers)
 
 
-def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[str]:
-    lines = [f"{buckets_name(part, stage)} = (  # gradients all-reduced together, in the order of backward"]
+def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
+    lines = [f"{buckets_name(rank_program, stage)} = (  # gradients all-reduced together, in the order of backward"]
     for bucket in stage.buckets:
         lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
         lines += [f'        "{name}",' for name in bucket]
@@ -122,9 +122,9 @@ def _buckets(program: PlacedProgram, part: RankProgram, stage: Stage) -> list[st
     return [*lines, ")"]
 
 
-def _tied(program: PlacedProgram, part: RankProgram) -> list[str]:
+def _tied(program: PlacedProgram, rank_program: RankProgram) -> list[str]:
     lines = ["TIED = {  # parameters that several roles use -> the ranks over which their gradients are summed"]
-    found = {name: ranks for name, ranks in program.tied.items() if set(part.ranks) <= set(ranks)}
+    found = {name: ranks for name, ranks in program.tied.items() if set(rank_program.ranks) <= set(ranks)}
     return [*lines, *(f"    {literal(name)}: {ranks}," for name, ranks in found.items()), "}"]
 
 

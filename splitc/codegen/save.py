@@ -1,4 +1,4 @@
-"""Build folders: what `save` writes, and how a folder is known as ours."""
+"""Build folders: write one, and recognise one that splitc wrote."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WEIGHTS = "weights.pt"
 def save_build(
     folder: Path, files: Mapping[str, str], weights: Mapping[str, Mapping[str, Tensor]], standalone: bool
 ) -> Path:
-    """Write a build: same inputs, same bytes.  An earlier build is replaced, if nobody has changed or added a file.
+    """Write a build; the same inputs give the same bytes.  An unedited earlier build is replaced.
 
-    weights.pt holds the weights, and the digests by which a file that was edited is known.
+    weights.pt holds the weights, and digests of the files to detect edited ones.
     Raises LaunchError, and writes nothing, when the folder holds something that splitc did not write.
     """
     texts = {**files, **(_runtime() if standalone else {})}
@@ -39,7 +39,7 @@ def save_build(
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan of a build.  Raises LaunchError when the folder is none."""
+    """Read the plan of a build.  Raises LaunchError when the folder is not a build."""
     path = folder / "plan.json"
     if not path.is_file() or not (folder / "launch.py").is_file():
         raise LaunchError(
@@ -50,7 +50,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _clear(folder: Path) -> None:
-    """Remove an earlier build.  Raises LaunchError, and removes nothing, when there is more or a file was edited."""
+    """Remove an earlier build.  Raises LaunchError, and removes nothing, when a file was added or edited."""
     try:
         written: Mapping[str, str] = torch.load(folder / WEIGHTS, weights_only=True, mmap=True)["files"]
     except Exception as error:
@@ -76,7 +76,7 @@ def _clear(folder: Path) -> None:
 
 
 def _runtime() -> dict[str, str]:
-    """The texts of `splitc.runtime`, to stand beside the scripts so that they need torch alone."""
+    """The files of `splitc.runtime`, for builds that must run without splitc."""
     source = Path(__file__).parents[1] / "runtime"
     files = sorted(source.rglob("*.py"))
     texts = {

@@ -18,9 +18,12 @@ _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "s
 _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
 
 
-def step_functions(program: LoweredProgram, part: RankProgram) -> list[str]:
+def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of both functions."""
-    train, evaluate = _StepWriter(program, part, training=True), _StepWriter(program, part, training=False)
+    train, evaluate = (
+        _StepWriter(program, rank_program, training=True),
+        _StepWriter(program, rank_program, training=False),
+    )
     return [
         *train.function("step", f"Forward and backward of one batch; the gradients {_where(train.stages)}."),
         "",
@@ -39,25 +42,25 @@ def _where(stages: Sequence[Stage]) -> str:
     return f"are left in `.grad`{summed}"
 
 
-def buckets_name(part: RankProgram, stage: Stage) -> str:
+def buckets_name(rank_program: RankProgram, stage: Stage) -> str:
     """The constant that lists the buckets of gradients which a stage all-reduces."""
-    return "BUCKETS" if len(part.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
+    return "BUCKETS" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
 
 
 class _StepWriter:
     """Writes one function of a rank program, from its actions."""
 
-    def __init__(self, program: LoweredProgram, part: RankProgram, training: bool) -> None:
-        self._program, self._plan, self._part, self._training = program, program.plan, part, training
-        self.stages = [program.stage(role) for role in part.roles if role != SERVER]
+    def __init__(self, program: LoweredProgram, rank_program: RankProgram, training: bool) -> None:
+        self._program, self._plan, self._rank_program, self._training = program, program.plan, rank_program, training
+        self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
         self._microbatched = {stage.role for stage in self.stages if program.num_microbatches(stage) > 1}
-        self._first_tied = next((a.value for a in part.actions if a.verb == "all_reduce_tied"), "")
-        self._cuts = CutLines(program, part, training, self._microbatched)
+        self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
+        self._cuts = CutLines(program, rank_program, training, self._microbatched)
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
         arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *self._inputs()])
-        actions = [a for a in self._part.actions if self._training or a.verb in _EVALUATED]
+        actions = [a for a in self._rank_program.actions if self._training or a.verb in _EVALUATED]
         loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
         body = [*self._body(actions), (f"return {loss}", "")]
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
@@ -169,7 +172,7 @@ class _StepWriter:
         after: list[Line] = []
         if stage.buckets:
             note = f"{self._buckets(stage, stage.buckets)}, {self._when(stage)}"
-            around.append((f"{comm}.all_reduce(stage, {buckets_name(self._part, stage)})", note))
+            around.append((f"{comm}.all_reduce(stage, {buckets_name(self._rank_program, stage)})", note))
         if stage.served and self._plan.overlap:
             note = f"{self._buckets(stage, stage.served)}, during backward"
             around.append((f"{comm}.push(stage, {_served(stage)})", note))

@@ -1,7 +1,7 @@
-"""How a module of torch.nn is written in Python: `nn.Linear(9216, 4096)`.
+"""Write a module of torch.nn as its constructor call: `nn.Linear(9216, 4096)`.
 
-A module stays one line of a generated program when its constructor call can be read off the module and rebuilds it;
-any other module is traced through to the functions and parameters it uses.
+A module stays one line of a generated program when its attributes give a constructor call that rebuilds it; any other
+module is traced through to the functions and parameters that it uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _SKIP = ("device", "dtype", "self")
-_ATTENTION: dict[str, Callable[[Any], Any]] = {  # arguments of nn.MultiheadAttention that it keeps under other names
+_ATTENTION: dict[str, Callable[[Any], Any]] = {  # arguments that nn.MultiheadAttention stores under other names
     "bias": lambda m: m.in_proj_bias is not None,
     "add_bias_kv": lambda m: m.bias_k is not None,
     "kdim": lambda m: None if m.kdim == m.embed_dim else m.kdim,
@@ -24,10 +24,10 @@ _ATTENTION: dict[str, Callable[[Any], Any]] = {  # arguments of nn.MultiheadAtte
 
 
 def construction(module: nn.Module) -> str | None:
-    """The constructor call of a parameterised torch.nn module, or None when it must be traced through.
+    """Return the constructor call of a torch.nn module with parameters, or None when it must be traced through.
 
-    That is also one whose training differs from what its constructor gives: a normalisation in evaluation mode, an
-    attention with dropout of its own.
+    A module whose training differs from that of a constructed one is traced through too: a normalisation in evaluation
+    mode, an attention with dropout.
     """
     cls = type(module)
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
@@ -45,7 +45,7 @@ def construction(module: nn.Module) -> str | None:
 
 
 def _call(module: nn.Module, special: dict[str, Callable[[Any], Any]]) -> str | None:
-    """The call with the arguments that differ from their defaults; the leading required ones by position."""
+    """Write the call with the arguments that differ from their defaults, the leading required ones by position."""
     parts: list[str] = []
     positional = True
     arguments: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def _call(module: nn.Module, special: dict[str, Callable[[Any], Any]]) -> str | 
 
 
 def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    """The constructor's parameters; recurrent modules state theirs in a base class, which also takes their `mode`."""
+    """The constructor's parameters; those of recurrent modules are in a base class, which also takes their `mode`."""
     if not issubclass(cls, nn.RNNBase):
         return inspect.signature(cls).parameters
     stated = {name: p for name, p in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
@@ -80,7 +80,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
 
 
 def _rebuilds(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether the call gives a module of the same settings, parameters and buffers."""
+    """Whether the call constructs a module with the same settings, parameters and buffers."""
     with torch.device("meta"):
         try:
             other = type(module)(**arguments)
@@ -102,7 +102,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """`3` for a kernel of `(3, 3)` or `(3,)`."""
+    """Shorten `(3, 3)` and `(3,)` to `3`."""
     is_square = isinstance(value, tuple) and len(value) in (1, 2) and type(value[0]) is int and value[0] == value[-1]
     return value[0] if is_square else value
 

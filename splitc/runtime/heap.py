@@ -1,8 +1,7 @@
-"""Keep freed memory for the next tensors instead of giving it back to the kernel.
+"""Keep freed memory in the process instead of returning it to the kernel.
 
-glibc hands large blocks back as soon as they are free, and the kernel fills every page of the next ones with zeros
-first: a step on a CPU then spends a tenth to a third of its time there, and not the same in every step.  A process that
-trains needs the same memory again in the next step, so it keeps it.
+glibc returns large blocks as soon as they are freed, and the kernel zeroes every page of the next ones: 10 to 33 % of a
+step on a CPU, varying from step to step.  A training process needs the same memory in every step, so it keeps it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _DEFAULTS = ((_MMAP_MAX, 65536), (_TRIM_THRESHOLD, 128 << 10), (_TOP_PAD, 128 <<
 
 
 def keep_memory() -> bool:
-    """Keep what this process frees from now on; False where the C library is not glibc, and nothing changes."""
+    """Stop returning freed memory.  Returns False, without effect, where the C library is not glibc."""
     return _set(((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _GROWTH)))
 
 
 @contextlib.contextmanager
 def kept_memory() -> Iterator[bool]:
-    """Keep freed memory as a rank does, and give it back in the end; gives what `keep_memory` returns."""
+    """Keep freed memory inside, and return it to the kernel at the end; yields the result of `keep_memory`."""
     kept = keep_memory()
     try:
         yield kept

@@ -116,6 +116,13 @@ def test_the_printed_program_and_the_report_are_as_they_were(name: str, golden: 
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_generated_line_is_longer_than_120_columns(name: str) -> None:
+    texts = {file: text for file, text in made(name).files.items() if file.endswith(".py")}
+    long = [f"{file}: {line}" for file, text in texts.items() for line in text.splitlines() if len(line) > 120]
+    assert texts and long == []
+
+
 def test_compiling_twice_gives_the_same_bytes() -> None:
     first = made("resnet_3_2").files
     torch.manual_seed(2)  # other weights and other data: the programs do not depend on them

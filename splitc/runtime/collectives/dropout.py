@@ -1,4 +1,4 @@
-"""Random masks that depend on what is computed, not on who computes it."""
+"""Dropout masks that depend on the examples and the layer, not on the rank that computes them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 def mask(value: Tensor, p: float, feature_dims: int, key: tuple[object, ...]) -> Tensor:
     """A dropout mask for `value`: 0 with probability `p`, else 1 / (1 - p).
 
-    feature_dims: 0 for one draw an element; n for one draw for each index of the first n dims (dropout2d: 2).
-    key: seed, step, layer, examples.  The same key gives the same mask on every rank with the same kind of device, and
-    another key one that has nothing to do with it.
+    feature_dims: 0 for one draw for each element; n for one draw for each index of the first n dims (dropout2d: 2).
+    key: seed, step, layer, examples.  The same key gives the same mask on every rank with the same kind of device;
+    other keys give independent masks.
     """
     shape = value.shape if not feature_dims else (*value.shape[:feature_dims], *[1] * (value.dim() - feature_dims))
     if p >= 1:

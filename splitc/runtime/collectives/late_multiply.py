@@ -1,13 +1,13 @@
-"""Late multiply: replicas of a linear layer exchange what its weight gradient is made of, not the gradient.
+"""Late multiply: replicas of a linear layer exchange the factors of its weight gradient, not the gradient.
 
 The gradient of a weight (out, in) is E^T X, for inputs X (rows, in) and output errors E (rows, out).  Where the layer
 is wide and the batch small, X and E of all replicas are fewer bytes than the gradient (Practical Lessons, section 2.1):
 each replica gathers them, and multiplies late, once.
 
-Both gathers start the moment E arrives in backward, and are in flight while autograd computes the input's gradient and
-the layers below.  `finish` waits for them and multiplies.
+Both gathers start when E is computed in backward, and run while autograd computes the input's gradient and the layers
+below.  `finish` waits for them and multiplies.
 
-Its price: every replica computes the weight gradient of the rows of all, n times the FLOPs of data parallelism, and
+Its cost: every replica computes the weight gradient of all replicas' rows, n times the FLOPs of data parallelism, and
 holds the gathered X and E from backward to `finish`.
 """
 
@@ -28,7 +28,7 @@ from ..transport.base import Transport, Work, describe
 class LateMultiply:
     """The late-multiplied layers of one rank; `ranks` are the replicas that hold the same weights.
 
-    sent_bytes: payload this rank has sent, by definition: (n-1) times its own X and E.
+    sent_bytes: payload bytes that this rank has sent: (n-1) times its own X and E.
 
     Raises ValueError when `ranks` do not hold this one.
     """
@@ -61,15 +61,15 @@ class LateMultiply:
         y = F.linear(x, weight.detach(), None if bias is None else bias.detach())
         # Under autocast the layer multiplies in y's dtype; X travels and is kept in it too.
         inputs = x.detach().to(y.dtype) if weight.requires_grad else None
-        anchor = y.new_empty(0, requires_grad=True)  # so that backward comes here also when x needs no gradient
+        anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when x needs no gradient
         start = partial(self._gather, weight, bias, rows)
         watched: Tensor = _WatchError.apply(y, anchor, inputs, start)  # type: ignore[no-untyped-call]
         return watched
 
     def finish(self) -> None:
-        """Add the gradients of all rows of all replicas to `.grad`; the same bits on every replica.
+        """Add the gradients of all replicas' rows to `.grad`; the same bits on every replica.
 
-        Call it after backward and before the optimizer; uses are taken in the order in which backward met them.
+        Call it after backward and before the optimizer steps.  Uses are processed in the order of backward.
         """
         with torch.no_grad(), torch.autocast(self._transport.device.type, enabled=False):
             while self._uses:
@@ -95,9 +95,9 @@ class LateMultiply:
 
 
 class _Use:
-    """One backward through one late-multiplied layer: its parameters, and what is on the way for their gradients.
+    """One backward through one late-multiplied layer: its parameters, and the gathers of their gradients' factors.
 
-    inputs: None when the weight is not trained.  bias: None when it is not.
+    inputs: None when the weight is not trained.  bias: None when it is not trained.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -118,8 +118,8 @@ class _Use:
 class _WatchError(torch.autograd.Function):
     """The identity on a linear layer's output; its backward starts the gathers before the error goes on.
 
-    A function and not a hook on the tensor: it comes to its turn also when `x` needs no gradient, later operations may
-    change the output in place, and autograd sees it when `x` was changed in place after it had been saved.
+    A function and not a tensor hook: it also runs when `x` needs no gradient, later operations may change the output
+    in place, and autograd detects an `x` that was changed in place after it was saved.
     """
 
     @staticmethod

@@ -21,10 +21,10 @@ _PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)
 
 
 def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
-    """The module `rankN` of a build, with its own copy of its role's module.
+    """Import the module `rankN` of a build, with its own copy of its role's module.
 
     Simulated ranks load one build several times in a process, and a build's modules may have any name; so none of them
-    stays in `sys.modules`, and one of another kind that was there under such a name is there again afterwards.
+    stays in `sys.modules`, and other modules of these names are restored.
     """
     finder = _Finder(source)
     one_plan(source)
@@ -41,9 +41,9 @@ def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
 
 
 def one_plan(source: Path | Mapping[str, str]) -> None:
-    """Raises LaunchError when files of a build say that they come from different plans: then some are stale.
+    """Raise LaunchError when files of a build carry the hashes of different plans: then some are stale.
 
-    A file that was edited still says its plan; one that says none, a user's own, may stand beside them.
+    An edited file still carries its plan's hash; a file without one is the user's and may stand beside them.
     """
     if isinstance(source, Path):
         source = {
@@ -63,7 +63,7 @@ def one_plan(source: Path | Mapping[str, str]) -> None:
 
 
 def _plan_of(name: str, text: str) -> str | None:
-    """The hash of the plan that a file of a build was written from; None where it says none."""
+    """The hash of the plan that a file of a build carries; None where it carries none."""
     if name == "plan.json":
         try:
             return str(json.loads(text)["hash"])

@@ -1,7 +1,7 @@
-"""Start torchrun on this machine, and end it with all its ranks when this process is told to stop.
+"""Run torchrun on this machine, and terminate it with all its ranks when this process is interrupted.
 
-torchrun starts every rank in a session of its own, where no Ctrl-C of a terminal arrives, and a torchrun that is killed
-leaves its ranks behind.  So it runs in a session of its own as well, and on an interrupt its whole tree is ended here.
+torchrun starts every rank in a new session, which a terminal's Ctrl-C does not reach, and a killed torchrun leaves its
+ranks running.  So torchrun runs in a new session too, and an interrupt terminates its whole process tree here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-GRACE = 3.0  # seconds that the ranks have to leave by themselves
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
 
 
 def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `arguments` on `world` processes of this machine.  quiet: keep the output instead of showing it.
+    """Run `arguments` on `world` processes of this machine.  quiet: capture the output instead of printing it.
 
-    Raises KeyboardInterrupt when it is told to stop, after all its processes have ended.
+    Raises KeyboardInterrupt when it is interrupted, after all its processes have ended.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
@@ -45,7 +45,7 @@ def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subpr
 
 
 def end_tree(process: subprocess.Popen[str]) -> None:
-    """End a torchrun and every rank that it started; it is stopped first, so that it starts no more."""
+    """Terminate a torchrun and every rank that it started; it is stopped first, so that it starts no more."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGSTOP)
     ranks = _descendants(process.pid)
@@ -60,7 +60,7 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _stopped_like_ctrl_c() -> Iterator[None]:
-    """Make the signals that end a process raise KeyboardInterrupt here meanwhile, where this is the main thread."""
+    """Raise KeyboardInterrupt for the signals that end a process, in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -95,13 +95,13 @@ def _descendants(ancestor: int) -> list[int]:
 
 
 def _alive(ranks: Sequence[int]) -> list[int]:
-    """Those that run; one that only waits to be collected does not."""
+    """The processes that still run; zombies do not."""
     there = _processes()
     return [pid for pid in ranks if pid in there and not there[pid][1].startswith("Z")]
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """Process -> its parent and its state, from /proc, or from `ps` where there is none."""
+    """Process -> its parent and its state, from /proc, or from `ps` where there is no /proc."""
     found = {}
     if Path("/proc/self/stat").exists():
         for path in Path("/proc").glob("[0-9]*/stat"):

@@ -1,11 +1,10 @@
-"""What every rank of a compiled program talks through.
+"""The interface through which ranks communicate.
 
-A generated script sends, receives and reduces through one `Transport` and never asks what carries
-it: processes under torchrun (`distributed`), or threads of one process (`simulated`).  The checks
-that both need stand here once, and so does the rule that an empty tensor travels nowhere: both
-sides know its shape, so both leave the message out.
+A rank sends, receives and reduces through one `Transport`, on processes under torchrun (`distributed`) or on threads
+of one process (`simulated`).  Checks common to both are here, and so is the rule that empty tensors are not sent: both
+sides know the shape, so both leave the message out.
 
-Every sum is a plain sum; nothing is divided by the number of ranks.
+Sums are not divided by the number of ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +38,7 @@ class Work(Protocol):
 
 
 class CompletedWork:
-    """The work of an operation that has nothing to do."""
+    """The work of an operation that is complete already."""
 
     def wait(self) -> None:
         return
@@ -56,11 +55,11 @@ class AllOf:
             work.wait()
 
 
-Message = tuple[Tensor, int]  # what travels, and the other rank
+Message = tuple[Tensor, int]  # a tensor, and the rank at the other end
 
 
 def describe(tensor: Tensor) -> str:
-    """Shape and dtype as messages write them: `(64, 9216) float32`."""
+    """Shape and dtype for messages: `(64, 9216) float32`."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
@@ -70,14 +69,13 @@ def describe_all(tensors: Sequence[Tensor]) -> str:
 
 
 class Transport(ABC):
-    """One rank's side of all communication.
+    """One rank's access to the others.
 
-    Operations on tensors only start here and end at their work's `wait`; until then their tensors
-    must not be touched.  Between two ranks, messages of one tag arrive in the order in which they
-    were sent.  Ranks that share several communicators must use them in one order.
+    Operations on tensors are asynchronous: until their work's `wait` returns, their tensors must not be touched.
+    Between two ranks, messages of one tag arrive in the order in which they were sent.  Ranks that share several
+    communicators must use them in one order.
 
-    rank, world: this rank, and how many there are.
-    device: where this rank computes; its tensors live there.
+    rank, world: this rank, and the number of ranks.  device: of this rank's tensors.
     """
 
     rank: int
@@ -86,16 +84,16 @@ class Transport(ABC):
 
     @property
     def waits_hold_the_stream(self) -> bool:
-        """Whether a wait holds up the GPU's current stream and not the program, as NCCL's do.
+        """Whether a wait blocks the GPU's current stream and not the host, as NCCL's do.
 
-        Then a chain of operations in which each needs the one before can be issued at once.
+        Then a chain of operations that depend on each other can be issued at once.
         """
         return False
 
     def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
-        """Call `call`, from any thread, when `work` is complete, if the backend says so before somebody waits.
+        """Call `call`, from any thread, when `work` is complete, if the backend reports that before a wait.
 
-        Returns whether it will: gloo does of collectives, not of messages.
+        Returns whether it will: gloo reports collectives, not messages.
         """
         return False
 
@@ -121,8 +119,8 @@ class Transport(ABC):
     ) -> Work:
         """Start several messages among `ranks` as one operation: each a tensor and its destination, or source.
 
-        Two ranks that exchange tensors need it where messages are carried out one after the other (NCCL).  There all
-        of `ranks` must come to a first exchange, which creates their communicator, before any of them can go on.
+        NCCL runs messages one after the other, so two ranks that exchange tensors need this.  All of `ranks` must join
+        their first exchange there, which creates their communicator.
         Raises ValueError when a peer is this rank or none of `ranks`.
         """
         self._check_group("exchange", ranks)
@@ -168,9 +166,8 @@ class Transport(ABC):
     def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         """Start to fill `output` with the sum over `ranks` of the pieces meant for this rank.
 
-        `pieces[i]` is what this rank gives to `ranks[i]`.  Pieces for different ranks may differ in one dim; those for
-        one rank have one shape, whoever gives them.  Each is sent once, straight to its rank, which adds them up in
-        rank order; on NCCL the order is NCCL's.
+        `pieces[i]` is this rank's summand for `ranks[i]`.  Pieces for different ranks may differ in one dim.  Each is
+        sent once, directly to its rank, which sums them in rank order; on NCCL the order is NCCL's.
         Raises ValueError when the number of pieces, or the shape of this rank's own, does not fit.
         """
         self._check_group("reduce_scatter", ranks)
@@ -191,8 +188,7 @@ class Transport(ABC):
     def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Create the communicators of those `groups` that hold this rank.
 
-        Collective over the members of each group only.  A group that was not connected is
-        created at its first use; doing it up front keeps that time out of the first step.
+        Collective over the members of each group only.  A group that was not connected is created at its first use.
         """
         for ranks in sorted(set(groups)):
             if self.rank in ranks:
@@ -217,11 +213,11 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up the connections that this transport made.  Wait for all work before."""
+        """Close the connections that this transport made, after all work is complete."""
 
     @abstractmethod
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...

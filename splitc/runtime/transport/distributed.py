@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..heap import keep_memory
-from .torch_transport import TorchTransport, cause
+from .flight import cause
+from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 

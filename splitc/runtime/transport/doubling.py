@@ -1,12 +1,12 @@
 """All-reduce by recursive doubling, as Stanza sums gradients (section 4.1.2, equation 3).
 
-With p the largest power of two that is at most n, the n - p surplus members first give their tensor to a partner, p
-members exchange their sums in log2(p) rounds with the member 1, 2, 4, ... positions away, and the partners hand the
-result back: floor(log2 n) + 2 rounds when n is no power of two.  Stanza draws surplus members and partners at random;
-here the last n - p members are surplus, and the first n - p their partners.
+With p the largest power of two that is at most n, the n - p surplus members first send their tensor to a partner, p
+members exchange sums in log2(p) rounds with the member 1, 2, 4, ... positions away, and the partners send the result
+back: floor(log2 n) + 2 rounds when n is not a power of two.  Stanza draws surplus members and partners at random; here
+the last n - p members are surplus, and the first n - p their partners.
 
-Few messages of the whole tensor: better than a ring where latency counts, worse where bandwidth does.  Two members that
-exchange add the same two tensors, and addition commutes, so the result has the same bits on all.
+It sends few messages of the whole tensor: faster than a ring where latency dominates, slower where bandwidth does.  Two
+members that exchange add the same two tensors, and addition commutes, so the result has the same bits on all members.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
 def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
     """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one.
 
-    This rank's first message starts at once; the rounds that need an answer run in `wait`.  Sums over the same ranks
-    may be under way together, also if they are waited for in another order; before a sum over other ranks starts,
-    those under way are finished.
+    This rank's first message starts at once; rounds that depend on a received message run in `wait`.  Sums over the
+    same ranks may be under way together, even when they are waited for in another order; before a sum over other ranks
+    starts, those under way are completed.
     Raises ValueError when this rank is none of `ranks`.
     """
     if transport.rank not in ranks:
@@ -48,9 +48,9 @@ def sent_bytes(nbytes: int, index: int, n: int) -> int:
 
 
 class _Doubling:
-    """One sum under way: its rounds, each started when the one before is complete."""
+    """One sum under way, as rounds: each starts when the one before is complete."""
 
-    # The last sum that each transport has under way; it knows the ones before.
+    # The last sum that each transport has under way; it refers to the one before it.
     _last: ClassVar[WeakKeyDictionary[Transport, _Doubling]] = WeakKeyDictionary()
 
     def __init__(self, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> None:

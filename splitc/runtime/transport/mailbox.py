@@ -1,8 +1,8 @@
-"""What simulated ranks share: the messages and meetings under way, and who waits for what.
+"""The state that simulated ranks share: messages and collectives under way, and what each rank waits for.
 
-A message stands on the board under (source, destination, tag, number) until it is received; a collective is a meeting
-that is complete when its last member has come.  Because everything that a rank can wait for is on the board, a deadlock
-is seen the moment it happens: every unfinished rank waits, and none of them is ready.
+A message stays in the mailbox under (source, destination, tag, number) until it is received; a collective is complete
+when its last member has joined.  Everything that a rank can wait for is here, so a deadlock is detected when it
+happens: every unfinished rank waits, and none of them is ready.
 """
 
 import threading
@@ -19,7 +19,7 @@ from .base import Deadlock, Mismatch, PeerLost, describe
 
 @dataclass
 class Wait:
-    """What one rank waits for: how to tell that it has come, and how to say it."""
+    """What one rank waits for.  ready: whether it has come.  what: a description for messages."""
 
     ready: Callable[[], bool]
     what: Callable[[], str]
@@ -27,22 +27,22 @@ class Wait:
 
 @dataclass
 class PendingCollective:
-    """One collective: each member's offer, and the result once all have come."""
+    """One collective: the members' contributions, and the result once all have joined."""
 
     ranks: tuple[int, ...]
     asked: dict[int, str] = field(default_factory=dict)
-    offers: dict[int, Any] = field(default_factory=dict)
+    contributions: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     complete: bool = False
 
     def missing(self) -> str:
-        """The collective as its first members asked for it, and who has not come."""
+        """The collective as its first members asked for it, and the ranks that have not joined."""
         absent = [str(rank) for rank in self.ranks if rank not in self.asked]
         return f"{self.asked[min(self.asked)]}; not joined by rank {', '.join(absent)}"
 
 
 class Mailbox:
-    """What all ranks share.  Its public methods take the lock; the others are called under it."""
+    """Messages and collectives of all ranks.  Public methods take the lock; the others are called under it."""
 
     def __init__(self, world: int, timeout: float) -> None:
         self.world = world
@@ -51,7 +51,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._used: Counter[tuple[Any, ...]] = Counter()
         self._messages: dict[tuple[Any, ...], Tensor] = {}
-        self._meetings: dict[tuple[Any, ...], PendingCollective] = {}
+        self._collectives: dict[tuple[Any, ...], PendingCollective] = {}
         self._waiting: dict[int, Wait] = {}
         self._finished: set[int] = set()
 
@@ -63,51 +63,51 @@ class Mailbox:
             self._changed.notify_all()
 
     def expect(self, rank: int, src: int, tag: int, what: str) -> Callable[[], Tensor]:
-        """Book rank `src`'s next message of this tag; the function returned waits for it."""
+        """Post the receive of rank `src`'s next message of this tag; the function returned waits for it."""
         with self._changed:
             self._check_alive(rank)
             _, *route = self._number("booked", src, rank, tag)
         key = ("sent", *route)
 
-        def take() -> Tensor:
+        def receive() -> Tensor:
             with self._changed:
                 self._wait(rank, Wait(lambda: key in self._messages, lambda: what))
                 return self._messages.pop(key)
 
-        return take
+        return receive
 
     def join(
         self,
         rank: int,
         ranks: tuple[int, ...],
         asked: str,
-        offer: Any,
+        contribution: Any,
         combine: Callable[[list[Any]], Any],
     ) -> Callable[[], Any]:
-        """Come to the next collective of `ranks`; the function returned waits for its result.
+        """Join the next collective of `ranks`; the function returned waits for its result.
 
-        The last to come combines the offers, in rank order.
+        The last rank to join combines the contributions, in rank order.
         """
         with self._changed:
             self._check_alive(rank)
             *_, number = self._number("joined", rank, ranks)
-            meeting = self._meetings.setdefault((ranks, number), PendingCollective(ranks))
-            meeting.asked[rank] = f"{asked} over ranks {ranks}"
-            meeting.offers[rank] = offer
-            if len(meeting.asked) == len(ranks):
-                _check_agreed(meeting)
-                meeting.result = combine([meeting.offers[member] for member in ranks])
-                meeting.offers.clear()
-                meeting.complete = True
-                del self._meetings[ranks, number]
+            collective = self._collectives.setdefault((ranks, number), PendingCollective(ranks))
+            collective.asked[rank] = f"{asked} over ranks {ranks}"
+            collective.contributions[rank] = contribution
+            if len(collective.asked) == len(ranks):
+                _check_agreed(collective)
+                collective.result = combine([collective.contributions[member] for member in ranks])
+                collective.contributions.clear()
+                collective.complete = True
+                del self._collectives[ranks, number]
                 self._changed.notify_all()
 
-        def leave() -> Any:
+        def result() -> Any:
             with self._changed:
-                self._wait(rank, Wait(lambda: meeting.complete, meeting.missing))
-            return meeting.result
+                self._wait(rank, Wait(lambda: collective.complete, collective.missing))
+            return collective.result
 
-        return leave
+        return result
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Release all ranks because `rank` raised `error`; only the first error counts."""
@@ -118,17 +118,17 @@ class Mailbox:
             self._changed.notify_all()
 
     def finish(self, rank: int) -> None:
-        """Rank `rank` will do no more; nobody who waits for it can be released now."""
+        """Rank `rank` has finished; ranks that wait for it cannot go on."""
         with self._changed:
             self._finished.add(rank)
             self._find_deadlock()
 
     def left_over(self) -> list[str]:
-        """The messages nobody received and the collectives somebody missed, one a line.
+        """The messages that were not received and the collectives that a rank did not join, one a line.
 
         For the end only, when no rank runs.
         """
-        missed = [f"  {meeting.missing()}" for meeting in self._meetings.values()]
+        missed = [f"  {collective.missing()}" for collective in self._collectives.values()]
         return self._not_received() + sorted(missed)
 
     def _not_received(self) -> list[str]:
@@ -168,12 +168,12 @@ class Mailbox:
         self._changed.notify_all()
 
 
-def _check_agreed(meeting: PendingCollective) -> None:
-    first, *others = meeting.ranks
+def _check_agreed(collective: PendingCollective) -> None:
+    first, *others = collective.ranks
     for other in others:
-        if meeting.asked[other] != meeting.asked[first]:
+        if collective.asked[other] != collective.asked[first]:
             raise Mismatch(
                 f"rank {first} and rank {other} disagree about one collective\n"
-                f"  rank {first}: {meeting.asked[first]}\n"
-                f"  rank {other}: {meeting.asked[other]}"
+                f"  rank {first}: {collective.asked[first]}\n"
+                f"  rank {other}: {collective.asked[other]}"
             )

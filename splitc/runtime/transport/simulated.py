@@ -1,6 +1,6 @@
 """Ranks as threads of one process: for `verify`, for tests, and for a first look without torchrun.
 
-The ranks share one `Mailbox`, on which a message or a collective is complete or can be seen to never be.
+The ranks share one `Mailbox`, which detects messages and collectives that will never be complete.
 """
 
 import pickle
@@ -31,25 +31,25 @@ def run_ranks(world: int, function: Callable[[Transport], Result], timeout: floa
     """
     if world < 1:
         raise ValueError(f"cannot run {world} ranks")
-    board = Mailbox(world, timeout)
+    mailbox = Mailbox(world, timeout)
     results: dict[int, Result] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(SimulatedTransport(board, rank))
+            results[rank] = function(SimulatedTransport(mailbox, rank))
         except BaseException as error:  # an exit or a test's skip must release the others too
-            board.fail(rank, error)
+            mailbox.fail(rank, error)
         finally:
-            board.finish(rank)
+            mailbox.finish(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if board.error is not None:
-        raise board.error
-    if left := board.left_over():
+    if mailbox.error is not None:
+        raise mailbox.error
+    if left := mailbox.left_over():
         raise Mismatch("all ranks finished, but something was left behind\n" + "\n".join(left))
     return [results[rank] for rank in range(world)]
 
@@ -61,22 +61,22 @@ class SimulatedTransport(Transport):
     do not promise.
     """
 
-    def __init__(self, board: Mailbox, rank: int) -> None:
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
         self.rank = rank
-        self.world = board.world
+        self.world = mailbox.world
         self.device = torch.device("cpu")
-        self._board = board
+        self._mailbox = mailbox
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        self._board.put(self.rank, dst, tag, _snapshot(tensor))
+        self._mailbox.put(self.rank, dst, tag, _snapshot(tensor))
         return CompletedWork()
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         what = f"irecv {describe(tensor)} from rank {src}, tag {tag}"
-        take = self._board.expect(self.rank, src, tag, what)
+        receive = self._mailbox.expect(self.rank, src, tag, what)
 
         def fill() -> None:
-            message = take()
+            message = receive()
             if describe(message) != describe(tensor):
                 raise Mismatch(f"rank {self.rank}: {what}, but it sent {describe(message)}")
             tensor.detach().copy_(message)
@@ -84,73 +84,72 @@ class SimulatedTransport(Transport):
         return _Once(fill)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        leave = self._board.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), _sum)
-        return _Once(lambda: tensor.detach().copy_(leave()))
+        result = self._mailbox.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), _sum)
+        return _Once(lambda: tensor.detach().copy_(result()))
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        leave = self._board.join(
+        result = self._mailbox.join(
             self.rank,
             ranks,
             f"broadcast {describe(tensor)} from rank {src}",
             _snapshot(tensor) if self.rank == src else None,
-            lambda offers: offers[ranks.index(src)],
+            lambda contributions: contributions[ranks.index(src)],
         )
         if self.rank == src:
-            return _Once(leave)
-        return _Once(lambda: tensor.detach().copy_(leave()))
+            return _Once(result)
+        return _Once(lambda: tensor.detach().copy_(result()))
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         what = f"all_gather {describe_all(outputs)}"
-        leave = self._board.join(self.rank, ranks, what, _snapshot(tensor), list)
+        result = self._mailbox.join(self.rank, ranks, what, _snapshot(tensor), list)
 
         def fill() -> None:
-            for output, piece in zip(outputs, leave(), strict=True):
+            for output, piece in zip(outputs, result(), strict=True):
                 output.detach().copy_(piece)
 
         return _Once(fill)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
-        leave = self._board.join(
+        result = self._mailbox.join(
             self.rank,
             ranks,
             f"reduce_scatter {describe_all(pieces)}",
             [_snapshot(piece) for piece in pieces],
-            lambda offers: [_sum(list(parts)) for parts in zip(*offers, strict=True)],
+            lambda pieces: [_sum(list(parts)) for parts in zip(*pieces, strict=True)],
         )
-        return _Once(lambda: output.detach().copy_(leave()[ranks.index(self.rank)]))
+        return _Once(lambda: output.detach().copy_(result()[ranks.index(self.rank)]))
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
-        """Nothing to create: a meeting is made by the first who comes."""
+        """Nothing to create: the first member creates a collective."""
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        offer = pickle.dumps(value) if self.rank == src else None
-        return pickle.loads(self._meet_all(f"broadcast_object from rank {src}", offer)[src])
+        data = pickle.dumps(value) if self.rank == src else None
+        return pickle.loads(self._join_all(f"broadcast_object from rank {src}", data)[src])
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        offers = self._meet_all(f"gather_objects to rank {dst}", pickle.dumps(value))
-        return [pickle.loads(offer) for offer in offers] if self.rank == dst else None
+        values = self._join_all(f"gather_objects to rank {dst}", pickle.dumps(value))
+        return [pickle.loads(data) for data in values] if self.rank == dst else None
 
     def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
         self._check_scatter(values, src)
-        offer = [pickle.dumps(value) for value in values or ()] if self.rank == src else None
-        offers = self._meet_all(f"scatter_objects from rank {src}", offer)
-        return pickle.loads(offers[src][self.rank])
+        data = [pickle.dumps(value) for value in values or ()] if self.rank == src else None
+        return pickle.loads(self._join_all(f"scatter_objects from rank {src}", data)[src][self.rank])
 
     def barrier(self) -> None:
-        self._meet_all("barrier", None)
+        self._join_all("barrier", None)
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Nothing to close."""
 
-    def _meet_all(self, what: str, offer: Any) -> list[Any]:
-        """The offers of all ranks, once all have made theirs."""
-        everybody = tuple(range(self.world))
-        offers: list[Any] = self._board.join(self.rank, everybody, what, offer, list)()
-        return offers
+    def _join_all(self, what: str, contribution: Any) -> list[Any]:
+        """The contributions of all ranks, once all have joined."""
+        everyone = tuple(range(self.world))
+        contributions: list[Any] = self._mailbox.join(self.rank, everyone, what, contribution, list)()
+        return contributions
 
 
 class _Once:
-    """A work whose second wait does nothing."""
+    """A work that is completed by its first wait."""
 
     def __init__(self, complete: Callable[[], object]) -> None:
         self._complete: Callable[[], object] | None = complete

@@ -1,14 +1,15 @@
 """One rank's transport on a process group of torch.distributed.
 
-Tensors travel as bytes wherever nothing is added up, because gloo refuses many dtypes in
-collectives; a sum of a dtype that the backends cannot add is taken in a wider one.
+Tensors travel as bytes wherever nothing is summed, because gloo refuses many dtypes in collectives; sums of a dtype
+that the backends cannot add are taken in a wider one.
 """
 
-import re
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +18,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from .base import Message, PeerLost, Transport, Work, describe, describe_all
+from .flight import Flight, as_bytes, cause, summable
 
-# What gloo and NCCL both add up; int16 and the other small types are not among them.
-_SUMMABLE = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-}  # fmt: skip
-
-# Tags out of the way of programs': of the messages that set a group up, and of those that collectives are made of.
+# Tags that programs do not use: of the messages that set up a group, and of those that make up collectives.
 _SETUP_TAG, _GATHER_TAG, _SCATTER_TAG = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
@@ -55,7 +51,7 @@ class TorchTransport(Transport):
         return self.device.type == "cuda" and not self.staged
 
     def when_complete(self, work: Work, call: Callable[[], None]) -> bool:
-        return isinstance(work, _Flight) and not self.waits_hold_the_stream and work.when_complete(call)
+        return isinstance(work, Flight) and not self.waits_hold_the_stream and work.when_complete(call)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
@@ -85,30 +81,30 @@ class TorchTransport(Transport):
             dist.destroy_process_group()
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        flight = _Flight(self, f"isend {describe(tensor)} to rank {dst}, tag {tag}")
-        return flight.issue(dist.isend, _as_bytes(flight.outgoing(tensor)), dst, tag=tag)
+        flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}")
+        return flight.issue(dist.isend, as_bytes(flight.outgoing(tensor)), dst, tag=tag)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        flight = _Flight(self, f"irecv {describe(tensor)} from rank {src}, tag {tag}")
-        return flight.issue(dist.irecv, _as_bytes(flight.incoming(tensor)), src, tag=tag)
+        flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}")
+        return flight.issue(dist.irecv, as_bytes(flight.incoming(tensor)), src, tag=tag)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"all_reduce {describe(tensor)} over ranks {ranks}")
+        flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}")
         group = self._group(ranks)
         return flight.issue(dist.all_reduce, flight.summed(tensor), group=group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
+        flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")
         buffer = flight.outgoing(tensor) if self.rank == src else flight.incoming(tensor)
         group = self._group(ranks)
-        return flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+        return flight.issue(dist.broadcast, as_bytes(buffer), src, group=group, async_op=True)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"all_gather {describe(tensor)} over ranks {ranks}")
+        flight = self._flight(f"all_gather {describe(tensor)} over ranks {ranks}")
         group = self._group(ranks)
         if len({output.shape for output in outputs}) == 1:
-            buffers = [_as_bytes(flight.incoming(output)) for output in outputs]
-            own = _as_bytes(flight.outgoing(tensor))
+            buffers = [as_bytes(flight.incoming(output)) for output in outputs]
+            own = as_bytes(flight.outgoing(tensor))
             return flight.issue(dist.all_gather, buffers, own, group=group, async_op=True)
         # Unequal shapes, which both backends refuse: NCCL broadcasts each, gloo sends each straight to the others.
         outputs[ranks.index(self.rank)].detach().copy_(tensor.detach())
@@ -116,7 +112,7 @@ class TorchTransport(Transport):
             for src, output in zip(ranks, outputs, strict=True):
                 if output.numel():
                     buffer = flight.outgoing(output) if self.rank == src else flight.incoming(output)
-                    flight.issue(dist.broadcast, _as_bytes(buffer), src, group=group, async_op=True)
+                    flight.issue(dist.broadcast, as_bytes(buffer), src, group=group, async_op=True)
             return flight
         own = flight.outgoing(tensor)
         others = [(rank, output) for rank, output in zip(ranks, outputs, strict=True) if rank != self.rank]
@@ -127,7 +123,7 @@ class TorchTransport(Transport):
         )
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
-        flight = _Flight(self, f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
+        flight = self._flight(f"reduce_scatter {describe_all(pieces)} over ranks {ranks}")
         if self.waits_hold_the_stream:
             return self._reduce_scatter_by_nccl(flight, output, pieces, ranks)
         # gloo's own is one all-reduce of each piece: here each travels once, straight to its rank.
@@ -141,12 +137,12 @@ class TorchTransport(Transport):
         )
 
     def _reduce_scatter_by_nccl(
-        self, flight: "_Flight", output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
+        self, flight: Flight, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]
     ) -> Work:
         """In one operation, or when shapes are unequal in a reduction to each rank."""
         group = self._group(ranks)
-        sources = [flight.outgoing(piece.to(_summable(piece.dtype))) for piece in pieces]
-        (total,) = flight.parts(output, 1, _summable(output.dtype))
+        sources = [flight.outgoing(piece.to(summable(piece.dtype))) for piece in pieces]
+        (total,) = flight.parts(output, 1, summable(output.dtype))
         if len({piece.shape for piece in pieces}) == 1:
             return flight.issue(dist.reduce_scatter, total, sources, group=group, async_op=True)
         total.copy_(sources[ranks.index(self.rank)])
@@ -161,7 +157,7 @@ class TorchTransport(Transport):
     ) -> Work:
         peers = [f"{describe(x)} to rank {dst}" for x, dst in sends]
         peers += [f"{describe(x)} from rank {src}" for x, src in receives]
-        flight = _Flight(self, f"exchange {', '.join(peers)}, tag {tag}")
+        flight = self._flight(f"exchange {', '.join(peers)}, tag {tag}")
         leaving = [(flight.outgoing(x), dst) for x, dst in sends]
         arriving = [(flight.incoming(x), src) for x, src in receives]
         if not self.waits_hold_the_stream:
@@ -170,12 +166,16 @@ class TorchTransport(Transport):
         if ranks not in self._met:  # messages alone would not create the communicator of all of them
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._met.add(ranks)
-        operations = [dist.P2POp(dist.isend, _as_bytes(x), dst, group) for x, dst in leaving]
-        operations += [dist.P2POp(dist.irecv, _as_bytes(x), src, group) for x, src in arriving]
+        operations = [dist.P2POp(dist.isend, as_bytes(x), dst, group) for x, dst in leaving]
+        operations += [dist.P2POp(dist.irecv, as_bytes(x), src, group) for x, src in arriving]
         return flight.issue(dist.batch_isend_irecv, operations)
 
     def _connect(self, ranks: tuple[int, ...]) -> None:
         self._group(ranks)
+
+    def _flight(self, what: str) -> Flight:
+        """An operation that is about to be issued."""
+        return Flight(self.device, self.staged, partial(self._losing_peers, what))
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The communicator of `ranks`, created by its members alone when it is new.
@@ -229,103 +229,5 @@ class TorchTransport(Transport):
             ) from error
 
 
-class _Flight:
-    """One operation under way: torch's works, and the tensors that must live until they end.
-
-    A tensor that the backend cannot use where it lies (on a GPU when staged, or not contiguous)
-    travels as a copy, its buffer; `wait` copies back what has arrived.
-    """
-
-    def __init__(self, transport: TorchTransport, what: str) -> None:
-        self._transport = transport
-        self._what = what
-        self._wire = torch.device("cpu") if transport.staged else transport.device
-        self._works: list[dist.Work] = []
-        self._buffers: list[Tensor] = []
-        self._arrivals: list[tuple[Tensor, list[Tensor]]] = []  # a tensor and the buffers it is the sum of
-
-    def outgoing(self, tensor: Tensor) -> Tensor:
-        """The buffer to send `tensor` from."""
-        buffer = tensor.detach().to(self._wire, copy=self._transport.staged).contiguous()
-        self._buffers.append(buffer)
-        return buffer
-
-    def incoming(self, tensor: Tensor) -> Tensor:
-        """The buffer to receive `tensor` in."""
-        tensor = tensor.detach()
-        if self._transport.staged or tensor.device != self._wire or not tensor.is_contiguous():
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
-            self._arrivals.append((tensor, [buffer]))
-            return buffer
-        self._buffers.append(tensor)
-        return tensor
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The buffer to add `tensor` up in, of a dtype that backends can add."""
-        tensor = tensor.detach()
-        buffer = self.outgoing(tensor)
-        buffer = buffer.to(_summable(tensor.dtype))
-        if buffer.data_ptr() != tensor.data_ptr():
-            self._arrivals.append((tensor, [buffer]))
-        return buffer
-
-    def parts(self, tensor: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """Buffers for the summands that `tensor` will be the sum of; another may be put in the place of one."""
-        parts = [torch.empty(tensor.shape, dtype=dtype, device=self._wire) for _ in range(count)]
-        self._arrivals.append((tensor.detach(), parts))
-        return parts
-
-    def issue(self, operation: Any, *arguments: Any, **options: Any) -> "_Flight":
-        """Start one of torch's operations."""
-        with self._transport._losing_peers(self._what):
-            works = operation(*arguments, **options)
-        self._works += works if isinstance(works, list) else [works]
-        return self
-
-    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> "_Flight":
-        """Start messages from and to buffers, each on its own; empty ones travel nowhere."""
-        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
-            for buffer, peer in messages:
-                if buffer.numel():
-                    self.issue(operation, _as_bytes(buffer), peer, tag=tag)
-        return self
-
-    def when_complete(self, call: Callable[[], None]) -> bool:
-        """Call `call` when the backend has carried it out; False where it is made of messages, which do not tell."""
-        if len(self._works) != 1:
-            return False
-        with suppress(RuntimeError):  # gloo's messages have no future
-            self._works[0].get_future().add_done_callback(lambda _: call())
-            return True
-        return False
-
-    def wait(self) -> None:
-        while self._works:
-            with self._transport._losing_peers(self._what):
-                self._works[0].wait()
-            del self._works[0]
-        for tensor, parts in self._arrivals:
-            tensor.copy_(reduce(torch.add, parts))
-        self._arrivals.clear()
-        self._buffers.clear()
-
-
-def _summable(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which backends add up tensors of `dtype`."""
-    if dtype in _SUMMABLE:
-        return dtype
-    return torch.float32 if dtype.is_floating_point else torch.int64
-
-
 def _count_groups() -> int:
     return len(distributed_c10d._world.pg_names)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def cause(error: RuntimeError) -> str:
-    """The part of torch's message that tells something: no C++ file name, no general advice."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]

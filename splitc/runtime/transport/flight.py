@@ -1,0 +1,124 @@
+"""An operation of torch.distributed under way, with the buffers that its tensors travel in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .base import Message
+
+# The dtypes that both gloo and NCCL can sum; int16 and the other small types are not among them.
+_SUMMABLE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+
+
+class Flight:
+    """One operation under way: torch's works, and the tensors that must live until they end.
+
+    A tensor that the backend cannot use in place (on a GPU when staged, or not contiguous) travels as a copy, its
+    buffer; `wait` copies back what has arrived.
+
+    staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
+    fail.
+    """
+
+    def __init__(
+        self, device: torch.device, staged: bool, losing_peers: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._staged, self._losing_peers = staged, losing_peers
+        self._wire = torch.device("cpu") if staged else device
+        self._works: list[dist.Work] = []
+        self._buffers: list[Tensor] = []
+        self._arrivals: list[tuple[Tensor, list[Tensor]]] = []  # a tensor and the buffers it is the sum of
+
+    def outgoing(self, tensor: Tensor) -> Tensor:
+        """The buffer to send `tensor` from."""
+        buffer = tensor.detach().to(self._wire, copy=self._staged).contiguous()
+        self._buffers.append(buffer)
+        return buffer
+
+    def incoming(self, tensor: Tensor) -> Tensor:
+        """The buffer to receive `tensor` in."""
+        tensor = tensor.detach()
+        if self._staged or tensor.device != self._wire or not tensor.is_contiguous():
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
+            self._arrivals.append((tensor, [buffer]))
+            return buffer
+        self._buffers.append(tensor)
+        return tensor
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The buffer to sum `tensor` in, of a dtype that backends can add."""
+        tensor = tensor.detach()
+        buffer = self.outgoing(tensor)
+        buffer = buffer.to(summable(tensor.dtype))
+        if buffer.data_ptr() != tensor.data_ptr():
+            self._arrivals.append((tensor, [buffer]))
+        return buffer
+
+    def parts(self, tensor: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Buffers for the summands of `tensor`; the caller may replace one by another tensor."""
+        parts = [torch.empty(tensor.shape, dtype=dtype, device=self._wire) for _ in range(count)]
+        self._arrivals.append((tensor.detach(), parts))
+        return parts
+
+    def issue(self, operation: Any, *arguments: Any, **options: Any) -> Flight:
+        """Start one of torch's operations."""
+        with self._losing_peers():
+            works = operation(*arguments, **options)
+        self._works += works if isinstance(works, list) else [works]
+        return self
+
+    def messages(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
+        """Start messages from and to buffers, one operation each; empty ones are left out."""
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for buffer, peer in messages:
+                if buffer.numel():
+                    self.issue(operation, as_bytes(buffer), peer, tag=tag)
+        return self
+
+    def when_complete(self, call: Callable[[], None]) -> bool:
+        """Call `call` when the operation is complete; False for messages, whose completion gloo does not report."""
+        if len(self._works) != 1:
+            return False
+        with suppress(RuntimeError):  # gloo's messages have no future
+            self._works[0].get_future().add_done_callback(lambda _: call())
+            return True
+        return False
+
+    def wait(self) -> None:
+        while self._works:
+            with self._losing_peers():
+                self._works[0].wait()
+            del self._works[0]
+        for tensor, parts in self._arrivals:
+            tensor.copy_(reduce(torch.add, parts))
+        self._arrivals.clear()
+        self._buffers.clear()
+
+
+def summable(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which backends sum tensors of `dtype`."""
+    if dtype in _SUMMABLE:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def cause(error: RuntimeError) -> str:
+    """The informative part of torch's message, without the C++ file name and general advice."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\] ", "", line).partition(". This is typically")[0]
