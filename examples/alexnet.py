@@ -1,8 +1,8 @@
-"""AlexNet: the convolutions compute, the classifier holds the parameters.
+"""AlexNet: the convolutions have the FLOPs, the classifier has the parameters.
 
-Five convolutions do nine tenths of the arithmetic with 2.5 M parameters; three linear layers hold
-the other 58.6 M of the 61.1 M.  Data parallelism ships all of them to everybody in every step;
-splitc treats the two halves differently.
+Five convolutions have nine tenths of the FLOPs and 2.5 M parameters; three linear layers have the
+other 58.6 M of 61.1 M.  Data parallelism all-reduces the gradients of all of them in every step;
+splitc places the two halves differently.
 
     splitc inspect examples/alexnet.py --world 4 --cluster v100-10gbe
     splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build

@@ -1,7 +1,7 @@
-"""The multilayer perceptron of Stanza's table 7: no convolutions, and still something to separate.
+"""The multilayer perceptron of Stanza's table 7: layer separation without convolutions.
 
-Every layer is linear, but the last hidden one holds half of the 8.4 M parameters behind an
-activation of 1024 numbers.  Stanza cuts there and trains the two last layers on one node.
+Every layer is linear, but the last hidden one holds half of the 8.4 M parameters and reads only
+1024 activations an example.  Stanza cuts before it and trains the last two layers on one node.
 
     splitc inspect examples/mlp.py --world 4 --cluster v100-10gbe
     splitc compile examples/mlp.py --world 4 --cluster v100-10gbe -o build

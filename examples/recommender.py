@@ -1,9 +1,9 @@
-"""A recommender in the manner of DLRM: tables hold the parameters, small perceptrons compute.
+"""A recommender like DLRM: embedding tables have the parameters, small perceptrons the FLOPs.
 
-Four tables of very different sizes hold all but 23,000 of the 9.64 M parameters and compute nothing:
-an example reads a few rows.  Data parallelism still all-reduces every table in every step; on a rank
-of their own the tables stay where they are, and only indices and dense features travel.  So that all
-tables can lie above one cut, `forward` takes the dense features first.
+Four tables of very different sizes hold all but 23,000 of the 9.64 M parameters and have no FLOPs:
+an example reads a few rows.  Data parallelism still all-reduces every table in every step; on a
+separate rank the tables stay local, and only indices and dense features are sent.  `forward` reads
+the dense features first, so that one cut has all tables above it.
 
     splitc inspect examples/recommender.py --world 4 --cluster v100-10gbe
     splitc compile examples/recommender.py --world 4 --cluster v100-10gbe -o build

@@ -1,8 +1,8 @@
-"""ResNet-18 for CIFAR: a model that has no heavy head, with branches and BatchNorm.
+"""ResNet-18 for CIFAR: branches and BatchNorm, and no large head.
 
-Its parameters sit in convolutions that compute much with each of them, and its only linear layer
-is small, so data parallelism is hard to beat here.  A cut through a block would carry both of its
-branches, and BatchNorm normalises over what one rank runs, as under DistributedDataParallel.
+Its parameters are in convolutions with many FLOPs per parameter, and its only linear layer is
+small, so data parallelism is hard to beat here.  A cut through a block would send both of its
+branches, and BatchNorm normalises over the examples of one rank, as under DistributedDataParallel.
 
     splitc inspect examples/resnet.py --world 4 --cluster v100-10gbe
     splitc compile examples/resnet.py --world 4 --cluster v100-10gbe -o build
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions beside a shortcut, which is a convolution where the shape changes."""
+    """Two convolutions and a shortcut, which is a convolution where the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

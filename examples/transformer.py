@@ -1,8 +1,8 @@
-"""A small language model with a large vocabulary: both ends hold the parameters, one end computes.
+"""A small language model with a large vocabulary: parameters at both ends, FLOPs at one end.
 
 The embedding and the output projection hold 16.4 M of the 19.6 M parameters: two tables of 32,000
-tokens.  The embedding looks rows up and computes nothing; the projection does seven tenths of the
-arithmetic; four blocks of 0.8 M lie between them.  Data parallelism all-reduces both tables in every
+tokens.  The embedding looks rows up and has no FLOPs; the projection has seven tenths of the
+FLOPs; four blocks of 0.8 M lie between them.  Data parallelism all-reduces both tables in every
 step.
 
     splitc inspect examples/transformer.py --world 4 --cluster v100-10gbe
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each after a LayerNorm and beside a residual connection."""
+    """Causal attention and a perceptron, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def attention(self, x: Tensor) -> Tensor:
-        """Every position looks at itself and at those before it."""
+        """Every position attends to itself and to earlier ones."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 

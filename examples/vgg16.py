@@ -1,13 +1,13 @@
 """VGG-16 and VGG-19: one linear layer holds three quarters of the parameters.
 
-`classifier.0` alone holds 102.8 M of VGG-16's 138.4 M parameters and does less than one hundredth
-of its arithmetic, so no layer gains more from a strategy of its own.
+`classifier.0` alone holds 102.8 M of VGG-16's 138.4 M parameters and has less than one hundredth
+of its FLOPs, so it gains more than any other layer from a separate placement.
 
     splitc inspect examples/vgg16.py --world 4 --cluster v100-10gbe
     splitc compile examples/vgg16.py --world 4 --cluster v100-10gbe -o build
     splitc verify examples/vgg16.py --world 4 --input 2x3x224x224
 
-`examples/vgg16.py:vgg19` in place of `examples/vgg16.py` takes the deeper one.
+`examples/vgg16.py:vgg19` is the deeper model.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class VGG(nn.Module):
 
 
 def features(depths: Sequence[int], channels: Sequence[int], batch_norm: bool) -> list[nn.Module]:
-    """The convolutions: block i has depths[i] of them with channels[i] outputs, then a pooling."""
+    """Block i has depths[i] convolutions with channels[i] outputs, then a pooling."""
     layers: list[nn.Module] = []
     before = 3
     for depth, after in zip(depths, channels, strict=True):

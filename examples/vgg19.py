@@ -1,7 +1,7 @@
 """VGG-19: sixteen convolutions with 20.0 M parameters below three linear layers with 123.6 M.
 
-It computes a quarter more than VGG-16 in its convolutions, and has 143.7 M parameters in all, of
-which `classifier.0` alone holds 102.8 M.
+Its convolutions have a quarter more FLOPs than those of VGG-16; `classifier.0` alone holds 102.8 M
+of its 143.7 M parameters.
 
     splitc inspect examples/vgg19.py --world 4 --cluster v100-10gbe
     splitc compile examples/vgg19.py --world 4 --cluster v100-10gbe -o build

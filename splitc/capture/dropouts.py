@@ -1,4 +1,4 @@
-"""Rewrite operations that drop out internally, so that the dropout is a node of its own.
+"""Rewrite operations that contain a dropout, so that the dropout becomes a node.
 
 splitc seeds every dropout by its examples, not by its rank, so the dropout must be in the graph:
 

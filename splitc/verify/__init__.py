@@ -1,1 +1,1 @@
-"""Show that a compiled program is the same training as one process."""
+"""Compare the training of a compiled program with that of one process."""

@@ -1,4 +1,4 @@
-"""Show that a compiled program is the same training as one process: run both, compare loss, gradients and parameters.
+"""Compare the training of a compiled program with that of one process: loss, gradients and parameters.
 
 One process means the user's own model and loss, eager, on the concatenated global batch.  Dropout is off on both
 sides, and BatchNorm normalises over the groups of examples that the ranks form, replayed call by call.
@@ -140,7 +140,7 @@ def _verification(
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
     notes = list(_notes(program, local_batches, zero))
     if not holds and program.plan.exact and dtype != torch.float64:
-        notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 tells")
+        notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
     return Verification(
         holds,
         loss_error,
@@ -168,7 +168,7 @@ def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
 
 def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
     if not program.plan.exact:
-        yield "this plan is approximate: an update in every turn is not the training of one process"
+        yield "this plan is approximate: an update in every microbatch is not the training of one process"
     if (whole := program.plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
