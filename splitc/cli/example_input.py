@@ -121,20 +121,12 @@ def check_example(example: Any, where: str) -> None:
         raise CaptureError(f"{where}: example has no tensor; {form}")
 
 
-def check_target(target: Any, example: Any, where: str) -> None:
-    """Raise CaptureError unless it is one or several tensors with a row for each example."""
-    parts = tuple(example.values()) if isinstance(example, Mapping) else as_tuple(example)
-    tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
+def check_target(target: Any, where: str) -> None:
+    """Raise CaptureError unless it is a tensor or several."""
     for part in as_tuple(target):
         if not isinstance(part, Tensor):
             inside = "" if part is target else f" with a {type(part).__name__}"
             raise CaptureError(
                 f"{where}: target is a {type(target).__name__}{inside}; "
                 f"give a tensor with a row for each example, or a tuple of them"
-            )
-        if tensors and (part.dim() == 0 or part.shape[0] != tensors[0].shape[0]):
-            got = "no rows" if part.dim() == 0 else _count(part.shape[0], "row")
-            raise CaptureError(
-                f"{where}: target has {got}, but example has {_count(tensors[0].shape[0], 'row')}; "
-                f"give a target for each example"
             )

@@ -116,7 +116,7 @@ def _data(
     if target is not None:
         if batch is not None and not (callable(offered) and takes_batch(offered)):
             target = rows(target, batch)
-        check_target(target, example, where)
+        check_target(target, where)
     return example, target
 
 
