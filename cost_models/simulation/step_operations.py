@@ -4,8 +4,7 @@ A rank follows its action list; layers take their roofline times, messages and c
 
     forward, backward   layer after layer; communication of a node is waited for at that node
     recv, modulo, ...   waited for at once; sends continue until the end of the step
-    all_reduce, push    begun when backward has filled the bucket, waited for after it (docs/design.md, "Order on the
-                        wire")
+    all_reduce, push    begun when backward has filled the bucket, waited for after it
     multiply            waits for the gathers of late-multiplied layers, which began with their errors; then dW = E^T X
     update              the optimizer, bound by memory
 """
@@ -85,9 +84,9 @@ class _Step:
     """One rank's step, action by action."""
 
     def __init__(self, prices: Prices, rank: int) -> None:
-        self.prices, self.rank, self.program = prices, rank, prices.program
-        self.plan = self.program.plan
+        self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
         self.device = prices.device(rank)
+        self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
         self._counts: dict[tuple[str, Payload, int], int] = defaultdict(int)
         self._sends: list[Transfer] = []  # waited for at the step's end
@@ -125,9 +124,7 @@ class _Step:
                 self._reduce_gradients(action)
             case "send" | "send_grad" | "sum_loss" | "send_parameters":
                 self._sends += self._begin(self._wire(action))
-            case "slice_batch":
-                pass  # moves nothing
-            case _:
+            case _:  # slice_batch, which moves nothing, included
                 self._block(self._wire(action))
 
     def _wire(self, action: Action) -> list[WireOp]:
@@ -136,8 +133,7 @@ class _Step:
     # -- a stage -------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        exchanged = self._exchanged(stage, action)
-        first = _first_nodes(stage)
+        exchanged, first = self._exchanged(stage, action), _first_nodes(stage)
         for node in stage.graph.nodes:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
@@ -215,7 +211,7 @@ class _Step:
             found[node.name].append(op)
         return found
 
-    # -- with servers --------------------------------------------------------------------------------------------------
+    # -- servers, the optimizer, transfers -----------------------------------------------------------------------------
 
     def _pull(self, action: Action) -> None:
         """Begin to receive all parameters; with overlap a node waits for its bucket, else all are waited for here."""
@@ -234,8 +230,6 @@ class _Step:
         for transfer, op in zip(self._begin(ops), ops, strict=True):
             self._done.append(Wait((transfer,)))
             self._copy(str(op.payload), 1.5 * op.nbytes)  # two read, one written
-
-    # -- the rest ------------------------------------------------------------------------------------------------------
 
     def _trained(self) -> float:
         """Return the bytes of the parameters that this rank's optimizer updates at the step's end."""
@@ -256,10 +250,6 @@ class _Step:
     def _copy(self, name: str, nbytes: float) -> None:
         """Read and write `nbytes`."""
         self._done.append(Compute(f"copy {name}", 2 * nbytes / self._memory_rate))
-
-    @property
-    def _memory_rate(self) -> float:
-        return self.device.memory_bandwidth * self.device.efficiency_of("memory")
 
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []
