@@ -1,7 +1,7 @@
-"""`splitc calibrate`: measure, print what the numbers miss, write a cluster file.
+"""`splitc calibrate`: measure a cluster, print the residuals of the fit, and write a cluster file.
 
-Where torchrun did not start it, it starts its ranks itself.  Rank 0 alone prints and writes, and writes only at the
-end, so that an interrupt leaves everything as it was.
+It starts its ranks itself unless torchrun has started it.  Only rank 0 prints, and writes at the very end, so that an
+interrupt changes no file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from splitc.cost_models.calibration.devices import Residual
     from splitc.ir.cluster import Cluster, Device, Link
 
-MOST = 16  # ranks that are started where there are no GPUs, however many cores there are
-_BUSY = 0.3  # other processes for each core, beyond which they make the numbers worse
-_PATIENCE = 120.0  # seconds that a rank waits for the others, besides what measuring takes
+MOST = 16  # ranks started on a machine without GPUs
+_BUSY = 0.3  # load per core above which the user is warned
+_PATIENCE = 120.0  # seconds that a rank waits for the others, in addition to twice the budget
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure and write; returns 1 when a rank fails.  Raises LaunchError for what is wrong before anything starts."""
+    """Measure and write; returns 1 when a rank fails.  Raises LaunchError for mistakes, before anything starts."""
     output = Path(args.output)
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not started or os.environ["RANK"] == "0":
@@ -52,7 +52,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def check_output(path: Path) -> None:
-    """Raises LaunchError when a cluster cannot be written there, or something else would be lost."""
+    """Raises LaunchError when a cluster cannot be written there, or would overwrite a file that is no cluster."""
     if path.suffix != ".toml":
         raise LaunchError(f"{path} is no name for a cluster file; it must end in .toml: -o cluster.toml")
     check_writable("-o", path)
@@ -66,9 +66,9 @@ def check_output(path: Path) -> None:
 
 
 def ranks_to_start(asked: int | None, backend: str | None) -> int:
-    """How many processes measure this machine: one for each GPU, else one for each core, 2 at least.
+    """Number of ranks that measure this machine: one per GPU, else one per core, at least 2.
 
-    Raises LaunchError when so many cannot be started or would measure nothing.
+    Raises LaunchError when that many cannot be started, or cannot measure a link.
     """
     import torch
     import torch.distributed as dist
@@ -134,7 +134,7 @@ def _say(text: str) -> None:
 
 
 def report(found: Calibration, output: Path) -> str:
-    """The residuals, the numbers, and what to do with them."""
+    """The residuals, the numbers of the cluster, and the command that uses them."""
     from tabulate import tabulate
 
     rows = [

@@ -17,10 +17,9 @@ from splitc.ir.plan import Plan
 
 
 def cluster_to_correct(path: Path, plan: Plan) -> Cluster:
-    """The cluster that `--correct path` is about: that of the file, or for a new file the plan's, by its name.
+    """The cluster that `--correct path` corrects: the one in the file, or for a new file the plan's, by its name.
 
-    Raises LaunchError, before anything runs, when it is not the one that the plan was priced on, or when it could not
-    be written.
+    Raises LaunchError when it is not the cluster that the plan was priced on, or when the file cannot be written.
     """
     if path.suffix != ".toml":
         raise LaunchError(f"--correct {path}: a cluster file ends in .toml, or --cluster does not take it for one")
@@ -54,9 +53,9 @@ def cluster_to_correct(path: Path, plan: Plan) -> Cluster:
 
 
 def write_correction(path: Path, cluster: Cluster, factors: Factors, build: str, plan: Plan) -> Path | None:
-    """Write the corrected cluster; returns where the file is kept as it was, if there was one.
+    """Write the corrected cluster; returns the backup of the file, if there was one.
 
-    A cluster that had no file of its own is named after its new one: it is another cluster now.
+    A cluster in a new file is named after that file, since it is another cluster now.
     """
     took = [
         f"{what} took {factor:.4g} times as long as predicted"
@@ -66,13 +65,13 @@ def write_correction(path: Path, cluster: Cluster, factors: Factors, build: str,
     note = f"corrected on {datetime.date.today().isoformat()} by build {build}, plan {plan.hash}: {', '.join(took)}"
     new = corrected(cluster, factors, plan.world)
     new = replace(new, source="; ".join(filter(None, [cluster.source, note])))
-    kept = _keep(path) if path.exists() else None
-    write_file("--correct", path, to_toml(new if kept else replace(new, name=path.stem)))
-    return kept
+    backup = _back_up(path) if path.exists() else None
+    write_file("--correct", path, to_toml(new if backup else replace(new, name=path.stem)))
+    return backup
 
 
-def _keep(path: Path) -> Path:
-    """Copy a file, comments and all, beside itself, over nothing that was kept before: FILE.bak, FILE.bak2, ..."""
+def _back_up(path: Path) -> Path:
+    """Copy a file to the first free name of FILE.bak, FILE.bak2, ..."""
     number = 1
     while (kept := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
         number += 1

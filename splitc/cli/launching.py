@@ -1,4 +1,4 @@
-"""`splitc run`: look at a build, and train or measure it under torchrun on this machine."""
+"""`splitc run`: check a build, and train or measure it under torchrun on this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from splitc.ir.plan import Plan
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
-    """Train the build; returns 1 when it fails.  Raises LaunchError before any process starts for what is wrong."""
+    """Train the build; returns 1 when a rank fails.  Raises LaunchError for mistakes, before any process starts."""
     plan = _checked(folder)
     script = folder / "launch.py"
-    if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it takes what its author likes
+    if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
         args = _check_arguments(arguments)
         if args.measure:
             from splitc.cli.measuring import measure
@@ -33,7 +33,7 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
 
 
 def _checked(folder: Path) -> Plan:
-    """The plan of a build whose files are all there and all come from it."""
+    """Read the plan of a build, and check that all its files exist and were written from that plan."""
     if not (folder / "plan.json").is_file() or not (folder / "launch.py").is_file():
         raise LaunchError(
             f"{folder} is no build of splitc (it has no plan.json and launch.py); "
@@ -66,7 +66,7 @@ def _same_plan(folder: Path, plan: Plan) -> None:
 
 
 def measuring_options() -> Parser:
-    """What `splitc run` takes itself, and does not pass on."""
+    """The options that `splitc run` handles itself and does not pass to launch.py."""
     parser = Parser(allow_abbrev=False, add_help=False)
     parser.add_argument(
         "--measure",
@@ -88,7 +88,7 @@ def measuring_options() -> Parser:
 
 
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """What each rank would refuse, said once; returns all options."""
+    """Parse all options, and reject once what every rank would reject."""
     parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False, parents=[measuring_options()])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default 10)")
@@ -152,7 +152,7 @@ def check_data(name: str) -> None:
 
 
 def _top_level(tree: ast.Module) -> set[str] | None:
-    """What a module defines or imports by name; None when only running it would tell."""
+    """The names that a module defines or imports; None if they depend on running it."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""`splitc run --measure`: run a build, and print what its ranks did beside what was predicted."""
+"""`splitc run --measure`: run a build, and print its measured phases beside the predicted ones."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _can_measure(folder: Path, steps: int | None) -> None:
 
 
 def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence[str]) -> Measurement | None:
-    """What was measured; None when a rank failed.  With --json the ranks print nothing but their errors."""
+    """Run and read the measurement; None when a rank failed.  With --json the ranks print errors only."""
     from splitc.runtime.launch.torchrun import torchrun
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:

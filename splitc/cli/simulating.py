@@ -25,8 +25,8 @@ from splitc.ir.cluster import Cluster
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
 
-_MOST_WORLDS = 16  # of a range that says no step
-_SHOWN = 8  # reasons
+_MOST_WORLDS = 16  # of a range without a step
+_SHOWN = 8  # reasons why there is no plan
 
 
 def simulate(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def simulate(args: argparse.Namespace) -> int:
     bandwidths = parse_bandwidths(args.bandwidth) if args.bandwidth else [cluster.link.bandwidth]
     if cluster.world is not None and max(worlds) > cluster.world:
         raise LaunchError(f"--world goes to {max(worlds)}, but cluster {cluster.name} has {cluster.world} devices")
-    _one_of_each(args, worlds, bandwidths, strategies)
+    _check_trace(args, worlds, bandwidths, strategies)
     found: dict[str, list[Cell]] = {}
     for model in args.models:
         file = load_model(model, args.input)
@@ -60,10 +60,10 @@ def simulate(args: argparse.Namespace) -> int:
     return 0 if any(not cell.why for cells in found.values() for cell in cells) else 2
 
 
-def _one_of_each(
+def _check_trace(
     args: argparse.Namespace, worlds: Sequence[int], bandwidths: Sequence[float], strategies: Sequence[str]
 ) -> None:
-    """A trace is of one plan.  Raises LaunchError when more are asked for, or when it cannot be written."""
+    """Raises LaunchError when --trace is given for more than one plan, or when its file cannot be written."""
     if not args.trace:
         return
     if max(len(args.models), len(worlds), len(bandwidths), len(strategies)) > 1:
@@ -91,7 +91,7 @@ def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:
 
 
 def tables(cells: Iterable[Cell], strategies: Sequence[str], against: str | None) -> str:
-    """A table for each bandwidth: worlds down, strategies across, with what each gains over `against`."""
+    """A table for each bandwidth: a row per world, a column per strategy, with its gain over `against`."""
     by_place: dict[float, dict[int, dict[str, Cell]]] = {}
     for cell in cells:
         by_place.setdefault(cell.bandwidth, {}).setdefault(cell.world, {})[cell.strategy] = cell
@@ -144,7 +144,7 @@ _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidths(text: str) -> list[float]:
-    """`25g,40g,100m` in bits per second, as networks are called, to bytes per second.  Raises LaunchError."""
+    """Convert `25g,40g,100m`, in bits per second, to bytes per second.  Raises LaunchError."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt])(?:bit)?(?:/s|ps)?", part.strip().lower())

@@ -14,15 +14,15 @@ from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
 from splitc.passes.rewriting import lower_unchecked
 
-_STEPS = 2  # to simulate: the second one finds what the first leaves under way
+_STEPS = 2  # to simulate: transfers of the first may still be under way in the second
 
 
 @dataclass(frozen=True)
 class Cell:
     """One strategy in one world at one bandwidth (bytes/s between hosts).
 
-    step_seconds, samples_per_second: simulated; estimate: samples/s by the planner's closed form.  roles: their sizes,
-    as "9 + 1".  why: there is no plan; then the figures are 0.
+    step_seconds, samples_per_second: simulated.  estimate: samples/s by the planner's closed forms.  roles: sizes of
+    the roles, as "9 + 1".  why: the reason why there is no plan; the figures are 0 then.
     """
 
     strategy: str
@@ -46,7 +46,7 @@ def sweep(
 ) -> Iterator[Cell]:
     """A cell for every bandwidth, world and strategy, in that order, one after the other.
 
-    program: analysed, not placed.  Raises CostError and PlacementError for a cluster and strategies that make no sense.
+    program: analysed, not placed.  Raises CostError and PlacementError for an invalid cluster or strategy.
     """
     asked = [(text, parse_strategy(text)) for text in strategies]
     cells = [(bandwidth, world) for bandwidth in bandwidths for world in worlds]

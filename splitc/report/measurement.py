@@ -1,4 +1,4 @@
-"""What each rank of a measured run did beside what was predicted: the figures, as data and as text.
+"""Compare the measured phases of a run with the predicted ones: the figures, as data and as text.
 
 error = (predicted - measured) / measured, of the medians over all steps after the warm-up.
 """
@@ -33,7 +33,7 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a run measured: medians for each rank, and of its last steps the spans.
+    """The measurement of a run: medians by rank, and the spans of the last steps.
 
     examples: of a step.  period: seconds from one step to the next, on the rank that is slowest in it; between: those
     that lie between two steps.  fastest, slowest: of all steps.  steps, warm_up: measured, and left out.
@@ -55,7 +55,7 @@ class Measurement:
 
 
 def read_measurement(path: Path) -> Measurement:
-    """What `launch.py --measure` wrote.  Raises LaunchError when that is not there or not complete."""
+    """Read what `launch.py --measure` wrote.  Raises LaunchError when it is missing or incomplete."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         steps = [[dict(each) for each in step["phases"]] for step in data["steps"]]
@@ -82,7 +82,7 @@ def read_measurement(path: Path) -> Measurement:
 
 
 def _median(steps: Sequence[Phases]) -> Phases:
-    """Each of its numbers by itself."""
+    """The median of each number."""
     return Phases(steps[0].rank, *map(statistics.median, zip(*(astuple(step)[1:] for step in steps), strict=True)))
 
 
@@ -94,7 +94,7 @@ def error_of(predicted: float, measured: float) -> float | None:
 
 
 def roles_of(plan: Plan, rank: int) -> tuple[str, ...]:
-    """The roles of a rank, of a server too."""
+    """The roles of a rank, servers included."""
     return (plan.roles_of(rank) + ((SERVER,) if rank in plan.servers else ())) or ("idle",)
 
 
