@@ -22,12 +22,8 @@ class CutLines:
     def __init__(
         self, program: LoweredProgram, rank_program: RankProgram, training: bool, microbatched: Collection[str]
     ) -> None:
-        self._program, self._rank_program, self._training, self._microbatched = (
-            program,
-            rank_program,
-            training,
-            microbatched,
-        )
+        self._program, self._rank_program = program, rank_program
+        self._training, self._microbatched = training, microbatched
         self.comms = [role for role in rank_program.roles if role != SERVER] or [SERVER]
 
     def comm(self, role: str) -> str:

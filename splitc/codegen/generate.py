@@ -10,7 +10,8 @@ plan.json            the plan; `splitc.ir.plan.Plan.from_json` reads it
 from __future__ import annotations
 
 from splitc.codegen.layout import docstring
-from splitc.codegen.rank_file import IDLE, idle_rank_file, rank_file, served_file
+from splitc.codegen.rank_file import idle_rank_file, rank_file, served_file
+from splitc.codegen.rank_spec import IDLE
 from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
 from splitc.ir.plan import ranks_text

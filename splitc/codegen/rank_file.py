@@ -2,61 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
 
 from splitc import units
-from splitc.codegen.layout import Line, docstring, wrapped
+from splitc.codegen.layout import docstring, wrapped
+from splitc.codegen.rank_spec import IDLE, rank_spec, served_buckets
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
-from splitc.ir.server_rows import pieces
-from splitc.ir.wire import shard_of, wire
+from splitc.ir.wire import wire
+from splitc.runtime.spec import RankSpec
 from splitc.version import __version__
 
-IDLE = "idle"
-"""The role of ranks that a plan gives no work."""
+_NOTES = {
+    "examples": "this rank's examples of the global batch",
+    "replicas": "ranks that hold the same parameters and sum their gradients",
+    "routes": "ranks of other roles, and the examples exchanged with each",
+    "group": "ranks that share the parameters and compute each other's examples",
+    "updated_every_microbatch": "the optimizer steps in every microbatch",
+    "shards": "this rank's part of each parameter",
+    "all_reduce": "how gradients are summed",
+    "served_rows": "the rows that this rank serves to all workers",
+    "workers": "the ranks that it serves, by role",
+    "readers": "ranks that read the data",
+    "batch_offsets": "where each reader's examples begin, and the end",
+    "inputs": "what a reader reads",
+    "served": "the parameters that servers hold",
+}
+"""The comments of a description's fields."""
 
-_ITEM = "    "
+_SCHEMES = {
+    "BK": "one microbatch: all examples of the group",
+    "B": "a microbatch is the examples of one rank of the group",
+    "B/K": "a microbatch is an equal part of every rank's examples",
+}
+"""What Krizhevsky's names for the schemes mean."""
 
 
 def rank_file(program: LoweredProgram, rank: int) -> str:
     """The file `rankN.py`."""
-    plan, rank_program = program.plan, program.rank_program(rank)
+    spec, rank_program = rank_spec(program, rank), program.rank_program(rank)
     stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
-    every = [stage for stage in stages if updates_every_microbatch(program, stage)]
-    roles = [line for stage in stages for line in _role(program, stage, rank)] or _server_role(program, rank)
-    fields: list[Line] = [
-        (_call("roles=", "(", roles, ")"), ""),
-        *_reader_fields(program),
-    ]
-    if any(stage.inputs for stage in stages):
-        fields.append((f"inputs={_inputs(program, stages)}", "what a reader reads"))
-    if is_served := SERVER in rank_program.roles or any(stage.served for stage in stages):
-        fields.append(("served=SERVED", "the parameters that servers hold"))
-    imports = [*(["EVERY_MICROBATCH"] if every else []), "Stage", "evaluate", "step"]
-    return _file(
-        docstring(_title(program, stages, rank), _summary(program, stages, rank)),
-        [
-            *(["from served import SERVED"] if is_served else []),
-            f"from {rank_program.name} import {', '.join(imports)}",
-        ],
-        plan.hash,
-        _call("rank = RankSpec", "(", [f"index={rank},", f"world={plan.world},", *_fields(fields)], ")").split("\n"),
-    )
+    every = ["EVERY_MICROBATCH"] if any(role.updated_every_microbatch for role in spec.roles) else []
+    modules = [f"from {rank_program.name} import {', '.join([*every, 'Stage', 'evaluate', 'step'])}"]
+    modules += ["from served import SERVED"] if spec.served else []
+    return _file(docstring(_title(program, stages, rank), _summary(program, stages, rank)), modules, program, spec)
 
 
 def idle_rank_file(program: LoweredProgram, rank: int) -> str:
     """The file of a rank that the plan gives no work."""
-    plan = program.plan
-    title = f"Rank {rank} of {plan.world} of {program.name}: the plan {plan.strategy} gives it no work."
-    role = f'roles=(RoleSpec(role="{IDLE}", replicas=({rank},)),),'
-    fields = [f"index={rank},", f"world={plan.world},", role, *_fields(_reader_fields(program))]
-    return _file(
-        docstring(f"{title}  Written by splitc {__version__}; yours to edit.", []),
-        [f"from {IDLE} import Stage, evaluate, step"],
-        plan.hash,
-        _call("rank = RankSpec", "(", fields, ")").split("\n"),
-    )
+    title = f"Rank {rank} of {program.plan.world} of {program.name}: the plan {program.plan.strategy} gives it no work."
+    head = docstring(f"{title}  Written by splitc {__version__}; yours to edit.", [])
+    return _file(head, [f"from {IDLE} import Stage, evaluate, step"], program, rank_spec(program, rank))
 
 
 def served_file(program: LoweredProgram) -> str:
@@ -68,25 +67,15 @@ def served_file(program: LoweredProgram) -> str:
         *("", "from splitc.runtime import Rows", "", f'PLAN = "{plan.hash}"', ""),
         "SERVED = {  # role of the workers -> buckets, in the order in which backward fills them",
     ]
-    for stage in program.stages:
-        if not stage.served:
-            continue
-        lines.append(f'    "{stage.role}": (')
-        for bucket in stage.served:
+    for role, buckets in served_buckets(program).items():
+        lines.append(f'    "{role}": (')
+        for bucket in buckets:
             lines.append(f"        {{  # {units.nbytes(sum(program.tensors[name].nbytes for name in bucket))}")
-            spread = pieces(program, bucket, plan.servers)
-            for name in bucket:
-                rows = [f"Rows(server={p.server}, first={p.first}, last={p.last})," for p in spread if p.name == name]
-                lines += _indented(wrapped(f"{literal(name)}: ({_tuple(rows)}),", 108), 3)
+            rows = [line for name, rows in bucket.items() for line in _ended(_value(rows, f"{literal(name)}: "))]
+            lines += [f"            {line}" for line in rows]
             lines.append("        },")
         lines.append("    ),")
     return "\n".join([*lines, "}", ""])
-
-
-def updates_every_microbatch(program: LoweredProgram, stage: Stage) -> bool:
-    """Whether the optimizer updates the stage's parameters after every microbatch, not once a step."""
-    grouping = program.plan.groups.get(stage.role)
-    return grouping is not None and grouping.updates == "every"
 
 
 # -- the docstring -----------------------------------------------------------------------------------------------------
@@ -140,157 +129,59 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
 # -- the description ---------------------------------------------------------------------------------------------------
 
 
-def _role(program: LoweredProgram, stage: Stage, rank: int) -> list[str]:
-    plan, role = program.plan, stage.role
-    fields: list[Line] = [
-        (f'role="{role}"', ""),
-        (f"examples={plan.interval(role, rank)}", "this rank's examples of the global batch"),
-        (f"replicas={plan.replicas(role, rank)}", "ranks that hold the same parameters and sum their gradients"),
-    ]
-    if routes := {other: plan.routes(rank, role, other) for other in _partners(stage)}:
-        fields.append((f"routes={_routes(routes)}", "ranks of other roles, and the examples exchanged with each"))
-    if role in plan.groups:
-        fields += _group_fields(program, stage, rank)
-    if plan.all_reduce != "backend":
-        fields.append((f'all_reduce="{plan.all_reduce}"', "how gradients are summed"))
-    if SERVER in program.rank_program(rank).roles:
-        rows = {name: (first, last) for name, (first, last) in _served_rows(program, rank, [stage]).items()}
-        held = {name: _shard((0, first, last)) for name, (first, last) in rows.items() if first < last}
-        fields.append((f"served_rows={_table(held)}", "the rows that this rank serves to all workers"))
-    return _call("RoleSpec", "(", _fields(fields), "),").split("\n")
-
-
-def _group_fields(program: LoweredProgram, stage: Stage, rank: int) -> list[Line]:
-    grouping, group = program.plan.groups[stage.role], program.plan.group(stage.role, rank)
-    member, size = group.index(rank), len(group)
-    found = ((name, shard_of(program, stage, name, member, size)) for name in stage.shards)
-    shards = {name: _shard(shard) for name, shard in found if shard is not None}
-    fields: list[Line] = [
-        (f"group={group}", "ranks that share the parameters and compute each other's examples"),
-        (f'scheme="{grouping.scheme}"', SCHEMES[grouping.scheme]),
-    ]
-    if grouping.updates == "every":
-        every = f'updated_every_microbatch=EVERY_MICROBATCH["{stage.role}"]'
-        fields.append((every, "the optimizer steps in every microbatch"))
-    return [*fields, (f"shards={_table(shards)}", "this rank's part of each sharded parameter")]
-
-
-SCHEMES = {
-    "BK": "one microbatch: all examples of the group",
-    "B": "a microbatch is the examples of one rank of the group",
-    "B/K": "a microbatch is an equal part of every rank's examples",
-}
-"""What Krizhevsky's names for the schemes mean."""
-
-
-def _server_role(program: LoweredProgram, rank: int) -> list[str]:
-    served = [stage for stage in program.stages if stage.served]
-    rows = {name: _shard((0, *bounds)) for name, bounds in _served_rows(program, rank, served).items()}
-    workers = {stage.role: str(program.plan.roles[stage.role]) for stage in served}
-    fields: list[Line] = [
-        (f'role="{SERVER}"', ""),
-        (f"replicas=({rank},)", ""),
-        (f"shards={_table(rows)}", "this server's rows of each parameter"),
-        (f"workers={_table(workers)}", "the ranks that it serves, by role"),
-    ]
-    return _call("RoleSpec", "(", _fields(fields), "),").split("\n")
-
-
-def _served_rows(program: LoweredProgram, rank: int, stages: Sequence[Stage]) -> dict[str, tuple[int, int]]:
-    """(first, one past the last) of the rows of each served parameter that a server holds, under all its names.
-
-    Some are empty.  Scalars are left out: they have no rows, and one server holds them whole.
-    """
-    servers = program.plan.servers
-    found: dict[str, tuple[int, int]] = {}
-    for stage in stages:
-        for bucket in stage.served:
-            found.update(dict.fromkeys(bucket, (0, 0)))
-            found.update({p.name: (p.first, p.last) for p in pieces(program, bucket, servers) if p.server == rank})
-    tensors = (tensor for tensor in program.tensors.values() if tensor.name in found and tensor.shape)
-    return {name: found[t.name] for t in tensors for name in dict.fromkeys((t.name, *t.names))}
-
-
-def _partners(stage: Stage) -> list[str]:
-    """The other roles that a stage exchanges cuts with."""
-    found = [c.producer for c in stage.receives if c.passes("send")]
-    found += [c.consumer for c in stage.sends if c.passes("send")]
-    return list(dict.fromkeys(found))
-
-
-def _reader_fields(program: LoweredProgram) -> list[Line]:
-    plan = program.plan
-    return [
-        (f"readers={plan.roles[plan.reader]}", "ranks that read the data"),
-        (f"batch_offsets={plan.batch_offsets[plan.reader]}", "where each reader's examples begin, and the end"),
-    ]
-
-
-def _inputs(program: LoweredProgram, stages: Sequence[Stage]) -> str:
-    inputs = {i.name: i for i in program.inputs}
-    rows = {}
-    for name in (name for stage in stages for name in stage.inputs):
-        spec, high = inputs[name].spec, inputs[name].high
-        bound = "" if high is None else f", high={high}"
-        rows[name] = f'Input({spec.template()}, "{str(spec.dtype).removeprefix("torch.")}"{bound})'
-    return _table(rows)
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def _file(head: list[str], modules: list[str], plan: str, body: list[str]) -> str:
-    """A file with the imports that its body needs."""
+def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: RankSpec) -> str:
+    """A file with the imports that its description needs."""
+    body = [*_value(spec, "rank = ")]
     names = [n for n in ("Input", "RankSpec", "RoleSpec", "Route", "Shard") if any(f"{n}(" in line for line in body)]
-    return "\n".join(
-        [
-            *(*head, "", *sorted(modules), "", f"from splitc.runtime import {', '.join(names)}", ""),
-            *('__all__ = ["Stage", "evaluate", "rank", "step"]', "", f'PLAN = "{plan}"', "", *body, ""),
-        ]
-    )
+    lines = [*head, "", *sorted(modules), "", f"from splitc.runtime import {', '.join(names)}", ""]
+    lines += ['__all__ = ["Stage", "evaluate", "rank", "step"]', "", f'PLAN = "{program.plan.hash}"', "", *body, ""]
+    return "\n".join(lines)
 
 
-def _fields(fields: Sequence[Line]) -> list[str]:
-    """Arguments of a call, one a line; the comment of one that takes several lines stands above it."""
+def _value(value: Any, before: str = "") -> list[str]:
+    """A value of a description as source, after the text `before`; long ones take several lines."""
+    if is_dataclass(value):
+        return [f"{before}{type(value).__name__}(", *(f"    {line}" for line in _fields(value)), ")"]
+    if isinstance(value, dict):
+        items = [line for key, each in value.items() for line in _ended(_value(each, f"{literal(key)}: "))]
+        return [f"{before}{{", *(f"    {line}" for line in items), "}"]
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [f"{before}(", *(f"    {line}" for each in value for line in _ended(_value(each))), ")"]
+    return wrapped(f"{before}{_inline(value)}", 100)
+
+
+def _inline(value: Any) -> str:
+    """A value on one line; named tuples with the names of their fields."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = zip(value._fields, value, strict=True)
+        return f"{type(value).__name__}({', '.join(f'{k}={_inline(v)}' for k, v in pairs if v is not None)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_inline, value))}{',' if len(value) == 1 else ''})"
+    return literal(value)
+
+
+def _fields(spec: Any) -> list[str]:
+    """The arguments that construct a description, without defaults; the comment of a long one stands above it."""
     lines: list[str] = []
-    for text, note in fields:
-        rows = text.split("\n") if "\n" in text else wrapped(text, 60)
-        rows[-1] += ","
-        if note and len(rows) > 1:
-            lines += [f"# {note}", *rows]
-        else:
-            lines += [f"{rows[0]:<32}  # {note}" if note else rows[0], *rows[1:]]
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if value == (field.default if field.default_factory is MISSING else field.default_factory()):
+            continue
+        note = _SCHEMES[value] if field.name == "scheme" else _NOTES.get(field.name, "")
+        match field.name:
+            case "served":
+                text = ["served=SERVED"]
+            case "updated_every_microbatch":
+                text = [f'updated_every_microbatch=EVERY_MICROBATCH["{spec.role}"]']
+            case name:
+                text = _value(value, f"{name}=")
+        if note and len(text) > 1:
+            lines.append(f"# {note}")
+        elif note:
+            text = [f"{text[0]},".ljust(32) + f"  # {note}"]
+        lines += text if note and len(text) == 1 else _ended(text)
     return lines
 
 
-def _call(name: str, opening: str, lines: Iterable[str], closing: str) -> str:
-    return "\n".join([name + opening, *(f"{_ITEM}{line}" for line in lines), closing])
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    """A dict, one key a line."""
-    if not rows:
-        return "{}"
-    return _call("", "{", (f"{literal(name)}: {row}," for name, row in rows.items()), "}")
-
-
-def _routes(routes: Mapping[str, Sequence[tuple[int, int, int]]]) -> str:
-    lines = []
-    for role, peers in routes.items():
-        found = [f"Route(peer={peer}, first={first}, last={last})," for peer, first, last in peers]
-        lines += wrapped(f"{literal(role)}: ({_tuple(found)}),", 100)
-    return _call("", "{", lines, "}")
-
-
-def _shard(bounds: tuple[int, int, int]) -> str:
-    dim, first, last = bounds
-    return f"Shard(dim={dim}, first={first}, last={last})"
-
-
-def _tuple(items: Sequence[str]) -> str:
-    """The inside of a tuple, of items with their commas."""
-    return " ".join(items) if len(items) == 1 else " ".join(items).removesuffix(",")
-
-
-def _indented(lines: Iterable[str], levels: int) -> list[str]:
-    return [f"{_ITEM * levels}{line}" for line in lines]
+def _ended(lines: list[str]) -> list[str]:
+    return [*lines[:-1], f"{lines[-1]},"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
 from splitc import units
 from splitc.codegen.cut_lines import common_batch
 from splitc.codegen.layout import docstring
-from splitc.codegen.rank_file import updates_every_microbatch
+from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
 from splitc.codegen.step import buckets_name, step_functions
 from splitc.ir.constructors import literal
@@ -31,8 +31,8 @@ def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
             body += [*_buckets(program, rank_program, stage), "", ""]
     if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
         body += [*_tied(program, rank_program), "", ""]
-    if every := [stage for stage in stages if updates_every_microbatch(program, stage)]:
-        body += [*_every_microbatch(program, every), "", ""]
+    if every := {stage.role: names for stage in stages if (names := trained_every_microbatch(program, stage))}:
+        body += [*_every_microbatch(every), "", ""]
     body += step_functions(program, rank_program)
     served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
     return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *served, "", *body, ""])
@@ -128,9 +128,8 @@ def _tied(program: PlacedProgram, rank_program: RankProgram) -> list[str]:
     return [*lines, *(f"    {literal(name)}: {ranks}," for name, ranks in found.items()), "}"]
 
 
-def _every_microbatch(program: PlacedProgram, stages: list[Stage]) -> list[str]:
+def _every_microbatch(trained: Mapping[str, Sequence[str]]) -> list[str]:
     lines = ["EVERY_MICROBATCH = {  # parameters that are updated after every microbatch, unlike in one process"]
-    for stage in stages:
-        trained = [name for name in stage.tensors if program.tensors[name].trainable]
-        lines += [f'    "{stage.role}": (', *(f'        "{name}",' for name in trained), "    ),"]
+    for role, names in trained.items():
+        lines += [f'    "{role}": (', *(f'        "{name}",' for name in names), "    ),"]
     return [*lines, "}"]

@@ -20,10 +20,7 @@ _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "mult
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of both functions."""
-    train, evaluate = (
-        _StepWriter(program, rank_program, training=True),
-        _StepWriter(program, rank_program, training=False),
-    )
+    train, evaluate = (_StepWriter(program, rank_program, training) for training in (True, False))
     return [
         *train.function("step", f"Forward and backward of one batch; the gradients {_where(train.stages)}."),
         "",

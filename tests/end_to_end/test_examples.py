@@ -69,7 +69,10 @@ def test_an_example_is_captured_for_every_batch_size(name: str) -> None:
 @sampled("name", SMALL, everyday=["mlp", "recommender"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
 def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: str) -> None:
-    result = compiled(*small(name, torch.float64), 2, strategy).verify()
+    program = compiled(*small(name, torch.float64), 2, strategy)
+    scripts = {file: text for file, text in program.files.items() if file.endswith(".py")}
+    assert [f"{file}: {line}" for file, text in scripts.items() for line in text.splitlines() if len(line) > 120] == []
+    result = program.verify()
     assert result.holds, str(result)
 
 

@@ -29,7 +29,7 @@ rank = RankSpec(
     batch_offsets=(0, 8, 16),         # where each reader's examples begin, and the end
     # what a reader reads
     inputs={
-        "images": Input((-1, 3, 224, 224), "float32"),
-        "target": Input((-1,), "int64", high=1000),
+        "images": Input(shape=(-1, 3, 224, 224), dtype="float32"),
+        "target": Input(shape=(-1,), dtype="int64", high=1000),
     },
 )

@@ -39,8 +39,7 @@ rank = RankSpec(
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples
-            scheme="BK",                      # one microbatch: all examples of the group
-            # this rank's part of each sharded parameter
+            # this rank's part of each parameter
             shards={
                 "classifier.1.weight": Shard(dim=0, first=0, last=512),
                 "classifier.1.bias": Shard(dim=0, first=0, last=512),
@@ -76,7 +75,7 @@ rank = RankSpec(
     batch_offsets=(0, 4, 8, 12, 16),  # where each reader's examples begin, and the end
     # what a reader reads
     inputs={
-        "images": Input((-1, 3, 64, 64), "float32"),
-        "target": Input((-1,), "int64", high=10),
+        "images": Input(shape=(-1, 3, 64, 64), dtype="float32"),
+        "target": Input(shape=(-1,), dtype="int64", high=10),
     },
 )

@@ -32,7 +32,7 @@ rank = RankSpec(
             replicas=(1, 3),                  # ranks that hold the same parameters and sum their gradients
             group=(2, 3),                     # ranks that share the parameters and compute each other's examples
             scheme="B/K",                     # a microbatch is an equal part of every rank's examples
-            # this rank's part of each sharded parameter
+            # this rank's part of each parameter
             shards={
                 "hidden.1.weight": Shard(dim=0, first=17, last=33),
                 "hidden.1.bias": Shard(dim=0, first=17, last=33),
@@ -44,7 +44,7 @@ rank = RankSpec(
     batch_offsets=(0, 4, 8, 12, 16),  # where each reader's examples begin, and the end
     # what a reader reads
     inputs={
-        "images": Input((-1, 20), "float32"),
-        "target": Input((-1,), "int64", high=10),
+        "images": Input(shape=(-1, 20), dtype="float32"),
+        "target": Input(shape=(-1,), dtype="int64", high=10),
     },
 )

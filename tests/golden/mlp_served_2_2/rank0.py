@@ -30,8 +30,8 @@ rank = RankSpec(
     batch_offsets=(0, 4, 8),          # where each reader's examples begin, and the end
     # what a reader reads
     inputs={
-        "images": Input((-1, 20), "float32"),
-        "target": Input((-1,), "int64", high=10),
+        "images": Input(shape=(-1, 20), dtype="float32"),
+        "target": Input(shape=(-1,), dtype="int64", high=10),
     },
     served=SERVED,                    # the parameters that servers hold
 )

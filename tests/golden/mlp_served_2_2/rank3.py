@@ -20,8 +20,8 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="server",
-            replicas=(3,),
-            # this server's rows of each parameter
+            replicas=(3,),                    # ranks that hold the same parameters and sum their gradients
+            # this rank's part of each parameter
             shards={
                 "hidden.0.weight": Shard(dim=0, first=0, last=16),
                 "hidden.0.bias": Shard(dim=0, first=0, last=16),

@@ -1,0 +1,100 @@
+"""Describe a rank of a lowered program as the runtime takes it: its roles, its peers, and the data it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.ir.plan import SERVER
+from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.server_rows import pieces
+from splitc.ir.wire import shard_of
+from splitc.runtime.spec import Input, RankSpec, RoleSpec, Route, Rows, Served, Shard
+
+IDLE = "idle"
+"""The role of ranks that a plan gives no work."""
+
+
+def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
+    """Describe a rank; one that has no rank program is idle."""
+    plan = program.plan
+    roles = next((each.roles for each in program.rank_programs if rank in each.ranks), ())
+    stages = [program.stage(role) for role in roles if role != SERVER]
+    described = [_role(program, stage, rank, is_server=SERVER in roles) for stage in stages]
+    if not stages:
+        described = [_server(program, rank) if roles else RoleSpec(IDLE, replicas=(rank,))]
+    inputs = {i.name: i for i in program.inputs}
+    names = [name for stage in stages for name in stage.inputs]
+    return RankSpec(
+        rank,
+        plan.world,
+        tuple(described),
+        plan.roles[plan.reader],
+        plan.batch_offsets[plan.reader],
+        {
+            name: Input(spec.template(), str(spec.dtype).removeprefix("torch."), inputs[name].high)
+            for name, spec in ((name, inputs[name].spec) for name in names)
+        },
+        served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
+    )
+
+
+def served_buckets(program: LoweredProgram) -> Served:
+    """The servers' rows of every served parameter; the same for all ranks."""
+    found: dict[str, tuple[dict[str, tuple[Rows, ...]], ...]] = {}
+    for stage in (stage for stage in program.stages if stage.served):
+        buckets = []
+        for bucket in stage.served:
+            spread = pieces(program, bucket, program.plan.servers)
+            rows = {n: tuple(Rows(p.server, p.first, p.last) for p in spread if p.name == n) for n in bucket}
+            buckets.append(rows)
+        found[stage.role] = tuple(buckets)
+    return found
+
+
+def trained_every_microbatch(program: LoweredProgram, stage: Stage) -> tuple[str, ...]:
+    """The parameters of a stage that the optimizer updates after every microbatch, not once a step."""
+    grouping = program.plan.groups.get(stage.role)
+    if grouping is None or grouping.updates == "once":
+        return ()
+    return tuple(name for name in stage.tensors if program.tensors[name].trainable)
+
+
+def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> RoleSpec:
+    plan, role = program.plan, stage.role
+    group = plan.group(role, rank) if role in plan.groups else ()
+    partners = [c.producer for c in stage.receives if c.passes("send")]
+    partners += [c.consumer for c in stage.sends if c.passes("send")]
+    shards = ((name, shard_of(program, stage, name, group.index(rank), len(group))) for name in stage.shards)
+    served = _served_rows(program, rank, [stage]) if is_server else {}
+    return RoleSpec(
+        role,
+        plan.interval(role, rank),
+        plan.replicas(role, rank),
+        {other: tuple(Route(*route) for route in plan.routes(rank, role, other)) for other in dict.fromkeys(partners)},
+        group,
+        plan.groups[role].scheme if group else "BK",
+        trained_every_microbatch(program, stage),
+        {name: Shard(*shard) for name, shard in shards if shard is not None},
+        plan.all_reduce,
+        {name: rows for name, rows in served.items() if rows.first < rows.last},
+    )
+
+
+def _server(program: LoweredProgram, rank: int) -> RoleSpec:
+    served = [stage for stage in program.stages if stage.served]
+    workers = {stage.role: program.plan.roles[stage.role] for stage in served}
+    return RoleSpec(SERVER, replicas=(rank,), shards=_served_rows(program, rank, served), workers=workers)
+
+
+def _served_rows(program: LoweredProgram, rank: int, stages: Sequence[Stage]) -> dict[str, Shard]:
+    """The rows of each served parameter that a server holds, under all its names; some are empty.
+
+    Scalars are left out: they have no rows, and one server holds them whole.
+    """
+    found: dict[str, Shard] = {}
+    for bucket in (bucket for stage in stages for bucket in stage.served):
+        found.update(dict.fromkeys(bucket, Shard(0, 0, 0)))
+        spread = pieces(program, bucket, program.plan.servers)
+        found.update({p.name: Shard(0, p.first, p.last) for p in spread if p.server == rank})
+    tensors = (tensor for tensor in program.tensors.values() if tensor.name in found and tensor.shape)
+    return {name: found[t.name] for t in tensors for name in dict.fromkeys((t.name, *t.names))}
