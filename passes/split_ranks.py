@@ -1,8 +1,14 @@
 """Split the graph with its communication into one graph for each role.
 
-This pass rewrites: it fills `program.stages`, and `program.parts` with the combinations of roles that ranks have.
-A role's graph holds its own nodes in their order; values come in by `recv` nodes (without the sender's side) and leave
-by `send` nodes.  Parameters and buffers keep the model's names.
+This pass rewrites: a `PlacedProgram` becomes a `LoweredProgram` with a stage for each role, and a rank program for each
+combination of roles that ranks have.  A stage has the nodes of its role in order; values enter by `recv` nodes, without
+the sender's side, and leave by `send` nodes:
+
+    conv1 = self.conv1(images)                    conv    conv1 = self.conv1(images)
+    sent_cut0 = send(conv1, role="fc")     ->             sent_cut0 = send(conv1, role="fc")
+    cut0 = recv(sent_cut0, role="conv")           fc      cut0 = recv(None, role="conv")
+
+Parameters and buffers keep the model's names.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from splitc.checks.graph import cuts_are_communicated, stages_cover_the_graph
+from splitc.checks.graph import cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.graph import copy_node, cut_of, holdings_of_node, info, set_info
 from splitc.ir.pass_manager import Check, Pass
@@ -21,11 +27,11 @@ from splitc.ir.program import LoweredProgram, PlacedProgram, RankProgram, Stage
 
 @dataclass(frozen=True)
 class SplitRanks(Pass[PlacedProgram, LoweredProgram]):
-    """One Stage for each role of the plan."""
+    """Make one Stage for each role of the plan."""
 
     name: ClassVar[str] = "split-ranks"
     requires: ClassVar[tuple[Check, ...]] = (cuts_are_communicated,)
-    ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
+    ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph, shapes_hold)
 
     def run(self, program: PlacedProgram) -> LoweredProgram:
         plan = program.plan

@@ -172,11 +172,14 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
 
 
 def shapes_hold(program: LoweredProgram) -> list[str]:
-    """Every stage runs on fake tensors at each batch size of its ranks, with the shapes of its specs."""
+    """Every stage runs on fake tensors at each batch size of its ranks, with the shapes of its specs.
+
+    A batch below 2 is checked as 2: BatchNorm refuses to normalise a single value.
+    """
     plan = program.plan
     problems: list[str] = []
     for stage in program.stages:
-        for batch in sorted({plan.peak_batch(stage.role, rank) for rank in plan.roles[stage.role]}):
+        for batch in sorted({max(2, plan.peak_batch(stage.role, rank)) for rank in plan.roles[stage.role]}):
             problems += _stage_shapes(program, stage, batch)
     return problems
 

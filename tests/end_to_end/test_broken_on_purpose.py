@@ -20,6 +20,7 @@ from splitc.errors import InternalError
 from splitc.ir.actions import Action
 from splitc.ir.graph import cut_of, tensor_spec, update_info
 from splitc.ir.pass_manager import run_pass
+from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.schedule import Schedule
 from splitc.passes.split_ranks import SplitRanks
@@ -145,6 +146,19 @@ def test_a_receive_of_the_wrong_shape_is_named() -> None:
     got = next(n for n in program.stage("fc").graph.nodes if n.name == "cut0")
     update_info(got, spec=replace(tensor_spec(got), shape=(1, 35)))
     assert any("head_0" in p and "role fc" in p for p in shapes_hold(program))
+
+
+def test_a_pass_that_makes_a_wrong_shape_does_not_leave_the_compiler() -> None:
+    class Wider(SplitRanks):
+        def run(self, program: PlacedProgram) -> LoweredProgram:
+            lowered = super().run(program)
+            node = next(n for n in lowered.stage("fc").graph.nodes if n.name == "head_1")
+            update_info(node, spec=replace(tensor_spec(node), shape=(1, 17)))
+            return lowered
+
+    words = r"split-ranks broke the program(.|\n)*shapes_hold: head_1 .* is \(\d+, 16\) in role fc .*, not \(\d+, 17\)"
+    with pytest.raises(InternalError, match=words):
+        run_pass(Wider(), separated().program)
 
 
 def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_message() -> None:
