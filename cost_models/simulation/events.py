@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from splitc.cost_models.simulation.cores import Cores
-from splitc.ir.phases import Phases, Span
+from splitc.ir.phases import Phases
+from splitc.runtime.transport.phases import Span
 
 
 @dataclass(frozen=True)

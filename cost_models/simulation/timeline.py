@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from splitc.cost_models.simulation.events import Operation, Simulation
 from splitc.cost_models.simulation.step_operations import Prices, step_operations
 from splitc.ir.cluster import Cluster
-from splitc.ir.phases import Phases, Span
+from splitc.ir.phases import Phases
 from splitc.ir.program import LoweredProgram
+from splitc.runtime.transport.phases import Span
 
 
 @dataclass(frozen=True)

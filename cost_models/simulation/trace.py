@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from splitc.ir.phases import Span
+from splitc.runtime.transport.phases import Span
 
 _STREAMS = ("compute", "wait", "comm")
 

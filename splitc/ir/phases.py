@@ -1,23 +1,8 @@
-"""What a rank does with the time of a step: predicted by the simulation, measured by a run, told in the same words."""
+"""How a rank spends a step: predicted by the simulation, or measured by a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that a rank does from `start` to `end` (s).
-
-    stream: "compute", "wait" or "comm".  nbytes: what travels.
-    """
-
-    rank: int
-    stream: str
-    name: str
-    start: float
-    end: float
-    nbytes: float = 0.0
 
 
 @dataclass(frozen=True)

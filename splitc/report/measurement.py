@@ -18,8 +18,9 @@ import tabulate as tables
 from splitc import units
 from splitc.cost_models.calibration.correction import LEAST, Factors
 from splitc.errors import LaunchError
-from splitc.ir.phases import Phases, Span
+from splitc.ir.phases import Phases
 from splitc.ir.plan import SERVER, Plan
+from splitc.runtime.transport.phases import Span
 
 WIDTH = 80
 _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {

@@ -31,7 +31,10 @@ TRACED = 3
 
 @dataclass(frozen=True)
 class Span:
-    """An activity of a rank from `start` to `end`; stream "compute", "wait" or "comm"."""
+    """An activity of a rank from `start` to `end` (s), measured or simulated.
+
+    stream: "compute", "wait" or "comm".  nbytes: payload of a transfer.
+    """
 
     rank: int
     stream: str

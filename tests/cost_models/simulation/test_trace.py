@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from splitc.cost_models.simulation.trace import chrome_trace
-from splitc.ir.phases import Span
+from splitc.runtime.transport.phases import Span
 
 SPANS = (
     Span(0, "compute", "conv1", 1.0, 1.5),
