@@ -18,6 +18,7 @@ from splitc.ir.interpreter import shapes_at
 from splitc.ir.program import SizeSpec, TensorSpec
 from tests.support.capturing import capture, captured, node
 from tests.support.models import BATCH, CASES, CLASSES, Made, Recurrent, SmallVGG, images, labels, sequences, vectors
+from tests.support.sampling import sampled
 
 
 def linear(m: Any, x: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def small(**children: Any) -> nn.Module:
     return Made(linear, **{"fc": nn.Linear(8, CLASSES), **children})
 
 
-@pytest.mark.parametrize("name", CASES)
+@sampled("name", CASES, one_in=2)
 def test_the_graph_computes_the_models_loss_and_gradients_at_any_batch(name: str) -> None:
     captured(*CASES[name].make())
 

@@ -40,6 +40,7 @@ def test_parameterless_nodes_join_the_layer_before_them_the_loss_the_last() -> N
     }
 
 
+@pytest.mark.slow
 def test_layers_stand_in_the_order_of_the_graph_and_hold_every_node_once() -> None:
     for name in CASES:
         program = capture(*CASES[name].make())

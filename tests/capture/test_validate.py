@@ -14,6 +14,7 @@ from splitc.capture.dropouts import without_dropout
 from splitc.capture.validate import steady
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
+from tests.support.sampling import sampled
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CE = F.cross_entropy
@@ -94,7 +95,7 @@ LOSSES: dict[str, tuple[Any, Callable[[], Tensor], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@sampled("name", LOSSES, one_in=2)
 def test_every_term_of_a_loss_is_a_sum_or_a_mean_over_examples(name: str) -> None:
     loss, target, expected = LOSSES[name]
     assert kinds(loss, target()) == expected

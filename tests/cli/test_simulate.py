@@ -86,6 +86,7 @@ def test_the_gain_is_over_the_strategy_that_is_named() -> None:
     assert "8.00 Gbit/s" in text
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_take_seconds() -> None:
     begin = time.process_time()
     (cell,) = cells([1024], [1e9], ["layer_separation(n_c=960, n_f=64)"])

@@ -151,6 +151,7 @@ def test_weights_that_are_missing_or_not_ours_are_refused(damage: object, text: 
         load_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_standalone_build_loads_its_own_runtime_and_nothing_else_of_splitc(tmp_path: Path) -> None:
     """In a process that has torch, but no splitc to import besides the copy."""
     folder = program().save(tmp_path / "build", standalone=True)

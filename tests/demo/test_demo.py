@@ -65,6 +65,7 @@ def test_the_data_are_the_5000_images_of_mnist_each_of_them_once(images: tuple[T
     assert sorted(ours) == real and len(real) == 5000
 
 
+@pytest.mark.slow
 def test_80_images_of_each_digit_are_held_out_and_the_others_are_trained_on(
     images: tuple[TensorDataset, TensorDataset],
 ) -> None:
@@ -76,6 +77,7 @@ def test_80_images_of_each_digit_are_held_out_and_the_others_are_trained_on(
     assert not any(bytes(p.numpy()) in seen for p in pixels(held_out))
 
 
+@pytest.mark.slow
 def test_images_have_mean_0_and_variance_1(images: tuple[TensorDataset, TensorDataset]) -> None:
     values = images[0].tensors[0]
     assert abs(float(values.mean())) < 0.02 and abs(float(values.var()) - 1) < 0.03
@@ -101,6 +103,7 @@ def test_a_ring_of_four_sends_one_and_a_half_times_the_gradients() -> None:
     assert train.ring_bytes(model, 4) == 1.5 * 4 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_training_alone_learns_and_leaves_the_number_of_threads(
     images: tuple[TensorDataset, TensorDataset], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_the_distance_is_the_relative_l2_norm_of_all_parameters_together() -> No
     assert demo.distances(others) == {"DDP": pytest.approx(0.25), "splitc": 0.0}
 
 
+@pytest.mark.slow
 def test_what_it_compares_fits_80_columns_and_says_which_bytes_are_measured(
     images: tuple[TensorDataset, TensorDataset],
 ) -> None:

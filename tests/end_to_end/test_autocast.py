@@ -32,6 +32,7 @@ from tests.support.command import splitc as command
 from tests.support.compiled import CLUSTER, analyse, compiled, with_files
 from tests.support.models import made, vectors
 from tests.support.ranks import PINS, SEPARATION, Net, batch_of, on_ranks, on_workers, part_of, worker_of
+from tests.support.sampling import sampled
 
 BF16 = torch.bfloat16
 STRATEGIES = {
@@ -178,7 +179,7 @@ def test_ranks_send_what_the_wire_says() -> None:
 
 
 @pytest.mark.parametrize("kind", [Perceptron, Net])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled("strategy", STRATEGIES, one_in=4)
 def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind: type[nn.Module]) -> None:
     result = program(strategy, kind).verify()
     assert result.holds and result.tolerance == 2e-2, str(result)
@@ -334,6 +335,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(NET)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_here")
 def test_commands_take_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "net.py --world 2 --strategy data_parallel --autocast"

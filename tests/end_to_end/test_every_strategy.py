@@ -32,7 +32,7 @@ def assert_exact(result: Verification, dtype: torch.dtype = torch.float64) -> No
 # -- the matrix --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(4,)))
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(4,), one_in=2))
 def test_every_strategy_and_mixture_is_one_process(world: int, asked: Asked) -> None:
     assert_exact(planned(world, asked, torch.float64).verify(steps=2))
 
@@ -61,8 +61,8 @@ def case(name: str) -> tuple[nn.Module, Any, Any, Any]:
     return CASES[name].make(torch.float64)
 
 
-@pytest.mark.parametrize("sizes", ["1+1+1", "2+1+1"])
-@pytest.mark.parametrize("cut", ["layer2.conv2", "layer1.conv2"])
+@sampled("sizes", ["1+1+1", "2+1+1"], one_in=2)
+@sampled("cut", ["layer2.conv2", "layer1.conv2"], one_in=2)
 def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: str) -> None:
     before = ["conv1", "layer1.conv1", "layer1.bn1", "layer1.conv2", "layer1.bn2", "layer2.*"]
     pins = dict.fromkeys(before[: before.index("layer2.*" if cut.startswith("layer2") else cut)], "conv") | {cut: "fc"}
@@ -76,7 +76,7 @@ def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: st
 
 
 @pytest.mark.parametrize("name", ["branches", slow("recurrent"), slow("encoder"), "functional", "frozen_trunk"])
-@pytest.mark.parametrize("strategy", ["layer_separation(ranks=1+1+1)", "hybrid_single", "modulo_shard(mp=3,scheme=BK)"])
+@sampled("strategy", ["layer_separation(ranks=1+1+1)", "hybrid_single", "modulo_shard(mp=3,scheme=BK)"], one_in=3)
 def test_models_of_many_kinds_run_in_several_roles(name: str, strategy: str) -> None:
     """Several inputs, layers that run twice, parameters used by functions, frozen trunks."""
     if name == "functional" and strategy.startswith("modulo"):
@@ -136,7 +136,7 @@ def test_norms_that_are_not_synchronised_are_another_training_than_one_process_o
 
 
 @pytest.mark.parametrize(("world", "batch"), [(2, 5), (3, 7), (4, 9), slow(4, 11)])
-@pytest.mark.parametrize("scheme", ["BK", "B", "B/K"])
+@sampled("scheme", ["BK", "B", "B/K"], everyday=["B/K"])
 def test_batches_and_features_that_groups_do_not_divide_are_one_process(world: int, batch: int, scheme: str) -> None:
     size = group_size(world)
     pins = {"fc*": Placement(holding="sharded", group=size, split="columns")}
@@ -220,7 +220,7 @@ TIMED = ["late_multiply", "hybrid_single", *(f"modulo_shard(mp=2,scheme={s})" fo
 
 
 @sampled("strategy", TIMED, everyday=["late_multiply", "modulo_shard(mp=2,scheme=B)"])
-@sampled("loss", [weighted, summed, squared, masked], everyday=[weighted, masked])
+@sampled("loss", [weighted, summed, squared, masked], everyday=[masked])
 def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str, loss: Callable[..., Tensor]) -> None:
     """In turns too: each turn's part of a mean, of a weighted mean, of a sum, and of a quotient."""
     torch.manual_seed(2)

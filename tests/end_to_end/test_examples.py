@@ -59,14 +59,14 @@ def test_every_model_file_has_a_small_size_here() -> None:
     assert files == SMALL.keys()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@sampled("name", SMALL, everyday=["mlp", "recommender"])
 def test_an_example_is_captured_for_every_batch_size(name: str) -> None:
     program = captured(name)
     for batch in (1, 3, 7):
         assert shapes_at(program, batch) == []
 
 
-@sampled("name", SMALL, everyday=["mlp", "recommender"])
+@sampled("name", SMALL, everyday=["recommender"])
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
 def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: str) -> None:
     program = compiled(*small(name, torch.float64), 2, strategy)
@@ -113,6 +113,7 @@ def test_vgg_19_has_the_parameters_of_its_name_in_the_file_of_vgg_16() -> None:
     assert [(k, v.shape) for k, v in own.state_dict().items()] == [(k, v.shape) for k, v in other.state_dict().items()]
 
 
+@pytest.mark.slow
 def test_a_transformers_head_may_be_its_embedding() -> None:
     model = transformer(width=16, depth=1, tied=True, **WORDS).double()
     tokens, targets = torch.randint(50, (BATCH, 12)), torch.randint(50, (BATCH, 12))

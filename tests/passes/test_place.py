@@ -177,6 +177,7 @@ def test_every_layer_has_a_reason_with_numbers() -> None:
     assert "nothing is sent" in place(separable(), 4, SingleDevice()).prediction.reasons["fc1"]
 
 
+@pytest.mark.slow
 def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
     rows = [Row("layer0", ("images",), parameters=100, width=500, flops=1e5)]
     for i in range(1, 20):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from splitc.ir import comm_ops
 from splitc.ir.plan import Placement
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
+from tests.support.sampling import sampled
 
 INSERTED = (comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group)
 COLUMNS = Placement(holding="sharded", group=2, split="columns")
@@ -67,7 +67,7 @@ ON_PARTS: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("name", ON_PARTS)
+@sampled("name", ON_PARTS, one_in=3)
 def test_elementwise_functions_work_on_parts_and_one_gather_follows_them(name: str) -> None:
     found = inserted(divided(ON_PARTS[name], a=COLUMNS, fc=COLUMNS))
     assert list(found.values()) == ["shard partial", "shard"], found
@@ -86,7 +86,7 @@ ON_THE_WHOLE: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("name", ON_THE_WHOLE)
+@sampled("name", ON_THE_WHOLE, one_in=3)
 def test_everything_else_reads_what_was_gathered(name: str) -> None:
     """Each of its readers has the whole gradient then, and what the next divided layer reads is summed by `enter`."""
     found = inserted(divided(ON_THE_WHOLE[name], a=COLUMNS, fc=COLUMNS))

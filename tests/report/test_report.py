@@ -36,12 +36,12 @@ class Block(nn.Module):
 
 
 class DeepNetworkWithAQuiteRemarkablyLongNameThatGoesOnAndOnForMoreThanEightyColumns(nn.Module):
-    """52 layers: a stem, 10 equal blocks of five, and a head."""
+    """27 layers: a stem, 5 equal blocks of five, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 8)
-        self.encoder = nn.ModuleList([Block(8) for _ in range(10)])
+        self.encoder = nn.ModuleList([Block(8) for _ in range(5)])
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,23 +73,23 @@ def separated() -> CompiledProgram:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_52_layers_with_long_names_fit_80_columns(everything: bool) -> None:
+def test_27_layers_with_long_names_fit_80_columns(everything: bool) -> None:
     text = deep_report(everything)
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_repeated_blocks_are_summed_up_and_the_report_says_how_many_rows_it_hides() -> None:
     short, long = deep_report(), deep_report(everything=True)
-    assert "  encoder.1 to encoder.9: as encoder.0, 45 rows hidden" in short
-    assert "45 of 52 layers are hidden, since their rows repeat; --all shows them" in short
-    assert len(re.findall("all_reduce", short)) == 7 and len(re.findall("all_reduce", long)) == 52
+    assert "  encoder.1 to encoder.4: as encoder.0, 20 rows hidden" in short
+    assert "20 of 27 layers are hidden, since their rows repeat; --all shows them" in short
+    assert len(re.findall("all_reduce", short)) == 7 and len(re.findall("all_reduce", long)) == 27
     assert "hidden" not in long
 
 
 def test_a_block_that_is_summed_up_gets_its_reasons_once() -> None:
     short, long = (deep_report(everything).split("\nwhy\n")[1] for everything in (False, True))
-    assert short.count("parameters and is") == 7 and long.count("parameters and is") == 52
-    assert "45 of 52 layers, repeated or small, are left out; --all shows them" in short
+    assert short.count("parameters and is") == 7 and long.count("parameters and is") == 27
+    assert "20 of 27 layers, repeated or small, are left out; --all shows them" in short
 
 
 def test_the_report_of_few_layers_shows_them_all() -> None:

@@ -31,11 +31,12 @@ from tests.support.ranks import (
     sgd,
     train,
 )
+from tests.support.sampling import sampled
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("optimizer", [sgd, decaying, adam])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@sampled("optimizer", [sgd, decaying, adam], everyday=[adam])
+@sampled("accumulate", [2, 3], everyday=[3])
 def test_training_is_that_of_one_process_that_divides_each_loss(strategy: str, optimizer: Any, accumulate: int) -> None:
     model, program = plain(strategy)
     batches = batches_for(program, 2 * accumulate)
@@ -48,7 +49,7 @@ def test_training_is_that_of_one_process_that_divides_each_loss(strategy: str, o
 
 @pytest.mark.parametrize("limit", [0.05, 1e3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@sampled("optimizer", [sgd, adam], everyday=[adam])
 def test_what_is_clipped_is_the_gradient_of_the_whole_update(strategy: str, limit: float, optimizer: Any) -> None:
     model, program = plain(strategy)
     batches = batches_for(program, 4)

@@ -48,6 +48,7 @@ def test_by_default_every_round_is_like_the_first() -> None:
     assert last > first / 2
 
 
+@pytest.mark.slow
 def test_memory_that_was_kept_for_a_while_is_given_back() -> None:
     within, after, held = run(
         """

@@ -34,12 +34,13 @@ from tests.support.ranks import (
     train,
     worker_of,
 )
+from tests.support.sampling import sampled
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("optimizer", [sgd, decaying, adam])
+@sampled("optimizer", [sgd, decaying, adam], everyday=[adam])
 def test_training_is_that_of_one_process(strategy: str, optimizer: Any) -> None:
     model, program = plain(strategy)
     batches = batches_for(program)

@@ -117,12 +117,17 @@ def every_strategy(world: int) -> list[Asked]:
     ]
 
 
-def everywhere(*worlds: int, slow: tuple[int, ...] = ()) -> list[Any]:
-    """(world, asked) of all strategies in all worlds, for `parametrize`, with names to read; some worlds are slow."""
+def everywhere(*worlds: int, slow: tuple[int, ...] = (), one_in: int = 1) -> list[Any]:
+    """(world, asked) of all strategies in all worlds, for `parametrize`, with names to read.
+
+    Slow are some worlds, and of the others all strategies but the first of every `one_in`.
+    """
     return [
-        pytest.param(world, asked, id=f"{world} {asked}", marks=[pytest.mark.slow] if world in slow else [])
+        pytest.param(
+            world, asked, id=f"{world} {asked}", marks=[pytest.mark.slow] if world in slow or k % one_in else []
+        )
         for world in (*worlds, *slow)
-        for asked in every_strategy(world)
+        for k, asked in enumerate(every_strategy(world))
     ]
 
 

@@ -11,11 +11,14 @@ import pytest
 def sampled(
     names: str | tuple[str, ...],
     cases: Iterable[Any],
-    everyday: Collection[Any],
+    everyday: Collection[Any] = (),
+    *,
+    one_in: int = 0,
     ids: Callable[[Any], str] | None = None,
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` in which every case is marked slow but those of `everyday`."""
+    """`pytest.mark.parametrize` in which all cases are slow but those of `everyday`, or the first of every `one_in`."""
     cases = list(cases)
+    everyday = cases[::one_in] if one_in else everyday
     assert all(case in cases for case in everyday), "a sample of cases that are not there"
 
     def cell(case: Any) -> Any:

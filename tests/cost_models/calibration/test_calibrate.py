@@ -41,6 +41,7 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.simulated import run_ranks
 from tests import ROOT
 from tests.support.command import splitc
+from tests.support.sampling import sampled
 
 Capture = pytest.CaptureFixture[str]
 
@@ -260,7 +261,7 @@ def test_a_bench_times_what_some_ranks_do_and_tells_all(monkeypatch: pytest.Monk
     assert calls[0] == 0 and calls[1] == calls[2] >= 4
 
 
-@pytest.mark.parametrize(("world", "per_host"), [(2, None), (3, None), (4, None), (4, 2)])
+@sampled(("world", "per_host"), [(2, None), (3, None), (4, None), (4, 2)], everyday=[(4, 2)])
 def test_every_kind_is_timed_on_every_world(world: int, per_host: int | None) -> None:
     found = run_ranks(world, partial(measure_links, budget=0.2, ranks_per_host=per_host))
     assert all(each == found[0] for each in found)

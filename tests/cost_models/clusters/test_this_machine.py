@@ -47,6 +47,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return counted
 
 
+@pytest.mark.slow
 def test_this_machine_has_numbers_of_the_right_order(here: Measured) -> None:
     cluster = here[0]
     assert cluster.name == "this-machine"
@@ -60,6 +61,7 @@ def test_this_machine_has_numbers_of_the_right_order(here: Measured) -> None:
     assert set(cluster.link.collectives) == {"all_reduce", "all_gather", "reduce_scatter"}
 
 
+@pytest.mark.slow
 @on_cpu
 def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(here: Measured) -> None:
     assert here[0].ranks_share_device and here[0].cores == cores()
@@ -71,6 +73,7 @@ def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(
     assert two.memory == one.memory / 2
 
 
+@pytest.mark.slow
 @on_cpu
 def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here: Measured) -> None:
     cluster = replace(here[0], cores=2, device=replace(here[0].device, launch=0.0), link=Link(1e15, 0.0))
@@ -81,6 +84,7 @@ def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here: Measur
     assert four.step_seconds == pytest.approx(two.step_seconds, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_measuring_takes_seconds_and_keeps_the_number_of_threads(here: Measured) -> None:
     _, seconds, (before, after) = here
     assert seconds < 60  # about two, on a machine that does nothing else

@@ -23,6 +23,7 @@ from splitc.cost_models.network.alpha_beta import (
 )
 from splitc.ir.cluster import Cluster, Link, Rate
 from tests.support.random_clusters import random_cluster
+from tests.support.sampling import sampled
 
 LINK = Link(bandwidth=1e9, latency=1e-3)
 HALF_DUPLEX = Link(bandwidth=1e9, latency=1e-3, duplex=False)
@@ -132,7 +133,7 @@ def prices(cluster: Cluster, nbytes: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
+@sampled("cluster", CLUSTERS, one_in=4, ids=lambda c: c.name)
 def test_every_price_rises_with_bytes(cluster: Cluster) -> None:
     by_size = [prices(cluster, nbytes) for nbytes in (0, 1, 1e3, 1e6, 1e9, 1e12)]
     for each in zip(*by_size, strict=True):
@@ -140,7 +141,7 @@ def test_every_price_rises_with_bytes(cluster: Cluster) -> None:
     assert all(last > first or last == 0 for first, last in zip(by_size[0], by_size[-1], strict=True))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda c: c.name)
+@sampled("cluster", CLUSTERS, one_in=4, ids=lambda c: c.name)
 def test_every_price_falls_with_the_bandwidth_between_hosts(cluster: Cluster) -> None:
     by_bandwidth = [prices(cluster.with_bandwidth(b), 1e6) for b in (1e6, 1e7, 1e9, 1e12)]
     for each in zip(*by_bandwidth, strict=True):

@@ -13,6 +13,7 @@ PAGE = ROOT / "docs" / "papers.md"
 MARKED = r"(<!-- table: {} -->\n)(.*?)(\n<!-- end -->)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_of_the_page_is_what_the_models_give(name: str, request: pytest.FixtureRequest) -> None:
     pattern, text = re.compile(MARKED.format(re.escape(name)), re.DOTALL), PAGE.read_text()

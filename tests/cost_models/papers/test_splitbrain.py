@@ -72,7 +72,7 @@ def test_groups_of_eight_save_about_two_thirds_of_the_parameters_memory() -> Non
     assert memory_saving(variant().P, variant().P - variant().P_c, 1) == 0
 
 
-@sampled("mp", [2, 4, 8], everyday=[2])
+@sampled("mp", [2, 4, 8], everyday=[])
 def test_a_rank_of_a_compiled_program_holds_what_the_formula_says(mp: int) -> None:
     given = (torch.randn(2, 3, 32, 32),), torch.randint(10, (2,))
     pins = {"fc0": Placement(holding="sharded", group=mp), "fc1": Placement(holding="sharded", group=mp)}

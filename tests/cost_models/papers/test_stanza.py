@@ -30,6 +30,7 @@ from splitc.cost_models.papers.stanza import (
 )
 from splitc.errors import CostError
 from tests.support.paper_models import counted, inception_v3, parameters, resnet152, splitbrain_vgg
+from tests.support.sampling import sampled
 
 GBIT = 1e9 / 8
 ALEXNET = Symbols(K=128, P=61.1e6, A=9216, P_c=2.47e6, B=10 * GBIT, T_c=0.05, T_f=0.005)
@@ -67,7 +68,7 @@ def parameters_of(model: str) -> int:
     return parameters(others[model]) if model in others else counted(model).P
 
 
-@pytest.mark.parametrize("model", TABLE_1)
+@sampled("model", TABLE_1, everyday=["AlexNet"])
 def test_parameters_data_sizes_and_communication_times_are_those_of_table_1(model: str) -> None:
     P, nbytes, seconds = TABLE_1[model]
     counts = parameters_of(model)

@@ -103,8 +103,8 @@ def test_a_device_at_another_speed_takes_in_proportion() -> None:
 # -- what is timed -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@sampled("name", CASES, everyday=["alexnet", "encoder"])
+@sampled("autocast", [None, torch.bfloat16], everyday=[None])
+@sampled("name", CASES, everyday=["encoder"])
 def test_every_layer_of_every_kind_of_model_is_timed(name: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
     program = captured(name, autocast)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -118,6 +118,7 @@ def test_every_layer_of_every_kind_of_model_is_timed(name: str, autocast: torch.
         assert (found.backward[1] > 0) == (layer not in program.frozen_layers), layer
 
 
+@pytest.mark.slow
 def test_the_layers_take_together_what_a_step_takes(tmp_path: Path) -> None:
     wide = Case(lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), vectors(512))
     model, example, target = wide.model(), torch.randn(64, 512), torch.randn(64, 512)

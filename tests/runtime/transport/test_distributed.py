@@ -299,6 +299,7 @@ def exercise_thrice(meeting_point: str) -> list[dict[str, Any]]:
     return [plain, staged, joined]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_do_what_simulated_ranks_do(tmp_path: Path) -> None:
     expected = run_ranks(WORLD, exercise)

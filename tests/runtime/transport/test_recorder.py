@@ -68,7 +68,7 @@ def recorded(
     return [rank[0] for rank in ranks], [rank[1] for rank in ranks], [rank[2] for rank in ranks]
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(2, 4)))
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(2, 4), one_in=4))
 def test_of_every_strategy_all_bytes_are_recorded_and_a_step_is_computing_and_waiting(world: int, asked: Asked) -> None:
     program = planned(world, asked)
     ranks, sent, _ = recorded(program)
