@@ -7,14 +7,13 @@ This pass rewrites.  A value read in another role is sent and received, once for
                                        cut0 = recv(sent0, cut="cut0", role="conv", shape=(-1, 9216), dtype=float32)
                                        fc6 = classifier_1(cut0)
 
-A role with model-parallel groups gathers the examples of its members by `modulo`, and gives each rank its own of what
-it made by `keep`; between two roles of the same ranks and examples nothing travels besides:
+A consumer with model-parallel groups gathers the examples of its members by `modulo`; a producer with groups slices
+each rank's examples by `slice_batch`.  Between two roles of the same ranks and examples nothing is sent:
 
     sent0 = send(pool5), cut0 = recv(sent0), cut0_group = modulo(cut0), fc6 = classifier_1(cut0_group)
 
-The gradients of replicated layers are summed over their role by `all_reduce`, or go to servers by `push`, from which
-`pull` brings the parameters.  What can be computed anywhere (sizes, constants) is copied to the reader's role instead
-of sent.
+An `all_reduce` node names the parameters of a role whose gradients are all-reduced, a `push` node those whose gradients
+go to servers.  What every role can compute (sizes, constants) is copied to the reader's role instead of sent.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 This pass rewrites.  After it every gradient synchronisation is a sum and nothing is divided by the number of ranks:
 
-    mean      mse_loss(out, target)         ->  share(mse_loss(out, target))
-    weighted  cross_entropy(out, target)    ->  cross_entropy(out, target, reduction="sum") / total_weight(target)
-    quotient  masked.sum() / mask.sum()     ->  masked.sum() / total(mask.sum())
+    mean      mse_loss(out, target)         ->  scale_by_share(mse_loss(out, target))
+    weighted  cross_entropy(out, target)    ->  cross_entropy(out, target, reduction="sum") / global_weight(target)
+    quotient  masked.sum() / mask.sum()     ->  masked.sum() / all_reduce_scalar(mask.sum())
 
-Where one rank sees the whole batch the loss stays as it is.  Where a role works in turns, denominators are computed by
-the ranks that read the data, before the first turn.
+Where one rank has the whole batch the loss stays as it is.  Where a role computes several microbatches, the ranks that
+read the data compute the denominators, before the first microbatch.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
         role = plan.placements[info(program.loss).layer].role
-        turned = role in plan.groups and plan.groups[role].num_microbatches > 1
-        if len(plan.replicas(role, plan.roles[role][0])) == 1 and not turned:
+        microbatched = role in plan.groups and plan.groups[role].num_microbatches > 1
+        if len(plan.replicas(role, plan.roles[role][0])) == 1 and not microbatched:
             return program
         graph, _ = copy_graph(program.graph)
         nodes = {node.name: node for node in graph.nodes}
         for term in program.loss_terms:
             _RULES[term.kind](graph, nodes[term.node])
-        if turned:
+        if microbatched:
             for node in graph.nodes:
                 if node.target in (comm_ops.all_reduce_scalar, comm_ops.global_weight):
-                    _before_the_turns(program, node)
+                    _move_to_reader(program, node)
         return replace(program, graph=graph)
 
 
-def _before_the_turns(program: Program, total: fx.Node) -> None:
-    """Let the readers compute a denominator: a turn sees only some of the examples that it counts."""
+def _move_to_reader(program: Program, total: fx.Node) -> None:
+    """Let the reader compute a denominator: a microbatch has only some of the examples that it counts."""
     todo = [total]
     while todo:
         node = todo.pop()
@@ -63,7 +63,7 @@ def _before_the_turns(program: Program, total: fx.Node) -> None:
         if node.op in ("call_module", "get_attr") or (isinstance(spec, TensorSpec) and spec.requires_grad):
             raise PlacementError(
                 f"{info(total).source}: the loss divides by a sum that depends on {node.name} "
-                f"({info(node).source}), so it cannot be taken in turns; use scheme=BK"
+                f"({info(node).source}), so it cannot be summed by microbatch; use scheme=BK"
             )
         update_info(node, on_reader=True)
         todo += node.all_input_nodes

@@ -1,12 +1,12 @@
 """Divide the linear layers that a plan shards over the ranks of their group (SplitBrain 3.2, listing 1).
 
-This pass rewrites.  It walks the nodes of every role that has groups, and knows of each value whether a rank has it
-whole or only its part of the last dim:
+This pass rewrites.  It walks the nodes of every role that has groups, and tracks for each value whether a rank has it
+replicated or sharded along the last dim:
 
-    columns      whole -> part      each rank has some output features: W[own, :]
-    elementwise  part -> part       relu, dropout, ...
-    rows         part -> whole      each rank multiplies its input features, the products are summed: W[:, own]
-    the rest     whole -> whole     and `shard` gathers what is not
+    columns      replicated -> sharded       each rank has some output features: W[own, :]
+    elementwise  sharded -> sharded          relu, dropout, ...
+    rows         sharded -> replicated       each rank multiplies its input features, an all-reduce sums: W[:, own]
+    the rest     replicated -> replicated    `shard` gathers a sharded input
 
     relu1 = relu(classifier_1(cut0))                relu1 = relu(classifier_1(cut0))               (b, 4096/2)
     fc7 = classifier_4(relu1)               ->      relu1_whole = shard(relu1, features=4096)      (b, 4096)
@@ -14,8 +14,8 @@ whole or only its part of the last dim:
                                                     fc7_whole = shard(fc7, features=1000, partial=False)
                                                     loss = cross_entropy(fc7_whole, target)
 
-Readers whose gradient is only a part of a sum, the layers divided by columns, read a value that was gathered for them,
-or one that went through `enter`.
+Layers divided by columns compute a term of their input's gradient: they read a value that was gathered for them, or one
+that passed `copy_to_group`, whose backward sums the terms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 @dataclass(frozen=True)
 class ShardLayers(Pass[PlacedProgram, PlacedProgram]):
-    """Insert shard, enter and reduce_from_group nodes."""
+    """Insert shard, copy_to_group and reduce_from_group nodes."""
 
     name: ClassVar[str] = "shard-layers"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, shards_are_gathered, partial_gradients_are_summed)
@@ -56,7 +56,7 @@ class ShardLayers(Pass[PlacedProgram, PlacedProgram]):
 
 
 class _Walk:
-    """One way through the nodes of a role."""
+    """Walks the nodes of one role."""
 
     def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role

@@ -1,10 +1,10 @@
-"""Let BatchNorm normalise over the whole global batch, where a plan asks for it: the exact option.
+"""Normalise BatchNorm over the whole global batch where the plan says so, which makes it exact.
 
 This pass rewrites the BatchNorm modules of every role that has several ranks:
 
     bn1 = self.bn1(conv1)     ->     bn1 = batch_norm(conv1, self.bn1)
 
-Without it BatchNorm normalises over what one rank runs in one forward, as under DDP.
+Without it BatchNorm normalises over the examples of one rank in one forward, as under DDP.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from splitc.ir.program import PlacedProgram
 class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
     """Replace BatchNorm modules by batch_norm nodes.
 
-    Raises PlacementError for one that is a function, and for one in a role that works in turns.
+    Raises PlacementError for one that is a function, and for one in a role that computes several microbatches.
     """
 
     name: ClassVar[str] = "synchronise-norms"
@@ -50,7 +50,7 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             role = info(node).role
             if role in plan.groups and plan.groups[role].num_microbatches > 1:
                 raise PlacementError(
-                    f"{info(node).source}: {node.target} lies in role {role}, which sees its batch in turns, so it "
+                    f"{info(node).source}: {node.target} lies in role {role}, which computes microbatches, so it "
                     f"cannot be synchronised; use scheme=BK"
                 )
             if len(plan.replicas(role, plan.roles[role][0])) > 1:

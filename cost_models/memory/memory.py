@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from splitc.ir.program import LoweredProgram, StateTensor, TensorSpec
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import LoweredProgram, TensorSpec
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import Payload, What
 

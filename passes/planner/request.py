@@ -17,9 +17,10 @@ from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
 from splitc.ir.plan import Grouping, LayerPlacement, share_out
-from splitc.ir.program import Program, StateTensor
+from splitc.ir.program import Program
 from splitc.passes.planner.pins import Pin, contradictions
 from splitc.passes.planner.separation import Separation
 

@@ -77,7 +77,7 @@ def _each_busy(cluster: Cluster, program: LoweredProgram) -> Iterator[tuple[Payl
     """Yield (value, seconds) for every value that a rank, or the link of a host, is busy with."""
     plan = program.plan
     leaving: dict[tuple[int, Payload], list[WireOp]] = defaultdict(list)
-    for rank in _looked_at(cluster, program):
+    for rank in _candidates(cluster, program):
         here: dict[Payload, list[WireOp]] = defaultdict(list)
         for op in wire(program, rank):
             here[_value(op)].append(op)
@@ -96,9 +96,9 @@ def _each_busy(cluster: Cluster, program: LoweredProgram) -> Iterator[tuple[Payl
         yield value, max(sent, received) if link.duplex else sent + received
 
 
-def _looked_at(cluster: Cluster, program: LoweredProgram) -> list[int]:
-    """Ranks of which one is the busiest: the ends of each part with all of their hosts, and ranks unlike the others."""
-    ends = {rank for part in program.rank_programs for rank in (part.ranks[0], part.ranks[-1])}
+def _candidates(cluster: Cluster, program: LoweredProgram) -> list[int]:
+    """Return ranks that include the busiest: the ends of each rank program, their hosts, ranks with other links."""
+    ends = {rank for each in program.rank_programs for rank in (each.ranks[0], each.ranks[-1])}
     hosts = {cluster.host_of(rank) for rank in ends}
     odd = {min({*part.ranks} & {*each.ranks}, default=-1) for part in program.rank_programs for each in cluster.unlike}
     ranks = dict.fromkeys(rank for part in program.rank_programs for rank in part.ranks)

@@ -28,7 +28,8 @@ from splitc.errors import CaptureError
 from splitc.ir.constructors import construction
 from splitc.ir.graph import changes_statistics, info
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
-from splitc.ir.program import Input, Program, StateTensor, TensorSpec, under_autocast
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import Input, Program, TensorSpec, under_autocast
 from splitc.ir.value_range import class_bound
 
 

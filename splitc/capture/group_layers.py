@@ -15,7 +15,8 @@ from typing import Any
 from torch import fx
 
 from splitc.ir.graph import holdings_of_node, info, update_info
-from splitc.ir.program import Layer, Program, SizeSpec
+from splitc.ir.layers import Layer
+from splitc.ir.program import Program, SizeSpec
 
 
 def group_layers(program: Program) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from splitc.capture.example import Example
 from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, is_weighted_mean, measure, sum_errors, tolerance
 from splitc.errors import CaptureError
 from splitc.ir.graph import info, set_info, tensor_spec
-from splitc.ir.program import LossTerm, Program, TensorSpec
+from splitc.ir.layers import LossTerm
+from splitc.ir.program import Program, TensorSpec
 
 _SUMS = {"add", "sub", "rsub"}
 _SCALED = {"mul", "truediv", "div", "neg"}

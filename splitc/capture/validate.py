@@ -25,7 +25,8 @@ from splitc.capture.proxy import map_tree
 from splitc.capture.source_lines import line_of
 from splitc.errors import CaptureError
 from splitc.ir.interpreter import NodeRunner
-from splitc.ir.program import LossTerm, Program, under_autocast
+from splitc.ir.layers import LossTerm
+from splitc.ir.program import Program, under_autocast
 
 
 class NoDropout(TorchFunctionMode):

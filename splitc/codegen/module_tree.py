@@ -9,7 +9,8 @@ from torch import nn
 
 from splitc.ir.constructors import construction, literal
 from splitc.ir.graph import info
-from splitc.ir.program import Program, Stage, StateTensor
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import Program, Stage
 
 
 class ModuleTree:

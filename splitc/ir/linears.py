@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from splitc.ir.graph import info, set_info
-from splitc.ir.program import Layer, Program, TensorSpec
+from splitc.ir.layers import Layer
+from splitc.ir.program import Program, TensorSpec
 
 
 @dataclass(frozen=True)

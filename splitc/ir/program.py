@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from splitc.ir.actions import PRODUCER_VERBS, Action
 from splitc.ir.costs import CostLine
+from splitc.ir.layers import Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
 
 
@@ -73,61 +74,6 @@ class Input:
     spec: TensorSpec
     high: int | None = None
     target: bool = False
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A parameter or a buffer of the model, under its own name.
-
-    `names` are all the names under which the model's state_dict has it; more than one when it is tied.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parameter: bool
-    requires_grad: bool = False
-    persistent: bool = True
-    names: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def trainable(self) -> bool:
-        return self.parameter and self.requires_grad
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A node that owns parameters, with the parameterless nodes that follow it.
-
-    `nodes` are in the order of the graph; `holdings` are the names of the parameters and buffers it uses.
-    """
-
-    name: str
-    nodes: tuple[str, ...]
-    tensors: tuple[str, ...]
-    source: str
-
-
-@dataclass(frozen=True)
-class LossTerm:
-    """How one scalar of the loss adds up over parts of the batch.
-
-    kind    "mean": equal weights, a part counts by its share of the examples
-            "weighted": `reduction="mean"` over weights (`ignore_index`, class weights); the denominator is summed
-            "sum": parts simply add
-    node    the scalar's node
-    """
-
-    node: str
-    kind: str
 
 
 @dataclass(frozen=True)

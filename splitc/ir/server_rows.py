@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from splitc.ir.graph import holdings_of_node, info
-from splitc.ir.program import Program, Spec, StateTensor, TensorSpec
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import Program, Spec, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import Any
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.profiling.measured import is_measured
+from splitc.ir.layers import Layer
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
-from splitc.ir.program import Layer, LoweredProgram, Program
+from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 

@@ -15,10 +15,11 @@ from torch import fx, nn
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.graph import NodeInfo, set_info
+from splitc.ir.layers import Layer, StateTensor
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
-from splitc.ir.program import Input, Layer, Program, StateTensor, TensorSpec
+from splitc.ir.program import Input, Program, TensorSpec
 from splitc.ir.strategies import LayerSeparation, Strategy
 from splitc.passes.place import Place
 

@@ -18,7 +18,8 @@ from splitc.cost_models.memory.memory import RankMemory, cut_nbytes, gradient_nb
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
-from splitc.ir.program import Program, StateTensor, TensorSpec
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import Program, TensorSpec
 from tests.support.compiled import analyse, class_batch, compiled
 from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
