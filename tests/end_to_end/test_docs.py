@@ -57,11 +57,11 @@ def test_every_product_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-LONG = [page for page in PAGES if page.name in ("README.md", "commands.md", "tutorial.md", "clusters.md")]
-"""Pages whose commands train on real ranks or measure this machine."""
+LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "prices.md", "tutorial.md")
+"""Pages whose commands train on real ranks, measure this machine or compile large models."""
 
 
-@sampled("page", PAGES, everyday=[page for page in PAGES if page not in LONG], ids=lambda p: p.name)
+@sampled("page", PAGES, everyday=[page for page in PAGES if page.name not in LONG], ids=lambda p: p.name)
 def test_the_commands_and_the_python_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

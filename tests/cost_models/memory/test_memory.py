@@ -235,7 +235,7 @@ def test_ranks_that_are_alike_are_followed_once_and_get_the_same_figures() -> No
 
 
 @pytest.mark.parametrize("autocast", [None, BF16])
-@sampled("name", MODELS, everyday=["transformer"])
+@sampled("name", MODELS, everyday=[])
 def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: torch.dtype | None) -> None:
     done = program(name, "single_device", autocast)
     assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)
