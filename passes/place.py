@@ -30,8 +30,8 @@ from splitc.cost_models.profiling.measured import is_measured, require_this_mach
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.plan import SERVER, LayerPlacement, Placement, Plan
-from splitc.ir.prediction import Candidate, Prediction
+from splitc.ir.plan import Placement
+from splitc.ir.prediction import Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
     Auto,
@@ -45,15 +45,17 @@ from splitc.ir.strategies import (
     Strategy,
     parse_strategy,
 )
-from splitc.passes.planner.late_family import late_multiply
-from splitc.passes.planner.mixed_family import mixed
-from splitc.passes.planner.modulo_family import modulo_shard
-from splitc.passes.planner.parameter_server import parameter_server
-from splitc.passes.planner.pins import MIXED, resolve_pins
-from splitc.passes.planner.pricing import Pricing
-from splitc.passes.planner.reasons import reasons
-from splitc.passes.planner.request import Offer, Request, data_parallel, single_device, unsummed
-from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
+from splitc.passes.planner.pin_checks import MIXED
+from splitc.passes.planner.pins import resolve_pins
+from splitc.passes.planner.priced_plan import PricedPlan
+from splitc.passes.planner.propose_late_multiply import late_multiply
+from splitc.passes.planner.propose_mixed import mixed
+from splitc.passes.planner.propose_modulo_shard import modulo_shard
+from splitc.passes.planner.propose_parameter_server import parameter_server
+from splitc.passes.planner.propose_replicated import data_parallel, single_device
+from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
+from splitc.passes.planner.reasons import explain
+from splitc.passes.planner.request import Request
 from splitc.passes.planner.wire_price import layer_seconds
 
 _EXACT = 1e-9  # a smaller gap is none
@@ -106,57 +108,41 @@ class Place(Pass[Program, PlacedProgram]):
 
     def run(self, program: Program) -> PlacedProgram:
         request = self._request(program)
-        asked = self.strategy
-        pricing = Pricing(request)
-        servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
-        groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
-        makers: dict[str, Callable[[], Offer]] = {
-            SingleDevice.name: lambda: single_device(request),
-            DataParallel.name: lambda: data_parallel(request),
-            ParameterServer.name: lambda: _all_summed(request, parameter_server(request, servers)),
-            LayerSeparation.name: lambda: layer_separation(
-                request, asked if isinstance(asked, LayerSeparation) else LayerSeparation()
-            ),
-            HybridSingle.name: lambda: hybrid_single(request),
-            ModuloShard.name: lambda: modulo_shard(pricing, groups, by_name=groups is asked),
-            LateMultiply.name: lambda: late_multiply(
-                pricing, asked if isinstance(asked, LateMultiply) else LateMultiply()
-            ),
-            MIXED: lambda: mixed(pricing),
-        }
-        everything = self.compare or isinstance(asked, Auto)
-        offers = tuple(make() for name, make in makers.items() if everything or name == asked.name)
-        chosen, most = self._choose(offers)
-        gap = max(0.0, 1 - chosen.samples_per_second / most) if most else 0.0
-        proof = "heuristic" if not chosen.searched else "optimal" if gap <= _EXACT else "gap"
-        plan = Plan(
-            strategy=chosen.strategy,
-            world=self.world,
-            roles=chosen.roles,
-            placements={layer: self._placement(request, chosen, layer) for layer in chosen.role_of},
-            batch_offsets=chosen.examples,
-            model=self.model,
-            groups=chosen.groups,
-            servers=chosen.servers,
-            overlap=chosen.overlap,
-            exact=chosen.exact,
-            all_reduce=request.all_reduce,
-            synchronised=bool(self.strategy.sync_batchnorm),
-        )
+        priced = self._priced(request)
+        chosen, bound = self._choose(priced)
+        assert chosen.plan is not None, "a feasible strategy has a plan"
+        gap = max(0.0, 1 - chosen.samples_per_second / bound) if bound else 0.0
+        plan = replace(chosen.plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
         prediction = Prediction(
             cluster=self.cluster.name,
-            proof=proof,
+            proof="heuristic" if not chosen.proved else "optimal" if gap <= _EXACT else "gap",
             gap=gap if gap > _EXACT else 0.0,
-            step_seconds=chosen.step_seconds,
-            candidates=tuple(_candidate(offer) for offer in offers if offer.strategy != MIXED or offer.feasible),
-            reasons=reasons(request, chosen),
-            layer_seconds=self._seconds(request, plan),
+            step_seconds=chosen.seconds,
+            candidates=tuple(each.candidate() for each in priced if each.strategy != MIXED or each.feasible),
+            reasons=explain(request, chosen),
+            layer_seconds={layer: layer_seconds(request, plan, layer) for layer in plan.placements},
         )
         return program.placed(replace(plan, prediction=prediction))
 
-    def _seconds(self, request: Request, plan: Plan) -> dict[str, float]:
-        """Compute of every layer on the busiest rank of its role."""
-        return {layer: layer_seconds(request, plan, layer) for layer in plan.placements}
+    def _priced(self, request: Request) -> tuple[PricedPlan, ...]:
+        """The best plan of the strategy asked for; of every strategy, if they are to be compared."""
+        asked = self.strategy
+        servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
+        groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
+        separation = asked if isinstance(asked, LayerSeparation) else LayerSeparation()
+        late = asked if isinstance(asked, LateMultiply) else LateMultiply()
+        propose: dict[str, Callable[[], PricedPlan]] = {
+            SingleDevice.name: lambda: single_device(request),
+            DataParallel.name: lambda: data_parallel(request),
+            ParameterServer.name: lambda: parameter_server(request, servers),
+            LayerSeparation.name: lambda: layer_separation(request, separation),
+            HybridSingle.name: lambda: hybrid_single(request),
+            ModuloShard.name: lambda: modulo_shard(request, groups, by_name=groups is asked),
+            LateMultiply.name: lambda: late_multiply(request, late),
+            MIXED: lambda: mixed(request),
+        }
+        everything = self.compare or isinstance(asked, Auto)
+        return tuple(each() for name, each in propose.items() if everything or name == asked.name)
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
@@ -193,46 +179,19 @@ class Place(Pass[Program, PlacedProgram]):
             self.strategy.all_reduce or "backend",
         )
 
-    def _choose(self, offers: tuple[Offer, ...]) -> tuple[Offer, float]:
-        """The offer to take, and the samples per second that no plan asked for exceeds."""
+    def _choose(self, priced: tuple[PricedPlan, ...]) -> tuple[PricedPlan, float]:
+        """The plan to take, and the samples per second that no plan of the strategies in question exceeds."""
         if not isinstance(self.strategy, Auto):
-            for offer in offers:
-                if offer.strategy == self.strategy.name:
-                    if not offer.feasible:
-                        raise PlacementError(f"{self.strategy} is not possible: {offer.why}")
-                    return offer, offer.most
-            raise PlacementError(f"strategy {self.strategy} cannot be planned yet")
-        feasible = [offer for offer in offers if offer.feasible and offer.exact]
+            (chosen,) = (each for each in priced if each.strategy == self.strategy.name)
+            if not chosen.feasible:
+                raise PlacementError(f"{self.strategy} is not possible: {chosen.infeasible_because}")
+            return chosen, chosen.bound
+        feasible = [each for each in priced if each.feasible and each.exact]
         if not feasible:
             title = f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:"
-            lines = [f"{offer.strategy}: {offer.why}" for offer in offers if offer.why]
-            raise PlacementError(bullets(title, lines))
-        most = max(offer.most for offer in offers)
-        return max(feasible, key=lambda offer: offer.samples_per_second), most
-
-    def _placement(self, request: Request, offer: Offer, layer: str) -> LayerPlacement:
-        if offer.placements:
-            return offer.placements[layer]
-        role = offer.role_of[layer]
-        trains = any(request.program.tensors[name].trainable for name in request.program.layer(layer).tensors)
-        summed = trains and len(offer.roles[role]) > 1
-        return LayerPlacement(role, "replicated", "all_reduce" if summed else "none")
-
-
-def _all_summed(request: Request, offer: Offer) -> Offer:
-    """The offer, infeasible where a pin asks that nobody sums what its ranks train."""
-    why = unsummed(request, offer.role_of)
-    return replace(offer, feasible=False, most=0.0, why="; ".join(filter(None, (offer.why, *why)))) if why else offer
-
-
-def _candidate(offer: Offer) -> Candidate:
-    return Candidate(
-        offer.strategy,
-        offer.step_seconds,
-        offer.samples_per_second,
-        offer.global_batch,
-        exact=offer.exact,
-        feasible=offer.feasible,
-        why=offer.why,
-        roles={**offer.roles, **({SERVER: offer.servers} if offer.servers else {})},
-    )
+            raise PlacementError(
+                bullets(
+                    title, [f"{each.strategy}: {each.infeasible_because}" for each in priced if each.infeasible_because]
+                )
+            )
+        return max(feasible, key=lambda each: each.samples_per_second), max(each.bound for each in priced)

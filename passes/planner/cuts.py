@@ -1,6 +1,6 @@
 """What a graph says about cutting it between layers: which orders hold, what crosses, what cannot.
 
-an input of the step      lives with the conv ranks, and crosses forward only
+an input of the step      is read by the first role, and crosses forward only
 a tensor with examples    may cross; its gradient comes back where it has one
 a size, a constant        is made again where it is read (`copied_to_each_stage`), and never crosses
 anything else             cannot cross: its maker and its readers stay together
@@ -21,7 +21,7 @@ from splitc.passes.planner.pins import Pin
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that layers besides its own read.  layer: its maker; None for an input of the step."""
+    """A value that other layers read.  layer: its producer; None for an input of the step."""
 
     name: str
     layer: str | None
@@ -37,12 +37,12 @@ class Crossing:
 class CutRules:
     """order: pairs (i, j), j reads what i makes.  together: pairs that cannot be parted -> why.
 
-    conv_only: layers that must be where the inputs are -> why.
+    reader_only: layers that must be in the role that reads the data -> why.
     """
 
     order: tuple[tuple[str, str], ...]
     together: dict[tuple[str, str], str]
-    conv_only: dict[str, str]
+    reader_only: dict[str, str]
     crossings: tuple[Crossing, ...]
 
 
@@ -54,7 +54,7 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
     layer_of = program.layer_of
     order: dict[tuple[str, str], None] = {}
     together = _tied(program, copies)
-    conv_only: dict[str, str] = {}
+    reader_only: dict[str, str] = {}
     crossings = []
     for node in program.graph.nodes:
         if node.op == "output" or _is_copied(node):
@@ -72,15 +72,15 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
         for reader, user in direct.items():
             why = f"{reader} ({_source(user)}) reads {node.name}, which has no examples to divide"
             if maker is None:
-                conv_only.setdefault(reader, why)
+                reader_only.setdefault(reader, why)
             else:
                 together.setdefault((maker, reader), why)
-    return CutRules(tuple(order), together, conv_only, tuple(crossings))
+    return CutRules(tuple(order), together, reader_only, tuple(crossings))
 
 
 def uncut(rules: CutRules, pins: Mapping[str, Pin], wanted: str) -> str:
-    """Why there is no cut that does what is `wanted`: what belongs together, and what the pins ask."""
-    causes = [*rules.together.values(), *rules.conv_only.values()]
+    """Why no cut meets `wanted`: the layers that cannot be separated, and the pins."""
+    causes = [*rules.together.values(), *rules.reader_only.values()]
     causes += [f"{layer} is pinned by {pin.pattern!r}" for layer, pin in pins.items()]
     more = f", and {len(causes) - 6} more" if len(causes) > 6 else ""
     because = f": {', '.join(causes[:6])}{more}" if causes else ""

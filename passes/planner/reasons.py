@@ -1,56 +1,67 @@
-"""Why every layer was placed as it was, in plain words with numbers."""
+"""Explain in one sentence, with numbers, why a layer was placed as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from splitc import units
-from splitc.passes.planner.request import Offer, Request, largest
+from splitc.ir.plan import LayerPlacement, Plan
+from splitc.passes.planner.priced_plan import PricedPlan
+from splitc.passes.planner.request import Request, largest
 from splitc.passes.planner.separation import Separation
 
 
-def reasons(request: Request, offer: Offer) -> dict[str, str]:
+def explain(request: Request, priced: PricedPlan) -> dict[str, str]:
     """Layer -> one sentence."""
-    words = {layer: _reason(request, offer, layer) for layer in offer.role_of}
-    for layer, pin in request.pins.items():
-        words[layer] = f"pinned by {pin.pattern!r}; {words[layer]}"
-    return words
+    if priced.plan is None:
+        return {}
+    reasons = {}
+    for layer in priced.plan.placements:
+        reason = f"{_content(request, priced.plan, layer)}: {_reason(request, priced.plan, priced.separation, layer)}"
+        pin = request.pins.get(layer)
+        reasons[layer] = reason if pin is None else f"pinned by {pin.pattern!r}; {reason}"
+    return reasons
 
 
-def _reason(request: Request, offer: Offer, layer: str) -> str:
-    what = _what(request, offer, layer)
-    if offer.placements:
-        return _elsewhere(request, offer, layer, what)
-    if offer.problem is not None:
-        return _separated(request, offer, offer.problem, layer, what)
-    if len(offer.roles["all"]) == 1:
-        return f"{what}: all on rank 0, nothing is sent"
+def _reason(request: Request, plan: Plan, separation: Separation | None, layer: str) -> str:
+    if separation is not None:
+        return _of_separation(request, plan, separation, layer)
+    if len(plan.roles) > 1 or any(_is_special(place) for place in plan.placements.values()):
+        return _of_choice(request, plan, layer)
+    (ranks,) = plan.roles.values()
+    if len(ranks) == 1:
+        return f"all on rank {ranks[0]}, nothing is sent"
     if not request.gradient(layer):
-        return f"{what}: it has no gradient to sum"
-    return f"{what}: {_ring(request, layer, 'costs', offer.roles['all'])}"
+        return "it has no gradient to sum"
+    return _ring(request, layer, "costs", ranks)
 
 
-def _elsewhere(request: Request, offer: Offer, layer: str, what: str) -> str:
-    """Of layers that are divided, late-multiplied, served, or on another number of ranks than the rest."""
-    place = offer.placements[layer]
-    ranks = offer.roles[place.role]
+def _is_special(place: LayerPlacement) -> bool:
+    """Whether a layer is not simply replicated and all-reduced."""
+    return place.holding != "replicated" or place.sync not in ("all_reduce", "none")
+
+
+def _of_choice(request: Request, plan: Plan, layer: str) -> str:
+    """Of a plan with layers that are divided, late-multiplied, served, or on fewer ranks than others."""
+    place = plan.placements[layer]
+    ranks = plan.roles[place.role]
     if not request.gradient_of(layer):
-        return f"{what}: it has no gradient to sum"
+        return "it has no gradient to sum"
     if place.sync == "parameter_server":
-        return f"{what}: its gradient goes to the servers and its parameters come back"
+        return "its gradient goes to the servers and its parameters come back"
     if place.sync == "late_multiply":
-        return f"{what}: {_ring(request, layer, 'would cost', ranks)}; its inputs and output errors travel instead"
+        return f"{_ring(request, layer, 'would cost', ranks)}; its inputs and output errors travel instead"
     if place.holding == "sharded":
         by = f", by {place.split}" if place.split else ""
-        return f"{what}: divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
-    if place.role in offer.groups:
-        size = offer.groups[place.role].size
+        return f"divided over groups of {place.group}{by}; {_ring(request, layer, 'would cost', ranks)}"
+    if place.role in plan.groups:
+        size = plan.groups[place.role].size
         replicas = [ranks[k::size] for k in range(size)]
         sums = "and its gradient with it" if size == len(ranks) else f"so {_ring(request, layer, 'costs', *replicas)}"
-        return f"{what}: computed alike by the {size} ranks of a group, {sums}"
+        return f"computed alike by the {size} ranks of a group, {sums}"
     if len(ranks) == 1:
-        return f"{what}: on one rank; {_ring(request, layer, 'would cost', range(request.world))}"
-    return f"{what}: {_ring(request, layer, 'costs', ranks)}"
+        return f"on one rank; {_ring(request, layer, 'would cost', range(request.world))}"
+    return _ring(request, layer, "costs", ranks)
 
 
 def _shares(request: Request, layer: str) -> str:
@@ -63,35 +74,36 @@ def _shares(request: Request, layer: str) -> str:
     return f"shares {tied} with {owner}"
 
 
-def _what(request: Request, offer: Offer, layer: str) -> str:
+def _content(request: Request, plan: Plan, layer: str) -> str:
     """`holds 37.7 M parameters and is 2.1 % of the computing`."""
-    batch = largest(next(iter(offer.examples.values())))
+    batch = largest(plan.batch_offsets[plan.reader])
     device = request.cluster.device_for(1)
-    seconds = {name: request.seconds(name, batch, device) for name in offer.role_of}
+    seconds = {name: request.seconds(name, batch, device) for name in plan.placements}
     part = 100 * seconds[layer] / (sum(seconds.values()) or 1.0)
-    parameters = sum(holding.numel for holding in request.held[layer] if holding.parameter)
+    parameters = sum(tensor.numel for tensor in request.held[layer] if tensor.parameter)
     holds = f"holds {units.count(parameters)} parameters" if parameters else _shares(request, layer)
     return f"{holds} and is {part:.2g} % of the computing"
 
 
-def _separated(request: Request, offer: Offer, problem: Separation, layer: str, what: str) -> str:
-    fc = {name for name, role in offer.role_of.items() if role == "fc"}
+def _of_separation(request: Request, plan: Plan, separation: Separation, layer: str) -> str:
+    conv_role, fc_role = plan.roles
+    fc = {name for name, place in plan.placements.items() if place.role == fc_role}
     if layer in fc:
-        incoming = sum(v.seconds for v in problem.values if layer in v.readers and problem.crosses(v, fc))
+        incoming = sum(v.seconds for v in separation.values if layer in v.readers and separation.crosses(v, fc))
         gradient = _ring(request, layer, "would cost", range(request.world))
-        moved = f"its input costs {units.seconds(incoming)}" if incoming else ("its input is on its rank already")
-        return f"{what}: {gradient}, {moved}" if request.gradient(layer) else f"{what}: {moved}"
-    numbers = next(n for n in problem.layers if n.name == layer)
-    n_c = len(offer.roles["conv"])
+        moved = f"its input costs {units.seconds(incoming)}" if incoming else "its input is on its rank already"
+        return f"{gradient}, {moved}" if request.gradient(layer) else moved
+    numbers = next(n for n in separation.layers if n.name == layer)
+    ranks = plan.roles[conv_role]
     computing = (
-        f"it takes {units.seconds(numbers.conv_seconds)} on each of {n_c} conv ranks, "
-        f"and would take {units.seconds(numbers.fc_seconds)} on fc"
+        f"it takes {units.seconds(numbers.conv_seconds)} on each of {len(ranks)} {conv_role} ranks, "
+        f"and would take {units.seconds(numbers.fc_seconds)} on {fc_role}"
     )
     if not request.gradient(layer):
-        return f"{what}: {computing}"
-    if n_c == 1:
-        return f"{what}: {computing}; its gradient stays on its rank"
-    return f"{what}: {computing}; {_ring(request, layer, 'costs', offer.roles['conv'])}"
+        return computing
+    if len(ranks) == 1:
+        return f"{computing}; its gradient stays on its rank"
+    return f"{computing}; {_ring(request, layer, 'costs', ranks)}"
 
 
 def _ring(request: Request, layer: str, verb: str, *groups: Sequence[int]) -> str:

@@ -1,17 +1,15 @@
-"""What is asked of the planner, and the offers of the families that need no search.
+"""The request for a plan: the program, the cluster and the limits, with the prices that all strategies read.
 
-An Offer is the best plan of one strategy, priced; an infeasible one says why.  Times are of one
-step, forward, backward and the sum of the gradients, which is not overlapped with backward.
+Times are of one step: forward, backward and the gradient sync, which does not overlap with backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from splitc import units
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import layer_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
@@ -19,19 +17,19 @@ from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
-from splitc.ir.plan import Grouping, LayerPlacement, share_out
+from splitc.ir.plan import LayerPlacement, Plan, share_out
 from splitc.ir.program import Program
-from splitc.passes.planner.pins import Pin, contradictions
-from splitc.passes.planner.separation import Separation
+from splitc.ir.roles import has_convolutions, role_names
+from splitc.passes.planner.pins import Pin
 
 
 @dataclass(frozen=True)
 class Request:
-    """The program to place and everything that bounds its plans.
+    """The program to place, and everything that limits its plans.
 
-    global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes
-    of a rank; None: the device's.  optimizer_copies: of the parameters.  time_limit: seconds.
-    all_reduce: the algorithm, as of a plan.
+    global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes of a rank; None:
+    the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
+    all_reduce: its algorithm, "backend" or "recursive_doubling".
     """
 
     program: Program
@@ -53,11 +51,11 @@ class Request:
         return seconds(nbytes, len(groups[0]), self.all_reduce_link(*groups))
 
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
-        """What an all-reduce of each of `groups` runs on, all at once."""
+        """The link that an all-reduce of each of `groups` runs on, all at once."""
         return self._link_over(not self._doubling, groups)
 
     def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
-        """Giving `nbytes` to the ranks of a group, which have a part each, while other groups do the same."""
+        """All-gathering `nbytes` in all over a group, while other groups do the same."""
         return all_gather(nbytes, len(groups[0]), self._link_over(True, groups))
 
     @property
@@ -74,12 +72,34 @@ class Request:
     def _links(self) -> dict[tuple[bool, tuple[Sequence[int], ...]], Link]:
         return {}
 
+    def role_names(self, count: int) -> tuple[str, ...]:
+        """The names of `count` roles, in the order in which data passes through them."""
+        return role_names(count, self._has_convolutions)
+
+    @cached_property
+    def _has_convolutions(self) -> bool:
+        return has_convolutions(self.program)
+
+    def replicated_plan(
+        self,
+        strategy: str,
+        roles: Mapping[str, tuple[int, ...]],
+        batch_offsets: Mapping[str, tuple[int, ...]],
+        role_of: Mapping[str, str],
+    ) -> Plan:
+        """The plan in which every rank of a role holds its layers whole and their gradients are all-reduced."""
+        placements = {}
+        for layer, role in role_of.items():
+            summed = len(roles[role]) > 1 and self.gradient_of(layer) > 0
+            placements[layer] = LayerPlacement(role, "replicated", "all_reduce" if summed else "none")
+        return Plan(strategy, self.world, roles, placements, batch_offsets, all_reduce=self.all_reduce)
+
     def groups(self, size: int) -> tuple[range, ...]:
-        """The world in groups of `size` ranks."""
+        """The world divided into groups of `size` consecutive ranks."""
         return tuple(range(first, first + size) for first in range(0, self.world, size))
 
     def replicas(self, size: int) -> tuple[range, ...]:
-        """The ranks that hold the same in a world in groups of `size`: one rank of each group."""
+        """The ranks that hold the same shards if the world has groups of `size`: one rank of each group."""
         return tuple(range(first, self.world, size) for first in range(size))
 
     def bounds(self, readers: int) -> tuple[int, ...]:
@@ -96,14 +116,14 @@ class Request:
         return layer_seconds(self.program.costs[layer].at(batch), device, self.dtypes[layer])
 
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
-        """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, in a copy."""
+        """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
         held = self.held[layer]
         kept = self.program.costs[layer].at(batch).saved_bytes
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
 
     def served_memory(self, layer: str, batch: int) -> float:
-        """Bytes that a layer needs on a worker whose parameters servers hold: they have the optimizer and the sum."""
+        """Bytes that a layer needs on a worker; the servers hold the optimizer state and the summed gradients."""
         held = self.held[layer]
         pushed = gradient_nbytes(held)
         return sum(h.nbytes for h in held) + self.program.costs[layer].at(batch).saved_bytes + pushed
@@ -117,7 +137,7 @@ class Request:
         return gradient_nbytes(self.program.tensors[name] for name in self.program.layer(layer).tensors)
 
     def layer_copy(self, name: str) -> float:
-        """Bytes of a tensor that another layer counts, where a layer needs one of its own: a tied parameter's copy."""
+        """Bytes of a second copy of a tied parameter, for a role whose layers do not own it."""
         return rank_memory([self.program.tensors[name]], 0.0, 0.0, self.optimizer_copies).total
 
     @cached_property
@@ -140,116 +160,6 @@ class Request:
     def dtypes(self) -> dict[str, str]:
         """Layer -> the dtype it computes in."""
         return layer_dtypes(self.program, self.cluster.device)
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The best plan of one strategy.
-
-    role_of: layer -> role.  most: samples per second that no plan of the strategy exceeds.
-    searched: whether a solver has looked for it (or there was nothing to search).  problem: the
-    numbers of a separation.  placements: of the layers, where they are not all replicated and
-    all-reduced; groups, servers, overlap, all_reduce: as of a plan.
-    """
-
-    strategy: str
-    feasible: bool
-    why: str = ""
-    roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    examples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    role_of: Mapping[str, str] = field(default_factory=dict)
-    step_seconds: float = 0.0
-    most: float = 0.0
-    searched: bool = True
-    problem: Separation | None = None
-    placements: Mapping[str, LayerPlacement] = field(default_factory=dict)
-    groups: Mapping[str, Grouping] = field(default_factory=dict)
-    servers: tuple[int, ...] = ()
-    overlap: bool = True
-    exact: bool = True
-
-    @property
-    def global_batch(self) -> int:
-        return next(iter(self.examples.values()))[-1] if self.examples else 0
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.global_batch / self.step_seconds if self.step_seconds else 0.0
-
-
-def single_device(request: Request) -> Offer:
-    """Everything on rank 0; the other ranks are in no role."""
-    return _alike("single_device", request, 1)
-
-
-def data_parallel(request: Request) -> Offer:
-    """Everything on every rank, the gradients summed by a ring all-reduce."""
-    return _alike("data_parallel", request, request.world)
-
-
-def _alike(strategy: str, request: Request, ranks: int) -> Offer:
-    """The one plan in which `ranks` ranks run all layers."""
-    layers = [layer.name for layer in request.program.layers]
-    examples = request.bounds(ranks)
-    batch = largest(examples)
-    gradient = sum(request.gradient(layer) for layer in layers)
-    device = request.cluster.device_for(ranks)
-    seconds = sum(request.seconds(layer, batch, device) for layer in layers)
-    if gradient:
-        seconds += request.all_reduce_seconds(gradient, range(ranks))
-    needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}
-    why = contradictions(request.pins, strategy)
-    if ranks > 1:
-        why += unsummed(request, layers)
-    if examples[-1] < ranks:
-        why.append(f"{examples[-1]} examples cannot be shared out to {ranks} ranks")
-    roles = {"all": tuple(range(ranks))}
-    have = request.memory_of(ranks)
-    why += shortage(("all",), roles["all"], sum(needed.values()), have, needed)
-    return Offer(
-        strategy,
-        feasible=not why,
-        why="; ".join(why),
-        roles=roles,
-        examples={"all": examples},
-        role_of=dict.fromkeys(layers, "all"),
-        step_seconds=seconds,
-        most=0.0 if why or not seconds else examples[-1] / seconds,
-    )
-
-
-def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
-    """The pins that would let several ranks train apart: sync "none" of a layer that trains."""
-    return [
-        f"pin {pin.pattern!r} asks for sync 'none' of {layer}, whose gradient must be summed when several ranks hold it"
-        for layer, pin in request.pins.items()
-        if layer in layers and pin.placement.sync == "none" and request.gradient_of(layer)
-    ]
-
-
-def shortage(
-    roles: Sequence[str], ranks: tuple[int, ...], need: float, have: float, layers: Mapping[str, float]
-) -> list[str]:
-    """Return a line if each of `ranks`, which are in all of `roles`, needs more bytes of memory than it has.
-
-    layers: bytes that each layer needs there.
-    """
-    if need <= have * (1 + 1e-9):
-        return []
-    largest_layer = max(layers, key=lambda layer: layers[layer])
-    return [
-        f"{ranks_text(roles, ranks)} needs {units.nbytes(need)} of memory and has "
-        f"{units.nbytes(have)}; its largest layer, {largest_layer}, needs "
-        f"{units.nbytes(layers[largest_layer])}"
-    ]
-
-
-def ranks_text(roles: Sequence[str], ranks: tuple[int, ...]) -> str:
-    """`role fc (rank 3)`, `each rank of role conv (ranks 0 to 2)`, `each rank of roles conv and fc (ranks 0 to 3)`."""
-    named = f"role {roles[0]}" if len(roles) == 1 else f"roles {', '.join(roles[:-1])} and {roles[-1]}"
-    if len(ranks) == 1:
-        return f"{named} (rank {ranks[0]})"
-    return f"each rank of {named} (ranks {ranks[0]} to {ranks[-1]})"
 
 
 def smallest(bounds: tuple[int, ...]) -> int:

@@ -1,7 +1,8 @@
-"""The numbers of one division of the world into conv and fc ranks, and what an assignment costs.
+"""The numbers of one division of the world into conv and fc ranks, and the cost of an assignment.
 
-Plain numbers, no graph and no torch.  `separation_ilp` finds the best assignment of these numbers
-and has the equations that are cited here; an assignment is the set of the layers that are fc.
+Plain numbers, no graph and no torch.  As in Stanza, conv stands for the role that reads the data and fc for the one
+that has the loss, whatever their names in the plan.  `separation_ilp` finds the best assignment of these numbers and
+has the equations that are cited here; an assignment is the set of the layers that are fc.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """One layer, on the busiest rank of either role: seconds, bytes of memory, bytes of gradient.
+    """One layer on the busiest rank of each role: seconds, bytes of memory, bytes of its gradient.
 
-    roles: where it may run.
+    parameters: whether it has some.  may_be_conv, may_be_fc: the roles that it may run in.
     """
 
     name: str
@@ -26,7 +27,8 @@ class LayerNumbers:
     fc_memory: float
     gradient: float
     parameters: bool
-    roles: tuple[str, ...] = ("conv", "fc")
+    may_be_conv: bool = True
+    may_be_fc: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,14 @@ class Separation:
             fc_sync=self.fc_sync.seconds(gradients[1]),
         )
 
-    def memory_of(self, fc: Set[str]) -> dict[str, float]:
+    def memory_of(self, fc: Set[str]) -> tuple[float, float]:
         """Bytes that a conv and an fc rank need."""
         crossing = [v for v in self.values if self.crosses(v, fc)]
         conv = sum(n.conv_memory for n in self.layers if n.name not in fc)
         there = sum(n.fc_memory for n in self.layers if n.name in fc)
         conv += sum(v.conv_memory for v in crossing)
         there += sum(v.fc_memory for v in crossing)
-        return {"conv": conv, "fc": there + conv * self.shared}
+        return conv, there + conv * self.shared
 
     def allowed(self, fc: Set[str]) -> bool:
         """Whether `fc` meets equations (6), (8), (9) and (11): all but the memory."""
@@ -121,12 +123,12 @@ class Separation:
             all(j in fc for i, j in self.order if i in fc)
             and all((i in fc) == (j in fc) for i, j in self.together)
             and 0 < len(self.owners & fc) < len(self.owners)
-            and all(("fc" if n.name in fc else "conv") in n.roles for n in self.layers)
+            and all(n.may_be_fc if n.name in fc else n.may_be_conv for n in self.layers)
         )
 
     def fits(self, fc: Set[str]) -> bool:
         """Whether `fc` meets equation (10)."""
-        return max(self.memory_of(fc).values()) <= self.memory * (1 + 1e-9)
+        return max(self.memory_of(fc)) <= self.memory * (1 + 1e-9)
 
     def least_seconds(self) -> float:
         """A bound that needs no solver: every layer where it is faster, nothing crosses.
@@ -135,8 +137,8 @@ class Separation:
         """
         compute = 0.0
         for n in self.layers:
-            both = {"conv": n.conv_seconds, "fc": n.fc_seconds}
-            compute += min((both[role] for role in n.roles), default=math.inf)
+            conv = n.conv_seconds if n.may_be_conv else math.inf
+            compute += min(conv, n.fc_seconds if n.may_be_fc else math.inf)
         a, b = self.conv_sync.seconds_per_byte, self.fc_sync.seconds_per_byte
         shared = a * b / (a + b) if a and b else 0.0
         return compute + shared * sum(n.gradient for n in self.layers)

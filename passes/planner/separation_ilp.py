@@ -156,9 +156,9 @@ def _model(problem: Separation, scale: float, memory_first: bool = False) -> tup
             need = need + _memory(problem, fc, cross, "conv")
         model.require(need <= limit, f"eq10_{role}")
     for n in problem.layers:
-        if "fc" not in n.roles:
+        if not n.may_be_fc:
             model.require(fc[n.name] == 0, f"eq11_{n.name}_conv")
-        if "conv" not in n.roles:
+        if not n.may_be_conv:
             model.require(fc[n.name] == 1, f"eq11_{n.name}_fc")
     model.minimise(limit if memory_first else seconds)
     return model, variable

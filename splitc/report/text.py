@@ -139,17 +139,18 @@ def _held(layer: Mapping[str, Any]) -> str:
 
 
 def _ranks(program: PlacedProgram, figures: Figures) -> str:
-    seen: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[tuple[str, ...], list[int]] = {}
     for rank in range(program.plan.world):
         one = figures.rank(rank)
-        key = (
-            _short(one["role"] or "idle", 12),
-            *(units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes")),
-        )
-        seen.setdefault(key, []).append(rank)
+        sizes = (units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes"))
+        alike.setdefault((one["role"] or "idle", *sizes), []).append(rank)
+    names = {key: _short(rank_list(ranks), 24) for key, ranks in alike.items()}
+    headers = ["", "role", "parameters", "memory", "sends/step", "receives/step"]
+    widths = [max(map(len, column)) for column in zip(headers[2:], *(key[1:] for key in alike), strict=True)]
+    room = max(8, WIDTH - sum(widths) - max(map(len, names.values())) - 2 * (len(headers) - 1))
     return _table(
-        ["", "role", "parameters", "memory", "sends/step", "receives/step"],
-        [[_short(rank_list(ranks), 24), *key] for key, ranks in seen.items()],
+        headers,
+        [[names[key], _short(key[0], room), *key[1:]] for key in alike],
         ("left", "left", "right", "right", "right", "right"),
     )
 

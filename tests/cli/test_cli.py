@@ -110,8 +110,8 @@ def test_a_pin_given_later_counts(capsys: Capture) -> None:
     pins = "--pin *=conv --pin first=conv --pin second=fc"
     done = splitc(capsys, f"inspect net.py --world 2 --strategy layer_separation {pins} --json")
     assert {layer["name"]: layer["role"] for layer in json.loads(done.out)["layers"]} == {
-        "first": "conv",
-        "second": "fc",
+        "first": "trunk",
+        "second": "head",
     }
 
 
@@ -135,7 +135,7 @@ def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
     done = splitc(capsys, f"inspect net.py --world 2 {pins} --json")
     report = json.loads(done.out)
     assert done.code == 0 and report["strategy"] == "mixed"
-    assert {layer["name"]: layer["role"] for layer in report["layers"]} == {"first": "fc", "second": "fc2"}
+    assert {layer["name"]: layer["role"] for layer in report["layers"]} == {"first": "stage1", "second": "stage2"}
 
 
 def test_verbose_shows_every_pass_on_stderr(capsys: Capture) -> None:
@@ -191,7 +191,7 @@ def test_a_plan_compiles_again_to_the_same_bytes(capsys: Capture) -> None:
 def test_a_plan_that_was_edited_sensibly_compiles(capsys: Capture) -> None:
     splitc(capsys, "compile net.py --world 3 --strategy layer_separation(n_f=1) -o build")
     plan = json.loads(Path("build/plan.json").read_text())
-    plan["examples"] = {"conv": [0, 2, 8], "fc": [0, 8]}
+    plan["examples"] = {"trunk": [0, 2, 8], "head": [0, 8]}
     Path("mine.json").write_text(json.dumps(plan))
     done = splitc(capsys, "compile net.py --plan mine.json -o again")
     assert done.code == 0

@@ -90,7 +90,7 @@ OPTIONS = [
     ("inspect net.py --world 2 --pin first", "--pin first: write PATTERN=PLACEMENT, for example --pin "),
     ("inspect net.py --world 2 --pin =fc", "write PATTERN=PLACEMENT"),
     ("inspect net.py --world 2 --pin first=", "write PATTERN=PLACEMENT"),
-    ("inspect net.py --world 2 --pin first=head", "--pin first=head: there is no role 'head'; there are all, worker"),
+    ("inspect net.py --world 2 --pin first=haed", "--pin first=haed: there is no role 'haed'; there are all, worker"),
     ("inspect net.py --world 2 --pin first=holdng:sharded", "there is no part 'holdng'; did you mean holding?"),
     ("inspect net.py --world 2 --pin first=holding:shard", "no holding 'shard'; there are replicated, sharded"),
     ("inspect net.py --world 2 --pin first=sync:gossip", "no sync 'gossip'; there are all_reduce, late_multiply"),
@@ -172,11 +172,11 @@ def test_a_model_that_cannot_be_used_is_told_by_name_and_line(
 
 
 PLANS = [
-    ("--world 1 --strategy layer_separation", "a world of 1 cannot be divided into conv and fc ranks"),
+    ("--world 1 --strategy layer_separation", "a world of 1 cannot be divided into trunk and head ranks"),
     ("--world 2 --strategy layer_separation(n_c=2,n_f=1)", "n_c = 2 and n_f = 1 are 3 ranks, but the world has 2"),
     ("--world 2 --strategy layer_separation(n_c=2)", "n_c = 2 leaves no rank of 2 for the other role"),
     ("--world 2 --pin frist=fc", "pin 'frist' matches no layer; near it are first"),
-    ("--world 2 --pin first=head", "there is no role 'head'; there are all, worker, conv, fc"),
+    ("--world 2 --pin first=haed", "there is no role 'haed'; there are all, worker, conv, fc"),
     ("--world 2 --strategy data_parallel --pin first=fc", "pin 'first' asks for role 'fc'"),
     ("--world 2 --pin first=all --pin second=fc", "no strategy has a plan for 2 ranks"),
     ("--world 2 --strategy layer_separation --pin first=fc --pin second=conv", "keeps to the pins: first is pinned by"),
@@ -249,9 +249,9 @@ def test_a_folder_that_cannot_be_written_is_refused(capsys: Capture, monkeypatch
 
 
 def test_a_build_that_was_edited_is_not_overwritten(build: Path, capsys: Capture) -> None:
-    with (build / "fc.py").open("a") as file:
+    with (build / "head.py").open("a") as file:
         file.write("# mine\n")
-    refused(capsys, "compile net.py --world 2 -o build", "fc.py was edited")
+    refused(capsys, "compile net.py --world 2 -o build", "head.py was edited")
 
 
 RUNS = [
@@ -293,19 +293,19 @@ def other_schema(plan: dict[str, object]) -> None:
 
 
 def a_rank_twice(plan: dict[str, object]) -> None:
-    plan["roles"] = {"conv": [1, 1], "fc": [2]}
+    plan["roles"] = {"trunk": [1, 1], "head": [2]}
 
 
 def lose_examples(plan: dict[str, object]) -> None:
-    plan["examples"] = {"conv": [0, 4, 8], "fc": [0, 7]}
+    plan["examples"] = {"trunk": [0, 4, 8], "head": [0, 7]}
 
 
 def bounds_that_shrink(plan: dict[str, object]) -> None:
-    plan["examples"] = {"conv": [0, 9, 8], "fc": [0, 8]}
+    plan["examples"] = {"trunk": [0, 9, 8], "head": [0, 8]}
 
 
 def unknown_holding(plan: dict[str, object]) -> None:
-    plan["placements"] = {"first": {"role": "conv", "holding": "halved", "sync": "none", "group": None}}
+    plan["placements"] = {"first": {"role": "trunk", "holding": "halved", "sync": "none", "group": None}}
 
 
 def placed(**changes: object) -> Callable[[dict[str, object]], None]:
@@ -330,11 +330,11 @@ def pair(**changes: object) -> dict[str, object]:
 
 
 EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
-    (change_world, "roles: fc has rank 2, but the world has ranks 0 to 1"),
+    (change_world, "roles: head has rank 2, but the world has ranks 0 to 1"),
     (drop_roles, "roles is missing"),
     (misspell, "placments is an unknown key; did you mean placements?"),
     (other_schema, "has schema 2, this splitc reads plans of schema 1"),
-    (a_rank_twice, "roles: conv has a rank twice"),
+    (a_rank_twice, "roles: trunk has a rank twice"),
     (lose_examples, "examples: the roles differ in the global batch"),
     (bounds_that_shrink, "it must be 3 bounds that begin with 0 and grow"),
     (unknown_holding, "first has holding 'halved'; there are replicated, sharded, subnet"),
@@ -342,30 +342,30 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (placed(splits="rows"), "placements: first must have group, holding, role, split, sync"),
     (placed(sync="gossip"), "first has sync 'gossip'; there are all_reduce, late_multiply, parameter_server, none"),
     (placed(sync="parameter_server"), "first has sync 'parameter_server', but servers is empty"),
-    (placed(holding="sharded"), "first is sharded, but groups has nothing for its role 'conv'"),
+    (placed(holding="sharded"), "first is sharded, but groups has nothing for its role 'trunk'"),
     (
-        placed(holding="sharded", group=4, groups={"conv": pair()}),
+        placed(holding="sharded", group=4, groups={"trunk": pair()}),
         "first has group 4, but the groups of its role have size 2",
     ),
     (placed(groups=[2]), "groups must be a table: role -> size, scheme, updates"),
-    (groups(head=pair()), "groups: there is no role 'head'; there are conv, fc"),
-    (groups(cnv=pair()), "groups: there is no role 'cnv'; did you mean conv? there are conv, fc"),
-    (groups(conv=2), "groups: conv must have size, scheme, updates"),
-    (groups(conv={"scheme": "B"}), "groups: conv must have size, scheme, updates"),
-    (groups(conv=pair(sizes=2)), "groups: conv must have size, scheme, updates"),
-    (groups(conv=pair(size=0)), "groups: conv has size 0; it must be a whole number of at least 1"),
-    (groups(conv=pair(size="2")), "groups: conv has size '2'; it must be a whole number of at least 1"),
-    (groups(conv=pair(size=3)), "groups: conv has groups of 3, which do not divide its 2 ranks"),
-    (groups(conv=pair(scheme="KB")), "groups: conv has scheme 'KB'; there are BK, B, B/K"),
-    (groups(conv=pair(updates="never")), "groups: conv has updates 'never'; there are once, every"),
-    (groups(conv=pair(scheme="BK")), "groups: conv reads the data, which no group does; let a role before it read"),
+    (groups(neck=pair()), "groups: there is no role 'neck'; there are trunk, head"),
+    (groups(trnk=pair()), "groups: there is no role 'trnk'; did you mean trunk? there are trunk, head"),
+    (groups(trunk=2), "groups: trunk must have size, scheme, updates"),
+    (groups(trunk={"scheme": "B"}), "groups: trunk must have size, scheme, updates"),
+    (groups(trunk=pair(sizes=2)), "groups: trunk must have size, scheme, updates"),
+    (groups(trunk=pair(size=0)), "groups: trunk has size 0; it must be a whole number of at least 1"),
+    (groups(trunk=pair(size="2")), "groups: trunk has size '2'; it must be a whole number of at least 1"),
+    (groups(trunk=pair(size=3)), "groups: trunk has groups of 3, which do not divide its 2 ranks"),
+    (groups(trunk=pair(scheme="KB")), "groups: trunk has scheme 'KB'; there are BK, B, B/K"),
+    (groups(trunk=pair(updates="never")), "groups: trunk has updates 'never'; there are once, every"),
+    (groups(trunk=pair(scheme="BK")), "groups: trunk reads the data, which no group does; let a role before it read"),
     (
         placed(
-            roles={"conv": [0, 1], "mid": [0, 1], "fc": [2]},
-            examples={"conv": [0, 4, 8], "mid": [0, 4, 8], "fc": [0, 8]},
+            roles={"trunk": [0, 1], "mid": [0, 1], "head": [2]},
+            examples={"trunk": [0, 4, 8], "mid": [0, 4, 8], "head": [0, 8]},
             groups={"mid": pair()},
         ),
-        "groups: mid has scheme 'B', but only fc, with the loss, has several microbatches: BK",
+        "groups: mid has scheme 'B', but only head, with the loss, has several microbatches: BK",
     ),
     (placed(servers=3), "servers must be a list of ranks"),
     (placed(servers=["2"]), "servers must be a list of ranks"),
@@ -393,7 +393,7 @@ def test_a_plan_that_was_edited_wrongly_is_refused_by_compile_and_by_run(
 def test_all_that_is_wrong_with_a_plan_is_told_at_once(build: Path, capsys: Capture) -> None:
     plan = json.loads((build / "plan.json").read_text())
     a_rank_twice(plan)
-    placed(groups={"fc": pair()}, servers=[7], split="diagonal", holding="halved")(plan)
+    placed(groups={"head": pair()}, servers=[7], split="diagonal", holding="halved")(plan)
     (build / "plan.json").write_text(json.dumps(plan))
     messages = "a rank twice", "do not divide its 1 ranks", "no rank 7", "split 'diagonal'", "holding 'halved'"
     refused(capsys, "run build", *messages)
@@ -415,15 +415,15 @@ def test_a_plan_of_an_older_splitc_which_has_fewer_fields_is_followed(build: Pat
 def test_a_plan_whose_ranks_are_in_several_roles_with_groups_and_servers_is_read(build: Path) -> None:
     path = build / "plan.json"
     plan = json.loads(path.read_text())
-    plan["roles"], plan["examples"] = {"conv": [0, 1], "fc": [0, 1]}, {"conv": [0, 4, 8], "fc": [0, 4, 8]}
-    plan["groups"], plan["servers"], plan["all_reduce"] = {"fc": {"size": 2}}, [2], "recursive_doubling"
+    plan["roles"], plan["examples"] = {"trunk": [0, 1], "head": [0, 1]}, {"trunk": [0, 4, 8], "head": [0, 4, 8]}
+    plan["groups"], plan["servers"], plan["all_reduce"] = {"head": {"size": 2}}, [2], "recursive_doubling"
     plan["placements"]["first"] |= {"sync": "parameter_server"}
     plan["placements"]["second"] |= {"holding": "sharded", "group": 2, "split": "columns", "sync": "none"}
     path.write_text(json.dumps(plan))
     read = read_plan_file(path)
-    assert read.roles_of(0) == read.roles_of(1) == ("conv", "fc") and read.roles_of(2) == ()
-    assert read.groups == {"fc": Grouping(2, "B/K", "once")}
-    assert read.servers == (2,) and read.ranks_by_roles == {("conv", "fc"): (0, 1), ("server",): (2,)}
+    assert read.roles_of(0) == read.roles_of(1) == ("trunk", "head") and read.roles_of(2) == ()
+    assert read.groups == {"head": Grouping(2, "B/K", "once")}
+    assert read.servers == (2,) and read.ranks_by_roles == {("trunk", "head"): (0, 1), ("server",): (2,)}
 
 
 def test_a_plan_that_is_cut_off_or_missing_is_refused(build: Path, capsys: Capture) -> None:
@@ -443,19 +443,19 @@ def test_a_plan_says_the_world_and_decides_the_rest(build: Path, capsys: Capture
 
 
 def test_a_build_whose_files_come_from_two_plans_is_stale(build: Path, capsys: Capture) -> None:
-    role = (build / "fc.py").read_text()
-    (build / "fc.py").write_text(re.sub(r'^PLAN = ".*"', 'PLAN = "0123456789ab"', role, flags=re.MULTILINE))
-    refused(capsys, "run build", "the build is stale", "plan 0123456789ab: fc.py", "compile the model again")
+    role = (build / "head.py").read_text()
+    (build / "head.py").write_text(re.sub(r'^PLAN = ".*"', 'PLAN = "0123456789ab"', role, flags=re.MULTILINE))
+    refused(capsys, "run build", "the build is stale", "plan 0123456789ab: head.py", "compile the model again")
 
 
 def test_a_build_whose_plan_was_edited_afterwards_is_stale(build: Path, capsys: Capture) -> None:
     plan = json.loads((build / "plan.json").read_text())
-    plan["examples"] = {"conv": [0, 3, 8], "fc": [0, 8]}
+    plan["examples"] = {"trunk": [0, 3, 8], "head": [0, 8]}
     (build / "plan.json").write_text(json.dumps(plan))
     refused(capsys, "run build", "plan.json was edited after the scripts were written", "splitc compile MODEL --plan")
 
 
-@pytest.mark.parametrize("name", ["rank1.py", "conv.py", "weights.pt"])
+@pytest.mark.parametrize("name", ["rank1.py", "trunk.py", "weights.pt"])
 def test_a_build_that_lost_a_file_is_refused(name: str, build: Path, capsys: Capture) -> None:
     (build / name).unlink()
     refused(capsys, "run build", f"build has no {name}; compile the model again")

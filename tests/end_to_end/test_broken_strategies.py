@@ -101,9 +101,9 @@ NAMED: dict[str, Case] = {
         rows, r"comm\.reduce_from_group\((F\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
     "the gradient of a norm that nobody sums": (
         entered, r"comm\.copy_to_group\((self\.norm\(cut0\))\)", r"\1", "layer norm"),
-    "examples of others that are kept": (mixed, r"fc\.slice_batch\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
+    "examples of others that are kept": (mixed, r"stage1\.slice_batch\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
     "a rank's own gradient in place of its group's": (
-        mixed, r"fc\.all_gather_grad\((cut1_fc2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
+        mixed, r"stage1\.all_gather_grad\((cut1_stage2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
     "a layer whose gradient nobody gathers": (late, r"comm\.late_multiply\(flatten", "F.linear(flatten", "layer fc6"),
     "a gradient divided by the number of ranks": (
         hybrid, r"(recv\(\"fc\", \(-1, 27\), torch\.float32\))", r"\1 / 2", r"layer conv.*0\.5 times"),
@@ -158,9 +158,9 @@ CRASHES: dict[str, Case] = {
     "neither": (sharded, r"(\w+)_group = fc\.modulo\(\w+\)", r"\1_group = \1.detach()", "gradients.*should be 8"),
     "a turn that is left out": (lambda: sharded(scheme="B/K"), r"fc\.microbatches\(2\)", "fc.microbatches(1)", "shape"),
     "all examples of the group where one's own are read": (
-        mixed, r"fc\.slice_batch\(cut1\)", "cut1", "Mismatch in shape"),
+        mixed, r"stage1\.slice_batch\(cut1\)", "cut1", "Mismatch in shape"),
     "one's own gradient where the group's is read": (
-        mixed, r"fc\.all_gather_grad\((cut1_fc2\.grad)\)", r"\1", "Mismatch in shape"),
+        mixed, r"stage1\.all_gather_grad\((cut1_stage2\.grad)\)", r"\1", "Mismatch in shape"),
     "a group that not all its ranks know": (sharded, r"group=\(0, 1\)", "group=(0,)", "not one of the group's ranks"),
     "replicas that are not": (lambda: sharded(4), r"replicas=\(0, 2\)", "replicas=(0, 1)", "not one of the group's"),
 }  # fmt: skip
@@ -206,10 +206,10 @@ def swapped(program: LoweredProgram, first: str, second: str) -> LoweredProgram:
 
 
 DROPPED = [
-    (mixed, "fc2: send cut2 -> fc3", "rank 0 receives cut2.fc2.fc3[4:8], which rank 1 never sends"),
-    (mixed, "fc3: recv cut2 <- fc2", "rank 1 sends cut2.fc2.fc3[4:8], which rank 0 never receives"),
-    (mixed, "fc2: recv_grad cut2 <- fc3", "rank 0 sends d_cut2.fc2.fc3[4:8], which rank 1 never receives"),
-    (mixed, "fc3: sum_loss", "rank 0 sums X fc2.fc7[0]"),
+    (mixed, "stage2: send cut2 -> stage3", "rank 0 receives cut2.stage2.stage3[4:8], which rank 1 never sends"),
+    (mixed, "stage3: recv cut2 <- stage2", "rank 1 sends cut2.stage2.stage3[4:8], which rank 0 never receives"),
+    (mixed, "stage2: recv_grad cut2 <- stage3", "rank 0 sends d_cut2.stage2.stage3[4:8], which rank 1 never receives"),
+    (mixed, "stage3: sum_loss", "rank 0 sums X stage2.fc7[0]"),
     (hybrid, "fc: send_grad cut0 -> conv", "rank 1 receives d_cut0.conv.fc[4:8], which rank 0 never sends"),
     (hybrid, "conv: send target -> fc", "rank 0 receives target.conv.fc[4:8]"),
 ]
@@ -223,9 +223,9 @@ def test_a_dropped_message_is_named_with_both_its_ranks(
 
 
 def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
-    circle = swapped(mixed().program, "fc2: send cut2 -> fc3", "fc2: sum_loss")
+    circle = swapped(mixed().program, "stage2: send cut2 -> stage3", "stage2: sum_loss")
     assert any("deadlock in a cycle" in problem and "cut2" in problem for problem in no_deadlock(circle))
-    crossed = swapped(mixed().program, "fc: modulo cut0", "fc: forward")
+    crossed = swapped(mixed().program, "stage1: modulo cut0", "stage1: forward")
     one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
     assert "modulo cut0[0]" in problem and "fc.relu_1_whole[0]" in problem
@@ -234,8 +234,8 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
 LOCAL = [
     (sharded, "fc: modulo cut0"),
     (sharded, "fc: modulo_grad cut0"),
-    (mixed, "fc: slice_batch cut1"),
-    (mixed, "fc: all_gather_grad cut1"),
+    (mixed, "stage1: slice_batch cut1"),
+    (mixed, "stage1: all_gather_grad cut1"),
     (late, "all: multiply"),
     (hybrid, "conv: all_reduce bucket0"),
     (hybrid, "conv: backward"),

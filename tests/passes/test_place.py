@@ -26,7 +26,7 @@ def test_no_plan_gets_slower_when_the_link_gets_faster(strategy: Strategy, seed:
 def test_a_slow_link_puts_the_fc_layers_on_one_rank_and_a_fast_one_does_not() -> None:
     slow = place(separable(), 4, Auto(), small_cluster(1e5))
     assert slow.strategy == "hybrid_single"
-    assert slow.roles == {"conv": (0, 1, 2, 3), "fc": (0,)}
+    assert slow.roles == {"trunk": (0, 1, 2, 3), "head": (0,)}
     assert fc_layers(slow) == {"fc1", "fc2", "loss"}
     fast = place(separable(), 4, Auto(), small_cluster(1e9, latency=1e-6))
     assert fast.strategy == "data_parallel"
@@ -77,7 +77,7 @@ def test_more_readers_make_a_larger_batch_and_a_fixed_one_is_shared_out() -> Non
     grown = place(separable(batch=4), 5, LayerSeparation(n_c=3))
     assert (grown.global_batch, grown.local_batches) == (12, (4, 4, 4))
     fixed = place(separable(batch=4), 5, LayerSeparation(n_c=3), global_batch=10)
-    assert fixed.batch_offsets == {"conv": (0, 4, 7, 10), "fc": (0, 7, 10)}
+    assert fixed.batch_offsets == {"trunk": (0, 4, 7, 10), "head": (0, 7, 10)}
 
 
 def test_the_largest_share_sets_the_pace() -> None:
@@ -119,7 +119,7 @@ def test_the_plan_shows_the_best_of_every_family() -> None:
     for strategy in ("modulo_shard", "late_multiply"):
         assert "no linear layer of the model" in candidate(plan, strategy).why
     assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
-    assert candidate(plan, "layer_separation").roles.keys() == {"conv", "fc"}
+    assert candidate(plan, "layer_separation").roles.keys() == {"trunk", "head"}
 
 
 def test_what_does_not_fit_is_priced_and_says_what_is_short() -> None:
@@ -135,7 +135,7 @@ def test_when_nothing_fits_role_need_and_have_are_told() -> None:
     with pytest.raises(PlacementError) as error:
         place(separable(), 4, LayerSeparation(n_f=1), memory=300_000)
     message = str(error.value)
-    assert "role fc (rank 3) needs 727 kB of memory and has 300 kB" in message
+    assert "role head (rank 3) needs 727 kB of memory and has 300 kB" in message
     assert "its largest layer, fc1, needs 603 kB" in message
 
 
@@ -172,7 +172,7 @@ def test_every_layer_has_a_reason_with_numbers() -> None:
     assert plan.prediction.reasons["fc1"].startswith("holds 50.0 k parameters and is 2.4 % of the computing")
     assert "its gradient would cost 24" in plan.prediction.reasons["fc1"]
     assert "on 10.0 Mbit/s, its input costs" in plan.prediction.reasons["fc1"]
-    assert "conv ranks" in plan.prediction.reasons["conv1"]
+    assert "trunk ranks" in plan.prediction.reasons["conv1"]
     assert "its gradient costs" in place(separable(), 4, DataParallel()).prediction.reasons["fc1"]
     assert "nothing is sent" in place(separable(), 4, SingleDevice()).prediction.reasons["fc1"]
 

@@ -76,7 +76,7 @@ def test_later_pins_win_part_by_part() -> None:
 
 def test_a_pin_of_sync_none_keeps_the_layer_on_a_role_of_one_rank() -> None:
     plan = place(separable(), 6, pins={"fc*": Placement(role="fc", sync="none")})
-    assert len(plan.roles["fc"]) == 1
+    assert len(plan.roles["head"]) == 1
     with pytest.raises(PlacementError, match="sync 'none' of fc1, whose gradient must be summed"):
         place(separable(), 4, DataParallel(), pins={"fc1": Placement(sync="none")})
 
@@ -95,7 +95,7 @@ def test_pins_that_cannot_be_followed_are_told_all_at_once() -> None:
     ("strategy", "pin", "words"),
     [
         (DataParallel(), "fc", "asks for role 'fc' of fc1, but data_parallel has only all"),
-        (LayerSeparation(), "all", "layer_separation has only conv, fc"),
+        (LayerSeparation(), "all", "layer_separation has only trunk, head"),
         (DataParallel(), Placement(holding="sharded"), "holding 'sharded' of fc1"),
         (DataParallel(), Placement(sync="late_multiply"), "sync 'late_multiply' of fc1"),
         (LayerSeparation(), Placement(group=2), "group 2 of fc1"),

@@ -151,7 +151,7 @@ def test_what_needs_no_gradient_is_not_summed() -> None:
 def test_rows_after_columns_need_one_sum_and_no_gather() -> None:
     program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
     assert list(inserted(program).values()) == ["reduce_from_group"]
-    stage = program.program.stage("fc")
+    stage = program.program.stage("head")
     assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "fc.weight": 1}, "the bias is whole"
 
 

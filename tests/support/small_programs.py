@@ -127,7 +127,8 @@ def place(
 
 
 def fc_layers(plan: Plan) -> set[str]:
-    return {layer for layer, placed in plan.placements.items() if placed.role == "fc"}
+    """The layers of the second role."""
+    return {layer for layer, placed in plan.placements.items() if placed.role == list(plan.roles)[1]}
 
 
 def candidate(plan: Plan, strategy: str) -> Candidate:

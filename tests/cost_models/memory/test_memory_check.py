@@ -14,10 +14,10 @@ from splitc.cost_models.memory.memory_check import _bound, memory_of_all, requir
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
-from splitc.passes.planner.parameter_server import server_memory
-from splitc.passes.planner.pricing import memory_needed
+from splitc.passes.planner.price_choices import memory_needed
+from splitc.passes.planner.propose_parameter_server import server_memory
+from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.separate_layers import hybrid_single, layer_separation
 from tests.cost_models.memory.test_memory import STRATEGIES, example, program
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.every_strategy import Asked, Small, every_strategy, images, planned
@@ -32,9 +32,10 @@ def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str,
     (first, ranks), batch = next(iter(plan.roles.items())), plan.largest_batch(next(iter(plan.roles)))
     if strategy.startswith(("layer_separation", "hybrid_single")):
         asked = parse_strategy(strategy)
-        offer = hybrid_single(request) if strategy == "hybrid_single" else layer_separation(request, asked)  # type: ignore[arg-type]
-        assert offer.problem is not None
-        return offer.problem.memory_of({layer for layer, role in offer.role_of.items() if role == "fc"})
+        found = hybrid_single(request) if strategy == "hybrid_single" else layer_separation(request, asked)  # type: ignore[arg-type]
+        assert found.separation is not None and found.plan is not None
+        fc = {layer for layer, place in found.plan.placements.items() if place.role == "fc"}
+        return dict(zip(("conv", "fc"), found.separation.memory_of(fc), strict=True))
     if plan.servers:
         serving = server_memory(request, len(ranks), len(plan.servers), beside := plan.servers[0] in ranks)
         worker = sum(request.served_memory(layer, batch) for layer in layers)

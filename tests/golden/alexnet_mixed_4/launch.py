@@ -1,10 +1,10 @@
-"""Train AlexNet on 4 ranks: mixed, conv ranks 0 to 3, fc ranks 0 to 3, fc2 ranks 0 to 3, fc3 rank 0.  Written by
-splitc 0.1.0; yours to edit.
+"""Train AlexNet on 4 ranks: mixed, stage0 ranks 0 to 3, stage1 ranks 0 to 3, stage2 ranks 0 to 3, stage3 rank 0.
+Written by splitc 0.1.0; yours to edit.
 
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the examples that worker.data_rank reads
-plan     8c05ef49091d
+plan     27b3adfa3bb6
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "8c05ef49091d"
+PLAN = "27b3adfa3bb6"
 
 
 def optimizer(params):

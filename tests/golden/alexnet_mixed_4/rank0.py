@@ -1,5 +1,5 @@
-"""Rank 0 of 4 of AlexNet: roles "conv" and "fc" and "fc2" and "fc3", examples 0 to 3 and 0 to 15 of 16.  Written by
-splitc 0.1.0; yours to edit.
+"""Rank 0 of 4 of AlexNet: roles "stage0" and "stage1" and "stage2" and "stage3", examples 0 to 3 and 0 to 15 of 16.
+Written by splitc 0.1.0; yours to edit.
 
 in       images  (4, 3, 64, 64)         float32
 in       target  (4,)                   int64
@@ -13,29 +13,29 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from conv_fc_fc2_fc3 import Stage, evaluate, step
+from stage0_stage1_stage2_stage3 import Stage, evaluate, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Route, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "8c05ef49091d"
+PLAN = "27b3adfa3bb6"
 
 rank = RankSpec(
     index=0,
     world=4,
     roles=(
         RoleSpec(
-            role="conv",
+            role="stage0",
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
-                "fc3": (Route(peer=0, first=0, last=4),),
+                "stage3": (Route(peer=0, first=0, last=4),),
             },
         ),
         RoleSpec(
-            role="fc",
+            role="stage1",
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples
@@ -46,25 +46,25 @@ rank = RankSpec(
             },
         ),
         RoleSpec(
-            role="fc2",
+            role="stage2",
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
-                "fc3": (Route(peer=0, first=0, last=4),),
+                "stage3": (Route(peer=0, first=0, last=4),),
             },
         ),
         RoleSpec(
-            role="fc3",
+            role="stage3",
             examples=(0, 16),                 # this rank's examples of the global batch
             replicas=(0,),                    # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
-                "conv": (
+                "stage0": (
                     Route(peer=0, first=0, last=4), Route(peer=1, first=4, last=8), Route(peer=2, first=8, last=12),
                     Route(peer=3, first=12, last=16)
                 ),
-                "fc2": (
+                "stage2": (
                     Route(peer=0, first=0, last=4), Route(peer=1, first=4, last=8), Route(peer=2, first=8, last=12),
                     Route(peer=3, first=12, last=16)
                 ),

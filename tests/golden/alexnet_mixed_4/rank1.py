@@ -1,5 +1,5 @@
-"""Rank 1 of 4 of AlexNet: roles "conv" and "fc" and "fc2", examples 4 to 7 of 16.  Written by splitc 0.1.0; yours to
-edit.
+"""Rank 1 of 4 of AlexNet: roles "stage0" and "stage1" and "stage2", examples 4 to 7 of 16.  Written by splitc 0.1.0;
+yours to edit.
 
 in       images  (4, 3, 64, 64)         float32
 in       target  (4,)                   int64
@@ -11,29 +11,29 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from conv_fc_fc2 import Stage, evaluate, step
+from stage0_stage1_stage2 import Stage, evaluate, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Route, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "8c05ef49091d"
+PLAN = "27b3adfa3bb6"
 
 rank = RankSpec(
     index=1,
     world=4,
     roles=(
         RoleSpec(
-            role="conv",
+            role="stage0",
             examples=(4, 8),                  # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
-                "fc3": (Route(peer=0, first=4, last=8),),
+                "stage3": (Route(peer=0, first=4, last=8),),
             },
         ),
         RoleSpec(
-            role="fc",
+            role="stage1",
             examples=(4, 8),                  # this rank's examples of the global batch
             replicas=(1, 3),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples
@@ -44,12 +44,12 @@ rank = RankSpec(
             },
         ),
         RoleSpec(
-            role="fc2",
+            role="stage2",
             examples=(4, 8),                  # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
-                "fc3": (Route(peer=0, first=4, last=8),),
+                "stage3": (Route(peer=0, first=4, last=8),),
             },
         ),
     ),

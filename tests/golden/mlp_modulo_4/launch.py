@@ -1,9 +1,10 @@
-"""Train MLP on 4 ranks: modulo_shard, conv ranks 0 to 3, fc ranks 0 to 3.  Written by splitc 0.1.0; yours to edit.
+"""Train MLP on 4 ranks: modulo_shard, trunk ranks 0 to 3, head ranks 0 to 3.  Written by splitc 0.1.0; yours to
+edit.
 
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the examples that worker.data_rank reads
-plan     23e04254aab5
+plan     476557b6e413
 """
 
 import time
@@ -13,7 +14,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "23e04254aab5"
+PLAN = "476557b6e413"
 
 
 def optimizer(params):

@@ -1,4 +1,4 @@
-"""Rank 0 of 4 of MLP: roles "conv" and "fc", examples 0 to 3 of 16.  Written by splitc 0.1.0; yours to edit.
+"""Rank 0 of 4 of MLP: roles "trunk" and "head", examples 0 to 3 of 16.  Written by splitc 0.1.0; yours to edit.
 
 in       images  (4, 20)                float32
 in       target  (4,)                   int64
@@ -9,25 +9,25 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from conv_fc import Stage, evaluate, step
+from trunk_head import Stage, evaluate, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "23e04254aab5"
+PLAN = "476557b6e413"
 
 rank = RankSpec(
     index=0,
     world=4,
     roles=(
         RoleSpec(
-            role="conv",
+            role="trunk",
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
         ),
         RoleSpec(
-            role="fc",
+            role="head",
             examples=(0, 4),                  # this rank's examples of the global batch
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples

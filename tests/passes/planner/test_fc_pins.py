@@ -44,10 +44,10 @@ def test_pins_mix_what_strategies_do_layer_by_layer() -> None:
     assert plan.strategy == "mixed" and plan.exact
     got = {layer: (p.role, p.holding, p.sync, p.group) for layer, p in plan.placements.items()}
     assert got == {
-        "conv": ("conv", "replicated", "all_reduce", None),
-        "fc6": ("fc", "sharded", "all_reduce", 2),
-        "fc7": ("fc2", "replicated", "late_multiply", None),
-        "fc8": ("fc3", "replicated", "none", None),
+        "conv": ("stage0", "replicated", "all_reduce", None),
+        "fc6": ("stage1", "sharded", "all_reduce", 2),
+        "fc7": ("stage2", "replicated", "late_multiply", None),
+        "fc8": ("stage3", "replicated", "none", None),
     }
 
 

@@ -20,9 +20,9 @@ from splitc.ir.strategies import (
     ParameterServer,
     Strategy,
 )
-from splitc.passes.planner.reasons import reasons
+from splitc.passes.planner.propose_separation import layer_separation
+from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.separate_layers import layer_separation
 from splitc.passes.planner.wire_price import step_seconds
 from tests.support.every_strategy import analysed, planned
 from tests.support.small_programs import place, separable, small_cluster
@@ -147,8 +147,7 @@ def test_reasons_name_the_link_that_sums_a_gradient() -> None:
     def why(cluster: Cluster) -> str:
         program = separable()
         request = Request(program, cluster, 4)
-        offer = layer_separation(request, SEPARATE)
-        return reasons(request, offer)["conv1"]
+        return explain(request, layer_separation(request, SEPARATE))["conv1"]
 
     assert "on 1.00 Mbit/s" in why(hosts(1e2, inside=Link(1.25e5, 0.0)))
     assert "on 800 bit/s" in why(replace(small_cluster(), link=Link(1e2, 0.0)))

@@ -1,4 +1,4 @@
-"""Offers of modulo_shard: fc layers divided over groups of mp ranks (SplitBrain 3, Krizhevsky 2014).
+"""Propose modulo_shard: linear layers divided over groups of mp ranks (SplitBrain 3, Krizhevsky 2014).
 
 A layer is divided over a group of K where the time it saves, of computing and of summing its gradient, is more than
 what gathering its output takes                                                                              (1)
@@ -21,68 +21,68 @@ from dataclasses import replace
 from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import ModuloShard
-from splitc.passes.planner.arrange import LayerChoice, with_pins
+from splitc.passes.planner.assign_roles import LayerChoice, apply_pins
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.fitting import asked_by, too_small, unfit, whole_unless_linear
-from splitc.passes.planner.pins import contradictions
-from splitc.passes.planner.pricing import Pricing
-from splitc.passes.planner.request import Offer, Request, largest
+from splitc.passes.planner.pin_checks import contradictions, pinned_by, shard_only_linear, too_small, unmet
+from splitc.passes.planner.price_choices import price_choices
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible
+from splitc.passes.planner.request import Request, largest
 
-_PRICED = 4  # arrangements that get a full price, the best by their estimate
+_PRICED = 4  # choices that get a full price, the best by their estimate
 
 Linears = Mapping[str, tuple[Linear, ...]]
-Wishes = dict[str, LayerChoice]
+Choices = dict[str, LayerChoice]
 
 
-def modulo_shard(pricing: Pricing, options: ModuloShard, by_name: bool = False) -> Offer:
+def modulo_shard(request: Request, options: ModuloShard, by_name: bool = False) -> PricedPlan:
     """The fastest group size, and the fastest first layer to shard, of those asked for.
 
     by_name: the user asked for this strategy, so layers are divided for memory too.
     """
-    request, name = pricing.request, options.name
+    name = options.name
     exact = options.is_exact
     linears = {k: v for k, v in request.linears.items() if request.gradient_of(k)}
     sizes = [k for k in range(2, request.world + 1) if request.world % k == 0 and options.mp in (None, k)]
-    why = contradictions(request.pins, name) or too_small(request, name)
+    why = contradictions(request, name) or too_small(request, name)
     if not why and not linears:
         why = ["no linear layer of the model has parameters of its own to divide"]
     if not why and not sizes:
         why = [f"groups of mp = {options.mp} do not divide {request.world} ranks"]
     if why:
-        return Offer(name, feasible=False, why="; ".join(why), exact=exact)
+        return infeasible(name, why, exact)
     possible, refused = _possible(request, linears, sizes, by_name)
     if not possible:
         nearest = min(refused, key=len, default=["the linear layers cannot be parted from the layers before them"])
-        return Offer(name, feasible=False, why="; ".join(nearest), exact=exact)
-    estimated = sorted(possible, key=lambda wishes: _estimate(request, wishes))
+        return infeasible(name, nearest, exact)
+    estimated = sorted(possible, key=lambda choices: _estimate(request, choices))
     scheme, updates = options.scheme or "B/K", options.updates or "once"
-    offers = [pricing.arranged(name, wishes, scheme, updates, exact) for wishes in estimated[:_PRICED]]
-    return max(offers, key=lambda offer: (offer.feasible, -offer.step_seconds))
+    priced = [price_choices(request, name, choices, scheme, updates, exact) for choices in estimated[:_PRICED]]
+    return max(priced, key=lambda plan: (plan.feasible, -plan.seconds))
 
 
 def _possible(
     request: Request, linears: Linears, sizes: Iterable[int], by_name: bool
-) -> tuple[list[Wishes], list[list[str]]]:
-    """The wishes that keep to the pins, each once; and for the others, why they do not."""
-    possible: list[Wishes] = []
+) -> tuple[list[Choices], list[list[str]]]:
+    """The choices that keep to the pins, each once; and for the others, why they do not."""
+    possible: list[Choices] = []
     refused: list[list[str]] = []
     for size in sizes:
         for first in _sharded_from(request, linears, size, by_name):
-            wishes = with_pins(request, first, fc=LayerChoice(group=size, holding="sharded", split="columns"))
-            if any(layer in linears and wish.group > 1 and first[layer].group == 1 for layer, wish in wishes.items()):
+            choices = apply_pins(request, first, second=LayerChoice(group=size, holding="sharded", split="columns"))
+            if any(choices[layer].group > 1 and first[layer].group == 1 for layer in linears):
                 continue  # a pin divides a layer before the first one: another one is the first
-            why = unfit(request, wishes, size)
-            wishes = whole_unless_linear(request, wishes)
-            if not why and not any(wish.holding == "sharded" for wish in wishes.values()):
-                why = [f"nothing is left to divide: no linear layer may be sharded{asked_by(request, linears)}"]
+            why = unmet(request, choices, size)
+            choices = shard_only_linear(request, choices)
+            if not why and not any(choice.holding == "sharded" for choice in choices.values()):
+                why = [f"nothing is left to divide: no linear layer may be sharded{pinned_by(request, linears)}"]
             if why:
                 refused.append(why)
-            elif wishes not in possible:
-                possible.append(wishes)
+            elif choices not in possible:
+                possible.append(choices)
     return possible, refused
 
 
-def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) -> Iterable[Wishes]:
+def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) -> Iterable[Choices]:
     """For every linear layer as the first that is divided: it and all that follow from it are in groups."""
     rules = cut_rules(request.program)
     for first in linears:
@@ -93,9 +93,9 @@ def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) 
             if more <= inside:
                 break
             inside |= more
-        if inside & set(rules.conv_only):
+        if inside & set(rules.reader_only):
             continue
-        wishes = {
+        choices = {
             layer.name: LayerChoice(group=size if layer.name in inside else 1) for layer in request.program.layers
         }
         for layer, uses in linears.items():
@@ -104,8 +104,8 @@ def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) 
                 or _seconds_saved(request, layer, uses, size) > 0
                 or (by_name and _bytes_saved(request, layer, uses) > 0)
             ):
-                wishes[layer] = replace(wishes[layer], holding="sharded", split="columns")
-        yield wishes
+                choices[layer] = replace(choices[layer], holding="sharded", split="columns")
+        yield choices
 
 
 def _seconds_saved(request: Request, layer: str, uses: tuple[Linear, ...], size: int) -> float:
@@ -129,20 +129,20 @@ def _bytes_saved(request: Request, layer: str, uses: tuple[Linear, ...]) -> floa
     return float(sum(holding.nbytes for holding in request.held[layer] if holding.parameter) - gathered)
 
 
-def _estimate(request: Request, wishes: Wishes) -> float:
+def _estimate(request: Request, choices: Choices) -> float:
     """Seconds of a step, roughly: which of many first layers are worth a full price."""
     n = request.world
     batch, device = largest(request.bounds(n)), request.cluster.device_for(n)
     seconds = 0.0
-    for layer, wish in wishes.items():
-        gradient, groups = request.gradient_of(layer), request.groups(wish.group)
-        part = wish.group if wish.holding == "sharded" else 1
-        seconds += request.seconds(layer, batch * wish.group, device) / part
+    for layer, choice in choices.items():
+        gradient, groups = request.gradient_of(layer), request.groups(choice.group)
+        part = choice.group if choice.holding == "sharded" else 1
+        seconds += request.seconds(layer, batch * choice.group, device) / part
         if gradient and len(groups) > 1:
-            seconds += request.all_reduce_seconds(gradient / part, *request.replicas(wish.group))
-        if wish.holding == "sharded":
+            seconds += request.all_reduce_seconds(gradient / part, *request.replicas(choice.group))
+        if choice.holding == "sharded":
             seconds += sum(
-                2 * request.all_gather_seconds(tensor_spec(use.node).nbytes(batch * wish.group), *groups)
+                2 * request.all_gather_seconds(tensor_spec(use.node).nbytes(batch * choice.group), *groups)
                 for use in request.linears[layer]
             )
     return seconds

@@ -1,4 +1,6 @@
-"""Offers of late multiply: fc layers replicated, X and E gathered in place of gradients (Practical Lessons 2.1).
+"""Propose late multiply (Practical Lessons 2.1).
+
+Linear layers are replicated; their inputs X and errors E are gathered, in place of their gradients.
 
 A linear layer is late-multiplied where that is faster than the ring all-reduce of its gradient: with b examples on each
 of n ranks, r rows of each and features i -> o,
@@ -11,35 +13,35 @@ from __future__ import annotations
 from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import LateMultiply
-from splitc.passes.planner.arrange import LayerChoice, with_pins
-from splitc.passes.planner.fitting import asked_by, too_small, unfit
-from splitc.passes.planner.pins import contradictions
-from splitc.passes.planner.pricing import Pricing
-from splitc.passes.planner.request import Offer, Request, largest
+from splitc.passes.planner.assign_roles import LayerChoice, apply_pins
+from splitc.passes.planner.pin_checks import contradictions, pinned_by, too_small, unmet
+from splitc.passes.planner.price_choices import price_choices
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible
+from splitc.passes.planner.request import Request, largest
 
 
-def late_multiply(pricing: Pricing, options: LateMultiply) -> Offer:
+def late_multiply(request: Request, options: LateMultiply) -> PricedPlan:
     """Late multiply of the linear layers for which it is the faster way; of all of them where it is for none."""
-    request, name = pricing.request, options.name
-    if why := contradictions(request.pins, name) or too_small(request, name):
-        return Offer(name, feasible=False, why="; ".join(why))
+    name = options.name
+    if why := contradictions(request, name) or too_small(request, name):
+        return infeasible(name, why)
     linears = {k: v for k, v in request.linears.items() if request.gradient_of(k)}
     if not linears:
-        return Offer(name, feasible=False, why="no linear layer of the model trains a weight of its own")
+        return infeasible(name, ["no linear layer of the model trains a weight of its own"])
     cheaper = [layer for layer, uses in linears.items() if _saves(request, layer, uses) > 0]
-    wishes = with_pins(
+    choices = apply_pins(
         request,
         {
             layer.name: LayerChoice(sync="late_multiply" if layer.name in (cheaper or linears) else "all_reduce")
             for layer in request.program.layers
         },
     )
-    why = unfit(request, wishes)
-    if not why and not any(wishes[layer].sync == "late_multiply" for layer in linears):
-        why = [f"no linear layer is left to multiply late{asked_by(request, linears)}"]
+    why = unmet(request, choices)
+    if not why and not any(choices[layer].sync == "late_multiply" for layer in linears):
+        why = [f"no linear layer is left to multiply late{pinned_by(request, linears)}"]
     if why:
-        return Offer(name, feasible=False, why="; ".join(why))
-    return pricing.arranged(name, wishes)
+        return infeasible(name, why)
+    return price_choices(request, name, choices)
 
 
 def _saves(request: Request, layer: str, uses: tuple[Linear, ...]) -> float:

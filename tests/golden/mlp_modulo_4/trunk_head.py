@@ -1,4 +1,4 @@
-"""Roles "conv" and "fc" of MLP: ranks 0 to 3 of 4.  Written by splitc 0.1.0; yours to edit.
+"""Roles "trunk" and "head" of MLP: ranks 0 to 3 of 4.  Written by splitc 0.1.0; yours to edit.
 
 in       images  (4, 20)                float32  read by this role
          target  (4,)                   int64    read by this role
@@ -7,14 +7,14 @@ in       images  (4, 20)                float32  read by this role
 out      loss
 holds    805 parameters, 3.22 kB
 predicts 25.7 kFLOP, 100 us of compute in a step on v100-10gbe
-plan     23e04254aab5
+plan     476557b6e413
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "23e04254aab5"
+PLAN = "476557b6e413"
 
 
 class Stage(nn.Module):
@@ -28,12 +28,12 @@ class Stage(nn.Module):
         })
         self.output = nn.Linear(33, 10)  # sharded, see rankN.py
 
-    def forward_conv(self, comm, images, target):
+    def forward_trunk(self, comm, images, target):
         relu = F.relu(self.hidden["0"](images.flatten(1)))        # (4, 16)  mlp.py:31
         loss_weight = comm.global_weight(target, ignore_index=0)  # ()       loss
         return relu, loss_weight
 
-    def forward_fc(self, comm, target, cut0, cut1):
+    def forward_head(self, comm, target, cut0, cut1):
         relu_1 = F.relu(self.hidden["1"](cut0))                                  # (4, 33/2)  mlp.py:31
         output_part = F.linear(relu_1, self.output.weight)                       # (4, 10)    mlp.py:32
         output_sum = comm.reduce_from_group(output_part)                         # (4, 10)
@@ -43,7 +43,7 @@ class Stage(nn.Module):
         return loss_1
 
 
-CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
+TRUNK_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.34 kB
         "hidden.0.bias",
         "hidden.0.weight",
@@ -51,7 +51,7 @@ CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
 )
 
 
-FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
+HEAD_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.88 kB
         "output.bias",
         "output.weight",
@@ -61,32 +61,32 @@ FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
 )
 
 
-def step(conv, fc, stage, images, target):
+def step(trunk, head, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
-    cut0, cut1 = stage.forward_conv(conv, images, target)
+    cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses, d_cut0 = [], []
-    for _ in fc.microbatches(2):                        # 1/2 of every rank's examples
-        target_group = fc.modulo(target)                # the microbatch of all ranks of the group
-        cut0_group = fc.modulo(cut0).requires_grad_()   # the microbatch of all ranks of the group
-        loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
-        with fc.all_reduce(stage, FC_BUCKETS):          # 1.88 kB in 1 bucket, in the last microbatch
+    for _ in head.microbatches(2):                        # 1/2 of every rank's examples
+        target_group = head.modulo(target)                # the microbatch of all ranks of the group
+        cut0_group = head.modulo(cut0).requires_grad_()   # the microbatch of all ranks of the group
+        loss = stage.forward_head(head, target_group, cut0_group, cut1)
+        with head.all_reduce(stage, HEAD_BUCKETS):        # 1.88 kB in 1 bucket, in the last microbatch
             loss.backward()
-        d_cut0.append(fc.modulo_grad(cut0_group.grad))  # summed over the group
+        d_cut0.append(head.modulo_grad(cut0_group.grad))  # summed over the group
         losses.append(loss.detach())
-    total = fc.sum_loss(sum(losses))                    # the global loss
-    with conv.all_reduce(stage, CONV_BUCKETS):          # 1.34 kB in 1 bucket, during backward
+    total = head.sum_loss(sum(losses))                    # the global loss
+    with trunk.all_reduce(stage, TRUNK_BUCKETS):          # 1.34 kB in 1 bucket, during backward
         cut0.backward(torch.cat(d_cut0))
     return total.wait()
 
 
-def evaluate(conv, fc, stage, images, target):
+def evaluate(trunk, head, stage, images, target):
     """The loss of one batch, forward only."""
-    cut0, cut1 = stage.forward_conv(conv, images, target)
+    cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses = []
-    for _ in fc.microbatches(2):          # 1/2 of every rank's examples
-        target_group = fc.modulo(target)  # the microbatch of all ranks of the group
-        cut0_group = fc.modulo(cut0)      # the microbatch of all ranks of the group
-        loss = stage.forward_fc(fc, target_group, cut0_group, cut1)
+    for _ in head.microbatches(2):          # 1/2 of every rank's examples
+        target_group = head.modulo(target)  # the microbatch of all ranks of the group
+        cut0_group = head.modulo(cut0)      # the microbatch of all ranks of the group
+        loss = stage.forward_head(head, target_group, cut0_group, cut1)
         losses.append(loss.detach())
-    total = fc.sum_loss(sum(losses))      # the global loss
+    total = head.sum_loss(sum(losses))      # the global loss
     return total.wait()

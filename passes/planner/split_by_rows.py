@@ -1,6 +1,6 @@
-"""Which sharded layers are divided by rows: those whose input comes in parts anyway.
+"""Divide a sharded layer by rows if its input is sharded anyway.
 
-    fc6 (columns) -> relu -> fc7 (rows)      fc7 reads the parts of fc6, and its products are summed
+    fc6 (columns) -> relu -> fc7 (rows)      fc7 reads the shards of fc6, and its partial products are summed
 
 Gathering i features forward, scattering their gradients backward and gathering o features moves 2 i + o; summing o
 forward, with the identity backward, moves 2 o.  So rows are chosen where 2 o < 2 i + o.
@@ -17,27 +17,27 @@ from splitc.errors import PlacementError
 from splitc.ir.elementwise import is_elementwise
 from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
-from splitc.passes.planner.arrange import LayerChoice
+from splitc.passes.planner.assign_roles import LayerChoice
 from splitc.passes.planner.request import Request
 
 
-def with_rows(request: Request, wishes: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
-    """The wishes, with layers divided by rows where that is cheaper, or asked for.
+def split_by_rows(request: Request, choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
+    """The choices, with layers divided by rows where that is cheaper, or pinned.
 
-    Raises PlacementError where a pin asks for rows and the input does not come in parts.
+    Raises PlacementError where a pin asks for rows and the input is not sharded.
     """
-    divided = dict(wishes)
+    divided = dict(choices)
     linears = request.linears
     layer_of_output = {uses[0].node: layer for layer, uses in linears.items() if len(uses) == 1}
     for layer, uses in linears.items():
         if divided[layer].holding != "sharded":
             continue
         pin = request.pins.get(layer)
-        asked = pin.placement.split if pin is not None else None
+        pinned = pin.split if pin is not None else None
         source = _through_elementwise(uses[0]) if len(uses) == 1 else None
         before = layer_of_output.get(source) if source is not None else None
         if before is None or divided[before].split != "columns" or divided[before].place != divided[layer].place:
-            if pin is not None and asked == "rows":
+            if pin is not None and pinned == "rows":
                 raise PlacementError(
                     f"{layer} is pinned to be divided by rows, but no layer divided by columns feeds it "
                     f"(pin {pin.pattern!r})"
@@ -45,13 +45,13 @@ def with_rows(request: Request, wishes: Mapping[str, LayerChoice]) -> dict[str, 
             continue
         assert source is not None
         features_in, features_out = (tensor_spec(node).shape[-1] for node in (source, uses[0].node))
-        if asked == "rows" or (asked is None and 2 * features_out < 2 * features_in + features_out):
+        if pinned == "rows" or (pinned is None and 2 * features_out < 2 * features_in + features_out):
             divided[layer] = replace(divided[layer], split="rows")
     return divided
 
 
 def _through_elementwise(linear: Linear) -> fx.Node | None:
-    """The node whose parts a linear layer would read: up through elementwise ones that nobody else reads."""
+    """The node whose shards a linear layer would read: above elementwise nodes that have no other reader."""
     node = linear.value
     while len(node.users) == 1:
         tensors = node.all_input_nodes

@@ -1,20 +1,20 @@
-"""Roles "conv" and "fc" and "fc2" of AlexNet: ranks 1 to 3 of 4.  Written by splitc 0.1.0; yours to edit.
+"""Roles "stage0" and "stage1" and "stage2" of AlexNet: ranks 1 to 3 of 4.  Written by splitc 0.1.0; yours to edit.
 
 in       images  (4, 3, 64, 64)         float32  read by this role
          target  (4,)                   int64    read by this role
          cut0    (4, 2304)              float32  gathered over groups of 2 ranks
-out      target  (4,)                   int64    -> fc3
-         cut2    (4, 1024)              float32  -> fc3, its gradient comes back
+out      target  (4,)                   int64    -> stage3
+         cut2    (4, 1024)              float32  -> stage3, its gradient comes back
 holds    2.39 M parameters, 9.55 MB
 predicts 154 MFLOP, 314 us of compute in a step on v100-10gbe
-plan     8c05ef49091d
+plan     27b3adfa3bb6
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "8c05ef49091d"
+PLAN = "27b3adfa3bb6"
 
 
 class Stage(nn.Module):
@@ -34,7 +34,7 @@ class Stage(nn.Module):
             "4": nn.Linear(1024, 1024),
         })
 
-    def forward_conv(self, comm, images):
+    def forward_stage0(self, comm, images):
         features_1 = F.relu(self.features["0"](images))                  # (4, 16, 15, 15)  alexnet.py:50
         features_2 = F.max_pool2d(features_1, 3, stride=2)               # (4, 16, 7, 7)
         features_4 = F.relu(self.features["3"](features_2))              # (4, 48, 7, 7)
@@ -47,13 +47,13 @@ class Stage(nn.Module):
         classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")  # (4, 2304)
         return classifier_0
 
-    def forward_fc(self, comm, cut0):
+    def forward_stage1(self, comm, cut0):
         classifier_2 = F.relu(self.classifier["1"](cut0))                                   # (8, 1024/2)  alexnet.py:51
         classifier_3 = comm.dropout(classifier_2, 0.5, layer="classifier.3", sharded=True)  # (8, 1024/2)
         classifier_3_whole = comm.shard(classifier_3, features=1024, partial=False)         # (8, 1024)
         return classifier_3_whole
 
-    def forward_fc2(self, comm, cut1):
+    def forward_stage2(self, comm, cut1):
         classifier_4 = comm.late_multiply(                                                    # (4, 1024)  alexnet.py:51
             cut1, self.classifier["4"].weight, self.classifier["4"].bias
         )
@@ -61,7 +61,7 @@ class Stage(nn.Module):
         return classifier_5
 
 
-CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
+STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 636 kB
         "features.10.bias",
         "features.10.weight",
@@ -77,7 +77,7 @@ CONV_BUCKETS = (  # gradients all-reduced together, in the order of backward
 )
 
 
-FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
+STAGE1_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 4.72 MB
         "classifier.1.bias",
         "classifier.1.weight",
@@ -85,37 +85,37 @@ FC_BUCKETS = (  # gradients all-reduced together, in the order of backward
 )
 
 
-def step(conv, fc, fc2, stage, images, target):
+def step(stage0, stage1, stage2, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
-    conv.send(target, "fc3")                             # -> fc3  32 B
-    cut0 = stage.forward_conv(conv, images)
-    cut0_group = fc.modulo(cut0).requires_grad_()        # of all ranks of the group
-    cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_slice = fc.slice_batch(cut1)                    # this rank's own examples
-    cut1_fc2 = cut1_slice.detach().requires_grad_()
-    cut2 = stage.forward_fc2(fc2, cut1_fc2)
-    fc2.send(cut2, "fc3")                                # -> fc3  16.4 kB
-    total = fc2.sum_loss(torch.zeros(()))                # the loss is computed on other ranks
-    d_cut2 = fc2.recv("fc3", (-1, 1024), torch.float32)  # <- fc3  16.4 kB
+    stage0.send(target, "stage3")                              # -> stage3  32 B
+    cut0 = stage.forward_stage0(stage0, images)
+    cut0_group = stage1.modulo(cut0).requires_grad_()          # of all ranks of the group
+    cut1 = stage.forward_stage1(stage1, cut0_group)
+    cut1_slice = stage1.slice_batch(cut1)                      # this rank's own examples
+    cut1_stage2 = cut1_slice.detach().requires_grad_()
+    cut2 = stage.forward_stage2(stage2, cut1_stage2)
+    stage2.send(cut2, "stage3")                                # -> stage3  16.4 kB
+    total = stage2.sum_loss(torch.zeros(()))                   # the loss is computed on other ranks
+    d_cut2 = stage2.recv("stage3", (-1, 1024), torch.float32)  # <- stage3  16.4 kB
     cut2.backward(d_cut2)
-    fc2.multiply()                                       # late-multiplied gradients, W' = E^T X
-    d_cut1_group = fc.all_gather_grad(cut1_fc2.grad)     # of all ranks of the group
-    with fc.all_reduce(stage, FC_BUCKETS):               # 4.72 MB in 1 bucket, during backward
+    stage2.multiply()                                          # late-multiplied gradients, W' = E^T X
+    d_cut1_group = stage1.all_gather_grad(cut1_stage2.grad)    # of all ranks of the group
+    with stage1.all_reduce(stage, STAGE1_BUCKETS):             # 4.72 MB in 1 bucket, during backward
         cut1.backward(d_cut1_group)
-    d_cut0 = fc.modulo_grad(cut0_group.grad)             # summed over the group
-    with conv.all_reduce(stage, CONV_BUCKETS):           # 636 kB in 1 bucket, during backward
+    d_cut0 = stage1.modulo_grad(cut0_group.grad)               # summed over the group
+    with stage0.all_reduce(stage, STAGE0_BUCKETS):             # 636 kB in 1 bucket, during backward
         cut0.backward(d_cut0)
     return total.wait()
 
 
-def evaluate(conv, fc, fc2, stage, images, target):
+def evaluate(stage0, stage1, stage2, stage, images, target):
     """The loss of one batch, forward only."""
-    conv.send(target, "fc3")               # -> fc3  32 B
-    cut0 = stage.forward_conv(conv, images)
-    cut0_group = fc.modulo(cut0)           # of all ranks of the group
-    cut1 = stage.forward_fc(fc, cut0_group)
-    cut1_slice = fc.slice_batch(cut1)      # this rank's own examples
-    cut2 = stage.forward_fc2(fc2, cut1_slice)
-    fc2.send(cut2, "fc3")                  # -> fc3  16.4 kB
-    total = fc2.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
+    stage0.send(target, "stage3")             # -> stage3  32 B
+    cut0 = stage.forward_stage0(stage0, images)
+    cut0_group = stage1.modulo(cut0)          # of all ranks of the group
+    cut1 = stage.forward_stage1(stage1, cut0_group)
+    cut1_slice = stage1.slice_batch(cut1)     # this rank's own examples
+    cut2 = stage.forward_stage2(stage2, cut1_slice)
+    stage2.send(cut2, "stage3")               # -> stage3  16.4 kB
+    total = stage2.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()

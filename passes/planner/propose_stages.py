@@ -1,12 +1,12 @@
-"""Layer separation into more than two roles (Stanza 10, "multiple decompositions"): one group of ranks for each.
+"""Propose a layer separation into stages of given sizes (Stanza 10, "multiple decompositions").
 
     T = sum over roles   compute of the busiest rank                                             (1)
       + sum over values  there, and the gradient back, between each two roles that it joins      (2)
       + max over roles   ring(gradients)                                                         (3)
       + sum over parameters that several roles use   ring(gradient, world)                       (4)
 
-The layers are cut in their own order: role r runs those between its boundary and the next.  All boundaries are tried
-where they are few; else those at which the fewest bytes cross.
+The layers are cut in graph order: role r runs those between its boundary and the next.  All boundaries are tried if
+they are few; otherwise those which the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
-from splitc.ir.plan import LayerPlacement, Placement, serve
+from splitc.ir.plan import serve
 from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import Crossing, CutRules, cut_rules, uncut
-from splitc.passes.planner.pins import contradictions
-from splitc.passes.planner.request import Offer, Request, largest, shortage, smallest
+from splitc.passes.planner.pin_checks import contradictions
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible, only_plan, shortage
+from splitc.passes.planner.request import Request, largest, smallest
 
 NAME = "layer_separation"
 _TRIED = 20_000  # divisions of the layers that are priced
@@ -29,30 +30,30 @@ _TRIED = 20_000  # divisions of the layers that are priced
 
 @dataclass(frozen=True)
 class _Roles:
-    """The roles of a separation, with the numbers that do not depend on the cut."""
+    """The roles of a separation, with their ranks and the bounds of their examples."""
 
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     bounds: tuple[tuple[int, ...], ...]
 
 
-def separate_more(request: Request, options: LayerSeparation) -> Offer:
+def propose_stages(request: Request, options: LayerSeparation) -> PricedPlan:
     """The fastest cut of the layers for the roles asked for, or why there is none."""
     sizes = options.sizes
-    if why := contradictions(request.pins, NAME) or _impossible(request, sizes):
-        return Offer(NAME, feasible=False, why="; ".join(why))
+    if why := contradictions(request, NAME) or _impossible(request, sizes):
+        return infeasible(NAME, why)
     roles = _roles(request, sizes)
     if not all(smallest(bounds) for bounds in roles.bounds):
         idle = f"{roles.bounds[0][-1]} examples leave some of {request.world} ranks without any"
-        return Offer(NAME, feasible=False, why=idle)
+        return infeasible(NAME, [idle])
     for copies in (False, True):
-        offer = _search(request, roles, cut_rules(request.program, copies))
-        if offer.feasible:
-            return offer
-    return offer
+        priced = _search(request, roles, cut_rules(request.program, copies))
+        if priced.feasible:
+            return priced
+    return priced
 
 
-def _search(request: Request, roles: _Roles, rules: CutRules) -> Offer:
+def _search(request: Request, roles: _Roles, rules: CutRules) -> PricedPlan:
     """The fastest cut that fits."""
     layers = [layer.name for layer in request.program.layers]
     best: tuple[float, dict[str, int]] | None = None
@@ -70,8 +71,11 @@ def _search(request: Request, roles: _Roles, rules: CutRules) -> Offer:
         best = seconds, role_of
     if best is None:
         why = nearest or [uncut(rules, request.pins, "in their order leaves parameters in every role")]
-        return Offer(NAME, feasible=False, why="; ".join(why))
-    return _offer(request, roles, *best)
+        return infeasible(NAME, why)
+    seconds, role_of = best
+    named = {name: roles.names[role] for name, role in role_of.items()}
+    ranks, bounds = (dict(zip(roles.names, each, strict=True)) for each in (roles.ranks, roles.bounds))
+    return only_plan(request.replicated_plan(NAME, ranks, bounds, named), seconds, [])
 
 
 def _impossible(request: Request, sizes: Sequence[int]) -> list[str]:
@@ -85,20 +89,19 @@ def _impossible(request: Request, sizes: Sequence[int]) -> list[str]:
 
 
 def _roles(request: Request, sizes: Sequence[int]) -> _Roles:
-    names = tuple("conv" if k == 0 else "fc" if k == 1 else f"fc{k}" for k in range(len(sizes)))
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     ranks = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
     bounds = [request.bounds(sizes[0])]
     for size in sizes[1:]:
         bounds.append(serve(bounds[-1], size))
-    return _Roles(names, ranks, tuple(bounds))
+    return _Roles(request.role_names(len(sizes)), ranks, tuple(bounds))
 
 
 def _cuts(request: Request, rules: CutRules, layers: Sequence[str], roles: int) -> Iterator[tuple[int, ...]]:
     """Boundaries: the index of the first layer of every role but the first, so that every role has parameters."""
     position = {name: k for k, name in enumerate(layers)}
     owners = [k for k, name in enumerate(layers) if any(h.parameter for h in request.held[name])]
-    fit = [k for k in range(1, len(layers)) if _whole(rules, position, k)]
+    fit = [k for k in range(1, len(layers)) if _can_cut(rules, position, k)]
     while math.comb(len(fit), roles - 1) > _TRIED:
         fit.remove(max(fit, key=lambda k: _crossing_nbytes(rules, position, k)))
     for cut in combinations(fit, roles - 1):
@@ -107,7 +110,7 @@ def _cuts(request: Request, rules: CutRules, layers: Sequence[str], roles: int) 
             yield cut
 
 
-def _whole(rules: CutRules, position: dict[str, int], boundary: int) -> bool:
+def _can_cut(rules: CutRules, position: dict[str, int], boundary: int) -> bool:
     """Whether the layers can be parted before `boundary`."""
 
     def after(name: str) -> bool:
@@ -116,7 +119,7 @@ def _whole(rules: CutRules, position: dict[str, int], boundary: int) -> bool:
     return (
         all(after(j) or not after(i) for i, j in rules.order)
         and all(after(i) == after(j) for i, j in rules.together)
-        and not any(after(name) for name in rules.conv_only)
+        and not any(after(name) for name in rules.reader_only)
     )
 
 
@@ -131,9 +134,8 @@ def _crossing_nbytes(rules: CutRules, position: dict[str, int], boundary: int) -
 
 def _allowed(request: Request, roles: _Roles, layer: str, role: int) -> bool:
     pin = request.pins.get(layer)
-    asked = pin.placement if pin is not None else Placement()
     alone = len(roles.ranks[role]) == 1 or not request.gradient_of(layer)
-    return asked.role in (None, roles.names[role]) and (asked.sync != "none" or alone)
+    return pin is None or (pin.stage in (None, role) and (pin.sync != "none" or alone))
 
 
 def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str, int]) -> float:
@@ -179,21 +181,3 @@ def _short(request: Request, roles: _Roles, role_of: dict[str, int]) -> list[str
         needed = {layer: request.layer_memory(layer, batch, summed) for layer, r in role_of.items() if r == role}
         why += shortage((name,), roles.ranks[role], sum(needed.values()), request.memory_of(request.world), needed)
     return why
-
-
-def _offer(request: Request, roles: _Roles, seconds: float, role_of: dict[str, int]) -> Offer:
-    batch = roles.bounds[0][-1]
-    placements = {}
-    for name, role in role_of.items():
-        summed = request.gradient_of(name) and len(roles.ranks[role]) > 1
-        placements[name] = LayerPlacement(roles.names[role], "replicated", "all_reduce" if summed else "none")
-    return Offer(
-        NAME,
-        feasible=True,
-        roles=dict(zip(roles.names, roles.ranks, strict=True)),
-        examples=dict(zip(roles.names, roles.bounds, strict=True)),
-        role_of={name: roles.names[role] for name, role in role_of.items()},
-        step_seconds=seconds,
-        most=batch / seconds if seconds else 0.0,
-        placements=placements,
-    )

@@ -1,0 +1,105 @@
+"""Propose synchronous parameter servers: workers compute every layer, servers hold the parameters.
+
+    t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
+
+P is the bytes of all gradients, B the bandwidth of a server's link, T_ps the compute of a whole step on one worker, n_w
+and n_s the numbers of workers and servers; the latency of a server's 2 n_w messages is added.  The paper has fewer
+servers than workers; with more, a worker's link is the bottleneck and carries 2 P in 2 n_s messages.  Servers run on
+the last ranks, which are workers too if the servers are `beside` them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from splitc import units
+from splitc.cost_models.papers.stanza import Symbols, ps_step_seconds
+from splitc.ir.plan import SERVER, LayerPlacement, Plan
+from splitc.ir.strategies import ParameterServer
+from splitc.passes.bucket_gradients import BucketGradients
+from splitc.passes.planner.pin_checks import contradictions, unsummed
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible, only_plan, shortage
+from splitc.passes.planner.request import Request, largest, smallest
+from splitc.runtime.collectives.parameter_server import COALESCED_BELOW
+
+NAME = "parameter_server"
+
+
+def parameter_server(request: Request, options: ParameterServer) -> PricedPlan:
+    """The best number of servers, by trying all (Stanza 7.2), or that of `options`; beside workers, all ranks."""
+    given = options.servers or (request.world if options.beside else None)
+    numbers = [given] if given else range(1, max(request.world, 2))
+    priced = [_priced(request, options, servers) for servers in numbers]
+    best = max(priced, key=lambda plan: (plan.feasible, plan.samples_per_second))
+    problems = [] if best.plan is None else unsummed(request, best.plan.placements)
+    if not problems:
+        return best
+    return replace(best, bound=0.0, infeasible_because="; ".join(filter(None, [best.infeasible_because, *problems])))
+
+
+def _priced(request: Request, options: ParameterServer, servers: int) -> PricedPlan:
+    beside = bool(options.beside)
+    workers = request.world if beside else request.world - servers
+    problems = contradictions(request, NAME)
+    if workers < 1 or servers > request.world:
+        room = f"a world of {request.world} has no room for {servers} server{'s' if servers > 1 else ''} and a worker"
+        return infeasible(NAME, [*problems, room])
+    layers = [layer.name for layer in request.program.layers]
+    bounds, device = request.bounds(workers), request.cluster.device_for(workers)
+    batch = largest(bounds)
+    roles = {"worker": tuple(range(workers))}
+    serving = tuple(range(request.world - servers, request.world))
+    link = request.cluster.link_across(roles["worker"], serving)
+    symbols = Symbols(
+        K=batch,
+        P=sum(request.gradient(layer) for layer in layers),
+        A=0.0,
+        P_c=0.0,
+        B=link.bandwidth,
+        T_c=0.0,
+        T_f=0.0,
+        T_ps=sum(request.seconds(layer, batch, device) for layer in layers),
+        itemsize=1,  # P is in bytes
+    )
+    if not symbols.P:
+        problems.append("no parameter trains, so there is nothing to serve")
+    if not smallest(bounds):
+        problems.append(f"{bounds[-1]} examples cannot be shared out to {workers} workers")
+    needed = {layer: request.served_memory(layer, batch) for layer in layers}
+    each, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
+    short_roles: tuple[str, ...] = ("worker", SERVER) if beside else ("worker",)
+    short_ranks = serving if beside else roles["worker"]
+    problems += shortage(short_roles, short_ranks, sum(needed.values()) + each * beside, have, needed)
+    if not beside and each > have:
+        problems.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
+    seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
+    placements = {
+        layer: LayerPlacement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
+        for layer in layers
+    }
+    plan = Plan(
+        NAME,
+        request.world,
+        roles,
+        placements,
+        {"worker": bounds},
+        servers=serving,
+        overlap=options.overlap is not False,
+        all_reduce=request.all_reduce,
+    )
+    return only_plan(plan, seconds, problems)
+
+
+def server_memory(request: Request, workers: int, servers: int, beside: bool) -> float:
+    """Bytes that a server needs for its rows, not counting the memory of a worker on the same rank.
+
+    While one bucket is summed, all workers send the gradients of the next one; with servers beside workers, of all
+    buckets.  The gradient that arrives first becomes the sum.  Small parameters, and their gradients, are copied into
+    shared messages.
+    """
+    sizes = [h.nbytes for held in request.held.values() for h in held if h.trainable]
+    whole, bucket = sum(sizes), BucketGradients.nbytes + max(sizes, default=0)
+    arriving = whole if beside else min(whole, 2 * bucket)
+    summed, kept = whole - arriving, request.optimizer_copies + (not beside)
+    packed = sum(size for size in sizes if size < COALESCED_BELOW)
+    return (kept * whole + summed + workers * arriving + packed) / servers + packed * beside

@@ -1,0 +1,43 @@
+"""Names of a plan's roles, and the names by which a pin may ask for them.
+
+one role         all
+two roles        conv, fc where the model has convolutions, else trunk, head
+more             stage0, stage1, ...
+"""
+
+from __future__ import annotations
+
+from torch.nn.modules.conv import _ConvNd
+
+from splitc.ir.program import Program
+
+MAX_STAGES = 6
+"""How many roles a pin can tell apart."""
+
+_TWO = (("conv", "fc"), ("trunk", "head"))
+
+STAGE_OF_ROLE: dict[str, int] = {
+    **{name: stage for names in _TWO for stage, name in enumerate(names)},
+    **{f"stage{stage}": stage for stage in range(MAX_STAGES)},
+    **{f"fc{stage}": stage for stage in range(2, MAX_STAGES)},
+}
+"""Role, as a pin may name it -> its place on the data's way."""
+
+
+def has_convolutions(program: Program) -> bool:
+    """Whether a layer of the model convolves, as a module or as a function."""
+    for node in program.graph.nodes:
+        if node.op == "call_module" and isinstance(program.root.get_submodule(str(node.target)), _ConvNd):
+            return True
+        if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("conv"):
+            return True
+    return False
+
+
+def role_names(count: int, convolutions: bool) -> tuple[str, ...]:
+    """The names of `count` roles, in the order in which data passes through them."""
+    if count == 1:
+        return ("all",)
+    if count == 2:
+        return _TWO[0 if convolutions else 1]
+    return tuple(f"stage{stage}" for stage in range(count))
