@@ -19,7 +19,7 @@ def sampled(
     """`pytest.mark.parametrize` in which all cases are slow but those of `everyday`, or the first of every `one_in`."""
     cases = list(cases)
     everyday = cases[::one_in] if one_in else everyday
-    assert all(case in cases for case in everyday), "a sample of cases that are not there"
+    assert everyday and all(case in cases for case in everyday), "the sample is empty, or not of these cases"
 
     def cell(case: Any) -> Any:
         values = (case,) if isinstance(names, str) else case

@@ -166,7 +166,8 @@ def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: st
     assert_as_measured(program(name, strategy))
 
 
-@sampled("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"], everyday=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"])
 def test_ranks_under_autocast_have_the_bytes_that_were_predicted(strategy: str) -> None:
     assert_as_measured(program("transformer", strategy, BF16))
 
@@ -235,7 +236,8 @@ def test_ranks_that_are_alike_are_followed_once_and_get_the_same_figures() -> No
 
 
 @pytest.mark.parametrize("autocast", [None, BF16])
-@sampled("name", MODELS, everyday=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: torch.dtype | None) -> None:
     done = program(name, "single_device", autocast)
     assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)

@@ -14,7 +14,6 @@ from splitc.ir.plan import Placement
 from splitc.report.figures import Figures
 from tests.support.compiled import compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
-from tests.support.sampling import sampled
 
 TABLE_1 = [1728, 36864, 73728, 147456, 294912, 589824, 589824, 4194304, 1048576, 10240]
 
@@ -72,7 +71,8 @@ def test_groups_of_eight_save_about_two_thirds_of_the_parameters_memory() -> Non
     assert memory_saving(variant().P, variant().P - variant().P_c, 1) == 0
 
 
-@sampled("mp", [2, 4, 8], everyday=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("mp", [2, 4, 8])
 def test_a_rank_of_a_compiled_program_holds_what_the_formula_says(mp: int) -> None:
     given = (torch.randn(2, 3, 32, 32),), torch.randint(10, (2,))
     pins = {"fc0": Placement(holding="sharded", group=mp), "fc1": Placement(holding="sharded", group=mp)}
