@@ -19,7 +19,7 @@ from tests.support.compiled import analyse, compiled
 
 WORLD = 4
 PLAIN = ("conv", "first", "second", "third", "fourth", "fifth", "sixth", "last")
-TELLING = ("modulo", "x.bucket1.y", "tied0", "cut0", "pull", "send_target", "push bucket0", "loss")
+TELLING = ("modulo", "bucket_proj", "tied0", "bucket.0", "cut0", "pull", "send_target", "loss")
 STRATEGIES = (
     "data_parallel",
     "late_multiply",
