@@ -1,4 +1,4 @@
-"""Scale the loss once, at its own nodes, so that the ranks' contributions sum to the global loss (design 4).
+"""Scale the loss once, at its own nodes, so that the ranks' contributions sum to the global loss.
 
 This pass rewrites.  After it every gradient synchronisation is a sum and nothing is divided by the number of ranks:
 

@@ -1,4 +1,4 @@
-"""A layer is a node that owns parameters, with the parameterless nodes that follow it (design 2)."""
+"""A layer is a node that owns parameters, with the parameterless nodes that follow it (docs/design.md, "Programs, plans, stages")."""
 
 from __future__ import annotations
 
