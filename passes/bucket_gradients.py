@@ -2,7 +2,8 @@
 
 This pass rewrites the stages: it fills `Stage.buckets`, and `Stage.served` with the gradients that go to servers.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
-them in that order (docs/design.md, "Order on the wire").  The last bucket is kept small: its all-reduce has nothing left to hide behind.
+them in that order (docs/design.md, "Order on the wire").  The last bucket is kept small, since its all-reduce overlaps
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layer is a node that owns parameters, with the parameterless nodes that follow it (docs/design.md, "Programs, plans, stages")."""
+"""A layer is a node that owns parameters, with the parameterless nodes that follow it."""
 
 from __future__ import annotations
 
