@@ -8,7 +8,7 @@ docstrings and plan hashes are masked.  Changes made on purpose are undone first
     RENAMED        words: nodes, runtime methods, classes and their arguments
     roles          role names, from the plans of both commits: `conv` is `trunk` in a model without convolutions, ...
     FLATTENED      tuples that became classes with named fields
-    OMITTED        arguments of rankN.py that are new, or left out where they are empty
+    _is_omitted    arguments of rankN.py that are new, or left out where they say nothing
     single use     a value that is read once may have a line of its own
     launch.py      not compared: it shows the training loop now, which `splitc.runtime.launch` held
 
@@ -58,9 +58,6 @@ FLATTENED = {
     "Input": ("shape", "dtype", "high"),
 }
 """Class of a generated value -> its fields, which were a tuple."""
-
-OMITTED = ("served", "inputs")
-"""Arguments of a rank's description: the server's rows are passed explicitly; no inputs are not mentioned."""
 
 
 def main() -> int:
@@ -147,15 +144,20 @@ class _Flatten(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == "RankSpec":
-            node.keywords = [
-                k for k in node.keywords if k.arg not in OMITTED or (isinstance(k.value, ast.Dict) and k.value.keys)
-            ]
+        node.keywords = [k for k in node.keywords if not _is_omitted(k)]
         fields = FLATTENED.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if fields is None:
             return node
         given = dict(zip(fields, node.args, strict=False)) | {str(k.arg): k.value for k in node.keywords}
         return ast.Tuple([given.get(field, ast.Constant(None)) for field in fields], ast.Load())
+
+
+def _is_omitted(keyword: ast.keyword) -> bool:
+    """Whether an argument says nothing: no inputs, one microbatch, or the server's rows, which are imported."""
+    value = keyword.value
+    if keyword.arg == "inputs":
+        return isinstance(value, ast.Dict) and not value.keys
+    return keyword.arg == "served" or (keyword.arg == "scheme" and ast.unparse(value) == "'BK'")
 
 
 def _inline_single_use(function: ast.FunctionDef) -> None:
