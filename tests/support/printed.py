@@ -1,8 +1,6 @@
-"""Print a small program before and after a pass, for golden text in tests.
+"""Print a small program before and after a pass: `printed(program_after(ScaleLoss, placed(two_layers(), 2, "auto")))`.
 
-program = placed(two_layers(), 2, "data_parallel")
-assert printed(program_before(ScaleLoss, program)) == cleandoc(...)
-assert printed(program_after(ScaleLoss, program)) == cleandoc(...)
+Tests compare it with golden text of their own, inside `inspect.cleandoc`.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def printed(program: Program) -> str:
     nodes = [node for node in program.graph.nodes if node.op != "output"]
     rows = [line.removesuffix(info(node).source).split("  # ") for line, node in zip(lines, nodes, strict=False)]
     statements = [_DEFAULT.sub("", statement).rstrip() for statement, _ in rows]
-    width = max(map(len, statements))
+    width = min(max(map(len, statements)), 72)
     body = [f"{text:<{width}}  # {note.strip()}" for text, (_, note) in zip(statements, rows, strict=True)]
     return "\n".join((header, *body, *lines[len(nodes) :]))
 
