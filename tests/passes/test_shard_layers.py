@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from inspect import cleandoc
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.plan import Placement
+from splitc.passes.shard_layers import ShardLayers
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
+from tests.support.printed import placed, printed, program_after, program_before, two_layers
 from tests.support.sampling import sampled
 
 INSERTED = (comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group)
@@ -195,3 +201,80 @@ def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
         return scores
 
     assert list(inserted(divided(run, a=COLUMNS, fc=COLUMNS)).values()) == ["shard partial", "shard"]
+
+
+# -- the printed graph -------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
+    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
+    assert printed(program_before(ShardLayers, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  trunk
+        target = input                                                        # f32[b, 5]  trunk
+        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
+        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
+        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
+        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
+        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
+        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
+        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
+        middle = relu(fc1)                                                    # f32[b, 6]  head
+        fc2 = self.fc2(middle)                                                # f32[b, 5]  head
+        mse_loss = mse_loss(fc2, target_head_group, reduction='mean')         # f32[]  head
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
+        return mse_loss_scale_by_share
+    """)
+    assert printed(program_after(ShardLayers, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  trunk
+        target = input                                                        # f32[b, 5]  trunk
+        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
+        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
+        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
+        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
+        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
+        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
+        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
+        middle = relu(fc1)                                                    # f32[b, 6]  head
+        middle_whole = shard(middle, features=6, partial=True)                # f32[b, 6]  head
+        fc2 = self.fc2(middle_whole)                                          # f32[b, 5]  head
+        fc2_whole = shard(fc2, features=5, partial=False)                     # f32[b, 5]  head
+        mse_loss = mse_loss(fc2_whole, target_head_group, reduction='mean')   # f32[]  head
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
+        return mse_loss_scale_by_share
+    """)
+
+
+def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> None:
+    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": ROWS})
+    assert printed(program_after(ShardLayers, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  trunk
+        target = input                                                        # f32[b, 5]  trunk
+        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
+        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
+        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
+        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
+        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
+        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
+        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
+        middle = relu(fc1)                                                    # f32[b, 6]  head
+        fc2_weight = self.fc2.weight                                          # head
+        fc2_bias = self.fc2.bias                                              # head
+        fc2_part = linear(middle, fc2_weight)                                 # f32[b, 5]  head
+        fc2_sum = reduce_from_group(fc2_part)                                 # f32[b, 5]  head
+        fc2 = add(fc2_sum, fc2_bias)                                          # f32[b, 5]  head
+        mse_loss = mse_loss(fc2, target_head_group, reduction='mean')         # f32[]  head
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
+        return mse_loss_scale_by_share
+    """)
+
+
+def test_a_layer_divided_by_rows_cannot_read_a_replicated_value() -> None:
+    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
+    placements = dict(program.plan.placements)
+    placements["fc1"] = replace(placements["fc1"], split="rows")
+    broken = program.placed(replace(program.plan, placements=placements))
+    with pytest.raises(PlacementError, match=r"fc1 .* is to be divided by rows, but its ranks have the whole"):
+        program_after(ShardLayers, broken)

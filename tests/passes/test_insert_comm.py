@@ -1,0 +1,97 @@
+"""Where send, recv, all_reduce and push nodes are inserted."""
+
+from __future__ import annotations
+
+from inspect import cleandoc
+
+from splitc.checks.graph import cuts_are_communicated
+from splitc.ir import comm_ops
+from splitc.passes.insert_comm import InsertComm
+from tests.support.printed import placed, printed, program_after, program_before, two_layers
+
+
+def test_the_gradients_of_a_replicated_role_are_all_reduced() -> None:
+    program = placed(two_layers(), 2, "data_parallel")
+    assert printed(program_before(InsertComm, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                     # f32[b, 8]
+        target = input                                      # f32[b, 5]
+        fc1 = self.fc1(input_1)                             # f32[b, 6]  fc1
+        middle = relu(fc1)                                  # f32[b, 6]  fc1
+        fc2 = self.fc2(middle)                              # f32[b, 5]  fc2
+        mse_loss = mse_loss(fc2, target, reduction='mean')  # f32[]  fc2
+        mse_loss_scale_by_share = scale_by_share(mse_loss)  # f32[]  fc2
+        return mse_loss_scale_by_share
+    """)
+    assert printed(program_after(InsertComm, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  all
+        target = input                                                        # f32[b, 5]  all
+        fc1 = self.fc1(input_1)                                               # f32[b, 6]  all
+        middle = relu(fc1)                                                    # f32[b, 6]  all
+        fc2 = self.fc2(middle)                                                # f32[b, 5]  all
+        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  all
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  all
+        all_reduce = all_reduce(role='all', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # all
+        return mse_loss_scale_by_share
+    """)
+
+
+def test_the_gradients_of_workers_are_pushed_to_servers() -> None:
+    program = placed(two_layers(), 3, "parameter_server(servers=1)")
+    assert printed(program_after(InsertComm, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  worker
+        target = input                                                        # f32[b, 5]  worker
+        fc1 = self.fc1(input_1)                                               # f32[b, 6]  worker
+        middle = relu(fc1)                                                    # f32[b, 6]  worker
+        fc2 = self.fc2(middle)                                                # f32[b, 5]  worker
+        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  worker
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  worker
+        push = push(role='worker', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # worker
+        return mse_loss_scale_by_share
+    """)
+
+
+def test_values_that_another_role_reads_are_sent_and_received() -> None:
+    program = placed(two_layers(), 3, "layer_separation(n_c=2, n_f=1)")
+    assert printed(program_before(InsertComm, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                     # f32[b, 8]
+        target = input                                      # f32[b, 5]
+        fc1 = self.fc1(input_1)                             # f32[b, 6]  fc1
+        middle = relu(fc1)                                  # f32[b, 6]  fc1
+        fc2 = self.fc2(middle)                              # f32[b, 5]  fc2
+        mse_loss = mse_loss(fc2, target, reduction='mean')  # f32[]  fc2
+        return mse_loss
+    """)
+    assert printed(program_after(InsertComm, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  trunk
+        target = input                                                        # f32[b, 5]  trunk
+        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
+        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
+        fc1 = self.fc1(input_1)                                               # f32[b, 6]  trunk
+        middle = relu(fc1)                                                    # f32[b, 6]  trunk
+        sent_cut0 = send(middle, cut='cut0', role='head')                     # f32[b, 6]  trunk
+        cut0 = recv(sent_cut0, cut='cut0', role='trunk', shape=(-1, 6), dtype=float32)  # f32[b, 6]  head
+        fc2 = self.fc2(cut0)                                                  # f32[b, 5]  head
+        mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
+        all_reduce = all_reduce(role='trunk', parameters=('fc1.weight', 'fc1.bias'))  # trunk
+        return mse_loss
+    """)
+
+
+def test_the_check_finds_a_recv_of_another_cut() -> None:
+    program = program_after(InsertComm, placed(two_layers(), 3, "layer_separation(n_c=2, n_f=1)"))
+    received = next(node for node in program.graph.nodes if node.target is comm_ops.recv and node.name == "cut0")
+    received.update_kwarg("cut", "cut1")
+    assert cuts_are_communicated(program) == ["cut0 receives cut cut1 but sent_cut0 sends cut0"]
+
+
+def test_the_check_finds_a_value_that_is_read_without_send_and_recv() -> None:
+    program = program_after(InsertComm, placed(two_layers(), 3, "layer_separation(n_c=2, n_f=1)"))
+    nodes = {node.name: node for node in program.graph.nodes}
+    nodes["fc2"].replace_input_with(nodes["cut0"], nodes["middle"])
+    (problem,) = cuts_are_communicated(program)
+    assert problem.startswith("middle of role trunk is read by fc2 of role head")

@@ -1,0 +1,65 @@
+"""Which BatchNorms normalise over the global batch."""
+
+from __future__ import annotations
+
+from inspect import cleandoc
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.errors import PlacementError
+from splitc.passes.synchronise_norms import SynchroniseNorms
+from tests.support.printed import placed, printed, program_after, program_before, two_layers
+
+
+class FunctionalNorm(nn.Module):
+    """BatchNorm as a function, which has no module to synchronise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+def test_a_batchnorm_of_several_ranks_becomes_a_batch_norm_over_all_of_them() -> None:
+    program = placed(two_layers(nn.BatchNorm1d(6, affine=False)), 2, "data_parallel(sync_batchnorm=True)")
+    assert printed(program_before(SynchroniseNorms, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  all
+        target = input                                                        # f32[b, 5]  all
+        fc1 = self.fc1(input_1)                                               # f32[b, 6]  all
+        middle = self.middle(fc1)                                             # f32[b, 6]  all
+        fc2 = self.fc2(middle)                                                # f32[b, 5]  all
+        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  all
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  all
+        all_reduce = all_reduce(role='all', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # all
+        return mse_loss_scale_by_share
+    """)
+    assert printed(program_after(SynchroniseNorms, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  all
+        target = input                                                        # f32[b, 5]  all
+        fc1 = self.fc1(input_1)                                               # f32[b, 6]  all
+        middle_1 = self.middle                                                # all
+        middle = batch_norm(fc1, middle_1)                                    # f32[b, 6]  all
+        fc2 = self.fc2(middle)                                                # f32[b, 5]  all
+        mse_loss = mse_loss(fc2, target, reduction='mean')                    # f32[]  all
+        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  all
+        all_reduce = all_reduce(role='all', parameters=('fc1.weight', 'fc1.bias', 'fc2.weight', 'fc2.bias'))  # all
+        return mse_loss_scale_by_share
+    """)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [(2, "data_parallel"), (1, "single_device(sync_batchnorm=True)")],
+    ids=["not asked for", "one rank"],
+)
+def test_a_batchnorm_stays_a_module(world: int, strategy: str) -> None:
+    program = placed(two_layers(nn.BatchNorm1d(6)), world, strategy)
+    assert printed(program_after(SynchroniseNorms, program)) == printed(program_before(SynchroniseNorms, program))
+
+
+def test_a_batchnorm_that_is_a_function_is_refused() -> None:
+    program = placed(two_layers(FunctionalNorm()), 2, "data_parallel(sync_batchnorm=True)")
+    with pytest.raises(PlacementError, match=r"F\.batch_norm cannot be synchronised; make it a module"):
+        program_after(SynchroniseNorms, program)
