@@ -154,7 +154,7 @@ def _from_file(file: Path) -> ModuleType:
         raise CaptureError(f"{file}: {what}; {near_name(file.name, there)}{_FORM}")
     name = file.stem if file.stem not in _TAKEN else f"{file.stem}_file"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(name)
     sys.modules[name] = module
@@ -162,7 +162,7 @@ def _from_file(file: Path) -> ModuleType:
         sys.path.insert(0, folder)
     try:
         with _import_errors(str(file)):
-            spec.loader.exec_module(module)
+            exec(compile(file.read_bytes(), str(file), "exec"), module.__dict__)  # a loader may take a stale cached one
     except CaptureError:
         sys.modules.pop(name)
         if before is not None:
