@@ -54,7 +54,7 @@ def test_a_cut_that_skips_its_way_into_a_group_is_named() -> None:
     program = mixed().program
     got = next(n for n in program.graph.nodes if n.target is comm_ops.modulo)
     got.replace_all_uses_with(got.args[0].args[0].args[0])
-    assert any("flatten of role conv is read by" in problem for problem in cuts_are_communicated(program))
+    assert any("flatten of role stage0 is read by" in problem for problem in cuts_are_communicated(program))
 
 
 @pytest.mark.parametrize("lost", [comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group])

@@ -228,7 +228,7 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
     crossed = swapped(mixed().program, "stage1: modulo cut0", "stage1: forward")
     one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
-    assert "modulo cut0[0]" in problem and "fc.relu_1_whole[0]" in problem
+    assert "modulo cut0[0]" in problem and "stage1.relu_1_whole[0]" in problem
 
 
 LOCAL = [

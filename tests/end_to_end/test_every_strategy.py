@@ -70,7 +70,7 @@ def test_a_cut_through_a_skip_connection_sends_both_branches(sizes: str, cut: st
         pins = {"layer1.*": "conv", "layer2.conv1": "conv", "layer2.bn1": "conv", cut: "fc"}
     world = sum(map(int, sizes.split("+")))
     program = compiled(*case("resnet"), world, f"layer_separation(ranks={sizes})", pins={**pins, "fc": "fc2"})
-    crossing = [c.name for c in program.program.stage("conv").sends if c.consumer == "fc" and c.gradient]
+    crossing = [c.name for c in program.program.stage("stage0").sends if c.consumer == "stage1" and c.gradient]
     assert len(crossing) == 2, "what the block computed and what goes around it"
     assert_exact(program.verify())
 

@@ -34,8 +34,8 @@ def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str,
         asked = parse_strategy(strategy)
         found = hybrid_single(request) if strategy == "hybrid_single" else layer_separation(request, asked)  # type: ignore[arg-type]
         assert found.separation is not None and found.plan is not None
-        fc = {layer for layer, place in found.plan.placements.items() if place.role == "fc"}
-        return dict(zip(("conv", "fc"), found.separation.memory_of(fc), strict=True))
+        fc = {layer for layer, place in found.plan.placements.items() if place.role == list(found.plan.roles)[-1]}
+        return dict(zip(found.plan.roles, found.separation.memory_of(fc), strict=True))
     if plan.servers:
         serving = server_memory(request, len(ranks), len(plan.servers), beside := plan.servers[0] in ranks)
         worker = sum(request.served_memory(layer, batch) for layer in layers)
