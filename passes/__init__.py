@@ -1,6 +1,1 @@
-"""The passes of splitc, in reading order.
-
-measure_costs, place                                   decide
-scale_loss, seed_dropout, insert_comm, split_ranks,
-bucket_gradients, schedule                             rewrite
-"""
+"""The passes of splitc: measure_costs, place or use_plan, and predict decide; `rewriting` lists those that rewrite."""

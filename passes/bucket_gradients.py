@@ -2,8 +2,7 @@
 
 This pass rewrites the stages: it fills `Stage.buckets`, and `Stage.served` with the gradients that go to servers.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
-them in that order (docs/design.md, "Order on the wire").  The last bucket is kept small, since its all-reduce overlaps
-nothing.
+them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Correct a cluster by what a run measured.
 
     compute        c = sum of measured compute / sum of predicted, over ranks       rates / c, launch * c
-    communication  t = likewise, over ranks of which more than 1 ms was predicted   bandwidth / t
+    communication  t = the same ratio, over ranks with more than 1 ms predicted     bandwidth / t
 
-One factor each: what is wrong with single op classes or latencies, `splitc calibrate` measures.
+One factor for computing and one for communication: `splitc calibrate` measures op classes and latencies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.phases import Phases
 
-LEAST = 1e-3
+MIN_SECONDS = 1e-3
 """Seconds of predicted communication below which its error says nothing about a link."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """How many times as long as predicted computing and transfers took; None where too little was predicted."""
+    """How many times as long as predicted computing and transfers took; None where that is unknown."""
 
     compute: float | None
     communication: float | None
@@ -31,12 +31,12 @@ class Factors:
 
 
 def factors_of(predicted: Sequence[Phases], measured: Sequence[Phases]) -> Factors:
-    """By rank; both have one entry for each."""
+    """Return measured over predicted.  Both sequences are indexed by rank."""
     pairs = list(zip(predicted, measured, strict=True))
-    long = [(p, m) for p, m in pairs if p.communication > LEAST]
+    significant = [(p, m) for p, m in pairs if p.communication > MIN_SECONDS]
     return Factors(
         _ratio(sum(m.compute for _, m in pairs), sum(p.compute for p, _ in pairs)),
-        _ratio(sum(m.communication for _, m in long), sum(p.communication for p, _ in long)),
+        _ratio(sum(m.communication for _, m in significant), sum(p.communication for p, _ in significant)),
     )
 
 
@@ -45,7 +45,7 @@ def _ratio(measured: float, predicted: float) -> float | None:
 
 
 def corrected(cluster: Cluster, factors: Factors, world: int) -> Cluster:
-    """The cluster on which these factors would be 1: all devices, and the links that `world` ranks have used."""
+    """Return the cluster on which both factors would be 1: all devices, and the links that `world` ranks use."""
 
     def device(given: Device) -> Device:
         return given.slowed(factors.compute or 1.0)
@@ -55,11 +55,11 @@ def corrected(cluster: Cluster, factors: Factors, world: int) -> Cluster:
 
     local = cluster.local_link
     one_host = local is not None and world <= (cluster.ranks_per_host or 0)
-    outer = (lambda given: given) if one_host else link
+    between_hosts = (lambda given: given) if one_host else link
     return replace(
         cluster,
         device=device(cluster.device),
-        link=outer(cluster.link),
+        link=between_hosts(cluster.link),
         local_link=None if local is None else link(local),
-        unlike=tuple(replace(u, device=device(u.device), link=outer(u.link)) for u in cluster.unlike),
+        unlike=tuple(replace(u, device=device(u.device), link=between_hosts(u.link)) for u in cluster.unlike),
     )

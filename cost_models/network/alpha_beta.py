@@ -3,7 +3,10 @@
 The model is Hockney's, with its alpha and beta.  `nbytes` is what the docstring says, `n` a number of
 ranks; n = 1 costs nothing.  A link that is not duplex takes twice as long wherever a rank sends and
 receives at the same time.  Collectives: Thakur, Rabenseifner and Gropp 2005.  Where a link has a measured `Rate` of
-one, that is the alpha and the beta of its rounds: a backend adds up, copies and waits besides.
+one, that is the alpha and the beta of its rounds, which include what a backend adds up, copies and waits for.
+
+Read by the planner, which sums without overlap (`passes/planner/wire_price.py`, and `division` and `propose_stages` for
+cuts between roles), and by the simulation, which overlaps (`simulation/paths.py`).
 """
 
 from __future__ import annotations

@@ -12,41 +12,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """Work of one rank.  until: the virtual time of its completion (s).  start: the real time of its start (s)."""
+    """Work of one rank.
 
-    until: float
-    number: int
+    virtual_finish: virtual time of its completion (s).  sequence: breaks ties in the order of arrival.
+    start: simulated time of its start (s).
+    """
+
+    virtual_finish: float
+    sequence: int
     rank: int
     name: str
     start: float
 
 
 class Cores:
-    """A set of `cores` cores and the tasks running on them.  Times (s) must not decrease from call to call."""
+    """A set of `cores` cores and the tasks running on them.  `now` (s) must be non-decreasing across calls."""
 
     def __init__(self, cores: float) -> None:
         self._cores = cores
         self._tasks: list[Task] = []
-        self._now = self._given = 0.0
-        self._number = 0
+        self._now = self._virtual_time = 0.0
+        self._sequence = 0
 
     def add(self, rank: int, name: str, seconds: float, now: float) -> None:
         """Start a task of `rank` at `now` that takes `seconds` on a dedicated core."""
         self._advance(now)
-        self._number += 1
-        heapq.heappush(self._tasks, Task(self._given + seconds, self._number, rank, name, now))
+        self._sequence += 1
+        heapq.heappush(self._tasks, Task(self._virtual_time + seconds, self._sequence, rank, name, now))
 
     def next_end(self) -> float | None:
         """Return when the next task completes if none is added before; None without tasks."""
-        return self._now + (self._tasks[0].until - self._given) / self._share if self._tasks else None
+        return self._now + (self._tasks[0].virtual_finish - self._virtual_time) / self._share if self._tasks else None
 
     def finish(self, now: float) -> list[Task]:
         """Remove and return the tasks that complete at `now`, the time given by `next_end`."""
-        until = self._tasks[0].until
+        until = self._tasks[0].virtual_finish
         self._advance(now)
-        self._given = until  # exact: the sum above may differ by rounding
+        self._virtual_time = until  # exact: the sum above may differ by rounding
         done = []
-        while self._tasks and self._tasks[0].until <= until:
+        while self._tasks and self._tasks[0].virtual_finish <= until:
             done.append(heapq.heappop(self._tasks))
         return done
 
@@ -56,5 +60,5 @@ class Cores:
 
     def _advance(self, now: float) -> None:
         if self._tasks:
-            self._given += (now - self._now) * self._share
+            self._virtual_time += (now - self._now) * self._share
         self._now = now

@@ -1,4 +1,4 @@
-"""Write timelines as Chrome trace JSON, for https://ui.perfetto.dev: a process for each rank, a row for each stream."""
+"""Write timelines as Chrome trace JSON for https://ui.perfetto.dev: a process a rank, a track a category."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STREAMS = ("compute", "wait", "comm")
 
 
 def chrome_trace(spans: Iterable[Span], roles: Mapping[int, str] | None = None, label: str = "") -> dict[str, Any]:
-    """Return the spans of all ranks as one trace; times are in microseconds from the first span, as the format needs.
+    """Return the spans of all ranks as one trace; timestamps are in microseconds from the first span.
 
     roles: rank -> the role shown in its name.  label: suffix of the ranks' names, to tell two timelines apart.
     Overlapping transfers of a rank get separate rows.

@@ -1,4 +1,4 @@
-"""Make the example and the target of a model file, also of the sizes that `--input` gives."""
+"""Build the example inputs and the target of a model file, resized to `--input` where given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from splitc.errors import CaptureError
 
-_FORM = "write sizes as in 4x3x224x224, the first one is the batch, or the batch alone; commas between several inputs"
+_FORM = (
+    "write sizes as in 4x3x224x224, batch size first; a single number sets only the batch size; separate inputs by "
+    "commas"
+)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -26,7 +29,7 @@ def parse_sizes(text: str) -> tuple[tuple[int, ...], ...]:
     if any(0 in shape for shape in sizes):
         raise CaptureError(f"--input {text}: every size must be at least 1")
     if len({shape[0] for shape in sizes}) > 1:
-        raise CaptureError(f"--input {text}: the inputs differ in the batch, their first size; make it the same")
+        raise CaptureError(f"--input {text}: inputs have different batch sizes (their first size); they must match")
     return sizes
 
 

@@ -88,22 +88,22 @@ class CutLines:
             case "send_grad":
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout})', f"-> {role}  {size}"
             case "modulo":
-                of = "the microbatch of" if stage.role in self._microbatched else "of"
+                what = "a microbatch" if stage.role in self._microbatched else "the examples"
                 call = f"{comm}.modulo({self.received(cut)}{layout}){leaf}"
-                return f"{cut.name}_group = {call}", f"{of} all ranks of the group"
+                return f"{cut.name}_group = {call}", f"all-gather: {what} of all ranks of the group"
             case "modulo_grad":
                 return self._modulo_grad(stage, cut, comm, layout)
             case "slice_batch":
                 return f"{cut.name}_slice = {comm}.slice_batch({cut.name}{layout})", "this rank's own examples"
             case "all_gather_grad":
                 own = f"d_{cut.name}" if cut.passes("send") else self.input_gradient(cut)
-                return f"d_{cut.name}_group = {comm}.all_gather_grad({own}{layout})", "of all ranks of the group"
+                return f"d_{cut.name}_group = {comm}.all_gather_grad({own}{layout})", "all-gather over the group"
         raise InternalError(f"no line for the action {action}")
 
     def _modulo_grad(self, stage: Stage, cut: Cut, comm: str, layout: str) -> Line:
         partial = "" if cut.partial else ", partial=False"
         call = f"{comm}.modulo_grad({cut.name}_group.grad{layout}{partial})"
-        note = "summed over the group" if cut.partial else "this rank's own examples"
+        note = "reduce-scatter over the group" if cut.partial else "this rank's own examples"
         return (f"d_{cut.name}.append({call})" if stage.role in self._microbatched else f"d_{cut.name} = {call}"), note
 
     def _sent(self, cut: Cut) -> str:

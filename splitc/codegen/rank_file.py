@@ -17,7 +17,7 @@ from splitc.runtime.spec import RankSpec
 from splitc.version import __version__
 
 _NOTES = {
-    "examples": "this rank's examples of the global batch",
+    "examples": "this rank's examples of the global batch: first, one past the last",
     "replicas": "ranks that hold the same parameters and sum their gradients",
     "routes": "ranks of other roles, and the examples exchanged with each",
     "group": "ranks that share the parameters and compute each other's examples",

@@ -21,18 +21,17 @@ _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "mult
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of both functions."""
     train, evaluate = (_StepWriter(program, rank_program, training) for training in (True, False))
-    return [
-        *train.function("step", f"Forward and backward of one batch; the gradients {_where(train.stages)}."),
-        "",
-        "",
-        *evaluate.function("evaluate", "The loss of one batch, forward only."),
-    ]
+    if not train.stages:
+        step = "Send parameters to the workers and leave the sum of their gradients in `.grad`."
+        loss = "Send parameters to the workers, which compute the loss of one batch."
+    else:
+        step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
+        loss = "The loss of one batch, forward only."
+    return [*train.function("step", step), "", "", *evaluate.function("evaluate", loss)]
 
 
 def _where(stages: Sequence[Stage]) -> str:
     """Where a step leaves the gradients."""
-    if not stages:
-        return "are left in `.grad`, summed over the workers"
     summed = ", summed" if any(stage.buckets for stage in stages) else ""
     if any(stage.served for stage in stages):
         return f"are left in `.grad`{summed}, or go to the servers" if summed else "go to the servers"

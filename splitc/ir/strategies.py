@@ -1,6 +1,8 @@
 """The strategies a user can ask for, and the text form of one: `layer_separation(n_c=3, n_f=1)`.
 
-A strategy is a family of plans.  Options left out (None) are chosen by the planner.
+A strategy is a family of plans.  Options left out (None) are chosen by the planner.  A new one is a class here, in
+`_ALL`; a function in `passes/planner/` that proposes its best plan, called by `passes/place.py`; what its pins may ask,
+in `passes/planner/pin_checks.py`; and its name in `splitc/__init__.py`.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ _ALL = (
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _ALL}
 
-_PLANNED = ("independent_subnets", "local_sgd")
+_NOT_IMPLEMENTED = ("independent_subnets", "local_sgd")
 
 
 def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
@@ -214,7 +216,7 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
 def _instead(text: str) -> str:
     """What to write in place of an unknown strategy."""
     name = text.partition("(")[0].strip()
-    if name in _PLANNED:
+    if name in _NOT_IMPLEMENTED:
         return f"{name} cannot be planned yet; there are {', '.join(sorted(STRATEGIES))}"
     if name in STRATEGIES:
         return f"write its options in parentheses, as in {LayerSeparation(3, 1)}"

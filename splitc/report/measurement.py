@@ -16,7 +16,7 @@ from typing import Any
 import tabulate as tables
 
 from splitc import units
-from splitc.cost_models.calibration.correction import LEAST, Factors
+from splitc.cost_models.calibration.correction import MIN_SECONDS, Factors
 from splitc.errors import LaunchError
 from splitc.ir.phases import Phases
 from splitc.ir.plan import SERVER, Plan
@@ -202,7 +202,7 @@ def factors_in_words(factors: Factors, cluster: str) -> str:
         source = "it" if found else f"cluster {cluster}"
         found.append(f"its transfers are {_times(factors.communication)} {source} says")
     else:
-        least = units.seconds(LEAST)
+        least = units.seconds(MIN_SECONDS)
         found.append(f"no rank was predicted to communicate for more than {least} a step, too little to judge links by")
     return "; ".join(found)
 

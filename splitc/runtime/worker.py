@@ -227,8 +227,8 @@ class Worker:
         """Raise LaunchError when a step cannot take this batch; note where the readers' examples begin in it."""
         if any(torch.is_autocast_enabled(device) for device in {self._transport.device.type, "cpu"}):
             raise LaunchError(
-                "worker.step is called inside torch.autocast, where ranks would exchange other dtypes than they were "
-                "compiled for; call it outside, and compile with autocast=torch.bfloat16 for mixed precision"
+                "worker.step and worker.evaluate are called inside torch.autocast, where ranks would exchange other "
+                "dtypes than they were compiled for; call them outside, and compile with autocast=torch.bfloat16"
             )
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
         spec = self.rank.spec

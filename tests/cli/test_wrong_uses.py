@@ -104,7 +104,7 @@ OPTIONS = [
     ("inspect net.py --world 2 --pin first=a:1,group:x --pin second", "no part 'a'", "second: write PATTERN=PLACE"),
     ("inspect net.py --world 2 --input 4x", "--input 4x: write sizes as in 4x3x224x224"),
     ("inspect net.py --world 2 --input 0x6", "every size must be at least 1"),
-    ("inspect net.py --world 2 --input 4x6,5x6", "the inputs differ in the batch"),
+    ("inspect net.py --world 2 --input 4x6,5x6", "inputs have different batch sizes"),
     ("compile net.py", "say how many ranks: --world 4"),
 ]  # fmt: skip
 

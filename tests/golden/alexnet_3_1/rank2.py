@@ -23,7 +23,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="conv",
-            examples=(16, 24),                # this rank's examples of the global batch
+            examples=(16, 24),                # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2),               # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={

@@ -21,7 +21,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="all",
-            examples=(0, 8),                  # this rank's examples of the global batch
+            examples=(0, 8),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
         ),
     ),

@@ -21,7 +21,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="all",
-            examples=(8, 16),                 # this rank's examples of the global batch
+            examples=(8, 16),                 # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
         ),
     ),

@@ -27,7 +27,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="stage0",
-            examples=(0, 4),                  # this rank's examples of the global batch
+            examples=(0, 4),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
@@ -36,7 +36,7 @@ rank = RankSpec(
         ),
         RoleSpec(
             role="stage1",
-            examples=(0, 4),                  # this rank's examples of the global batch
+            examples=(0, 4),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples
             # this rank's part of each parameter
@@ -47,7 +47,7 @@ rank = RankSpec(
         ),
         RoleSpec(
             role="stage2",
-            examples=(0, 4),                  # this rank's examples of the global batch
+            examples=(0, 4),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
@@ -56,7 +56,7 @@ rank = RankSpec(
         ),
         RoleSpec(
             role="stage3",
-            examples=(0, 16),                 # this rank's examples of the global batch
+            examples=(0, 16),                 # this rank's examples of the global batch: first, one past the last
             replicas=(0,),                    # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={

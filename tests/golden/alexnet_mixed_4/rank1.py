@@ -25,7 +25,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="stage0",
-            examples=(4, 8),                  # this rank's examples of the global batch
+            examples=(4, 8),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={
@@ -34,7 +34,7 @@ rank = RankSpec(
         ),
         RoleSpec(
             role="stage1",
-            examples=(4, 8),                  # this rank's examples of the global batch
+            examples=(4, 8),                  # this rank's examples of the global batch: first, one past the last
             replicas=(1, 3),                  # ranks that hold the same parameters and sum their gradients
             group=(0, 1),                     # ranks that share the parameters and compute each other's examples
             # this rank's part of each parameter
@@ -45,7 +45,7 @@ rank = RankSpec(
         ),
         RoleSpec(
             role="stage2",
-            examples=(4, 8),                  # this rank's examples of the global batch
+            examples=(4, 8),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
             # ranks of other roles, and the examples exchanged with each
             routes={

@@ -89,7 +89,7 @@ def step(stage0, stage1, stage2, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     stage0.send(target, "stage3")                              # -> stage3  32 B
     cut0 = stage.forward_stage0(stage0, images)
-    cut0_group = stage1.modulo(cut0).requires_grad_()          # of all ranks of the group
+    cut0_group = stage1.modulo(cut0).requires_grad_()          # all-gather: the examples of all ranks of the group
     cut1 = stage.forward_stage1(stage1, cut0_group)
     cut1_slice = stage1.slice_batch(cut1)                      # this rank's own examples
     cut1_stage2 = cut1_slice.detach().requires_grad_()
@@ -99,10 +99,10 @@ def step(stage0, stage1, stage2, stage, images, target):
     d_cut2 = stage2.recv("stage3", (-1, 1024), torch.float32)  # <- stage3  16.4 kB
     cut2.backward(d_cut2)
     stage2.multiply()                                          # late-multiplied gradients, W' = E^T X
-    d_cut1_group = stage1.all_gather_grad(cut1_stage2.grad)    # of all ranks of the group
+    d_cut1_group = stage1.all_gather_grad(cut1_stage2.grad)    # all-gather over the group
     with stage1.all_reduce(stage, STAGE1_BUCKETS):             # 4.72 MB in 1 bucket, during backward
         cut1.backward(d_cut1_group)
-    d_cut0 = stage1.modulo_grad(cut0_group.grad)               # summed over the group
+    d_cut0 = stage1.modulo_grad(cut0_group.grad)               # reduce-scatter over the group
     with stage0.all_reduce(stage, STAGE0_BUCKETS):             # 636 kB in 1 bucket, during backward
         cut0.backward(d_cut0)
     return total.wait()
@@ -112,7 +112,7 @@ def evaluate(stage0, stage1, stage2, stage, images, target):
     """The loss of one batch, forward only."""
     stage0.send(target, "stage3")             # -> stage3  32 B
     cut0 = stage.forward_stage0(stage0, images)
-    cut0_group = stage1.modulo(cut0)          # of all ranks of the group
+    cut0_group = stage1.modulo(cut0)          # all-gather: the examples of all ranks of the group
     cut1 = stage.forward_stage1(stage1, cut0_group)
     cut1_slice = stage1.slice_batch(cut1)     # this rank's own examples
     cut2 = stage.forward_stage2(stage2, cut1_slice)

@@ -23,12 +23,12 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="trunk",
-            examples=(8, 12),                 # this rank's examples of the global batch
+            examples=(8, 12),                 # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1, 2, 3),            # ranks that hold the same parameters and sum their gradients
         ),
         RoleSpec(
             role="head",
-            examples=(8, 12),                 # this rank's examples of the global batch
+            examples=(8, 12),                 # this rank's examples of the global batch: first, one past the last
             replicas=(0, 2),                  # ranks that hold the same parameters and sum their gradients
             group=(2, 3),                     # ranks that share the parameters and compute each other's examples
             scheme="B/K",                     # a microbatch is an equal part of every rank's examples

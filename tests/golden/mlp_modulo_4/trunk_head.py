@@ -66,12 +66,12 @@ def step(trunk, head, stage, images, target):
     cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses, d_cut0 = [], []
     for _ in head.microbatches(2):                        # 1/2 of every rank's examples
-        target_group = head.modulo(target)                # the microbatch of all ranks of the group
-        cut0_group = head.modulo(cut0).requires_grad_()   # the microbatch of all ranks of the group
+        target_group = head.modulo(target)                # all-gather: a microbatch of all ranks of the group
+        cut0_group = head.modulo(cut0).requires_grad_()   # all-gather: a microbatch of all ranks of the group
         loss = stage.forward_head(head, target_group, cut0_group, cut1)
         with head.all_reduce(stage, HEAD_BUCKETS):        # 1.88 kB in 1 bucket, in the last microbatch
             loss.backward()
-        d_cut0.append(head.modulo_grad(cut0_group.grad))  # summed over the group
+        d_cut0.append(head.modulo_grad(cut0_group.grad))  # reduce-scatter over the group
         losses.append(loss.detach())
     total = head.sum_loss(sum(losses))                    # the global loss
     with trunk.all_reduce(stage, TRUNK_BUCKETS):          # 1.34 kB in 1 bucket, during backward
@@ -84,8 +84,8 @@ def evaluate(trunk, head, stage, images, target):
     cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses = []
     for _ in head.microbatches(2):          # 1/2 of every rank's examples
-        target_group = head.modulo(target)  # the microbatch of all ranks of the group
-        cut0_group = head.modulo(cut0)      # the microbatch of all ranks of the group
+        target_group = head.modulo(target)  # all-gather: a microbatch of all ranks of the group
+        cut0_group = head.modulo(cut0)      # all-gather: a microbatch of all ranks of the group
         loss = stage.forward_head(head, target_group, cut0_group, cut1)
         losses.append(loss.detach())
     total = head.sum_loss(sum(losses))      # the global loss

@@ -22,7 +22,7 @@ rank = RankSpec(
     roles=(
         RoleSpec(
             role="worker",
-            examples=(0, 4),                  # this rank's examples of the global batch
+            examples=(0, 4),                  # this rank's examples of the global batch: first, one past the last
             replicas=(0, 1),                  # ranks that hold the same parameters and sum their gradients
         ),
     ),

@@ -37,7 +37,7 @@ class Stage(nn.Module):
 
 
 def step(comm, stage):
-    """Forward and backward of one batch; the gradients are left in `.grad`, summed over the workers."""
+    """Send parameters to the workers and leave the sum of their gradients in `.grad`."""
     comm.send_parameters(stage, SERVED)     # to the workers
     total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     comm.reduce_gradients(stage, SERVED)    # summed over the workers
@@ -45,7 +45,7 @@ def step(comm, stage):
 
 
 def evaluate(comm, stage):
-    """The loss of one batch, forward only."""
+    """Send parameters to the workers, which compute the loss of one batch."""
     comm.send_parameters(stage, SERVED)     # to the workers
     total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()
