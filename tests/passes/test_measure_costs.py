@@ -1,0 +1,69 @@
+"""MeasureCosts: what each layer computes, moves and keeps at any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+
+from splitc.errors import CostError
+from splitc.ir.program import Program
+from splitc.passes import measure_costs
+from splitc.passes.measure_costs import MEASURED, MeasureCosts, require_costs
+from tests.support.pair import analysed_pair
+from tests.support.printed import printed
+
+
+def table(program: Program, batch: int) -> str:
+    """Print the ops of each layer: FLOPs, bytes accessed, launches."""
+    return "\n".join(
+        f"{layer:<3}{'backward' if op.backward else 'forward':<10}{op.name:<16}"
+        f"{op.flops:5.0f} {op.bytes_accessed:5.0f} {op.kernel_launches:.0f}"
+        for layer, line in program.costs.items()
+        for op in line.at(batch).ops
+        if op.flops
+    )
+
+
+def test_a_linear_layer_counts_two_flops_a_multiply_add() -> None:
+    before = replace(analysed_pair(), costs={})
+    assert [layer.name for layer in before.layers] == ["a", "b"]
+    assert table(MeasureCosts().run(before), 4) == dedent("""\
+        a  forward   addmm             384   440 1
+        a  backward  mm                384   416 1
+        b  forward   addmm             240   316 1
+        b  backward  mm                480   592 2""")
+
+
+def test_flops_and_saved_bytes_grow_with_the_batch() -> None:
+    costs = MeasureCosts().run(analysed_pair()).costs
+    for line in costs.values():
+        assert line.at(40).flops == 10 * line.at(4).flops
+        assert line.at(40).saved_bytes > line.at(4).saved_bytes
+
+
+def test_the_graph_stays_and_the_program_given_gets_no_costs() -> None:
+    before = replace(analysed_pair(), costs={})
+    after = MeasureCosts().run(before)
+    assert printed(after) == printed(before)
+    assert after.costs.keys() == {"a", "b"} and not before.costs
+
+
+def test_measured_costs_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def measure(program: Program, counted: dict[str, object]) -> dict[str, object]:
+        asked.append(list(counted))
+        return {}
+
+    monkeypatch.setattr(measure_costs, "measure_layers", measure)
+    assert MeasureCosts(MEASURED).run(analysed_pair()).costs == {} and asked == [["a", "b"]]
+    assert MeasureCosts().run(analysed_pair()).costs and len(asked) == 1, "counted costs run nothing"
+
+
+def test_another_word_for_costs_is_refused() -> None:
+    require_costs("counted")
+    require_costs("measured")
+    with pytest.raises(CostError, match=r'costs=.guessed.: there are "counted" .* and "measured"'):
+        require_costs("guessed")

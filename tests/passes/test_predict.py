@@ -1,0 +1,71 @@
+"""Predict: the phases of each rank's step, and nothing else of the plan."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from splitc.ir.cluster_file import digest
+from splitc.ir.program import LoweredProgram
+from splitc.passes.predict import Predict
+from splitc.passes.rewriting import lower
+from tests.support.pair import placed_pair
+from tests.support.printed import printed
+from tests.support.small_programs import small_cluster
+
+
+def predicted(program: LoweredProgram) -> str:
+    """Print the predicted phases, a rank a line, in milliseconds and bytes."""
+    return "\n".join(
+        f"rank {each.rank}: step {1e3 * each.step:.3f} compute {1e3 * each.compute:.3f} "
+        f"waiting {1e3 * each.waiting:.3f} communication {1e3 * each.communication:.3f} sent {each.sent_bytes:.0f}"
+        for each in program.plan.prediction.phases
+    )
+
+
+PREDICTIONS = [
+    (
+        1,
+        "single_device",
+        """\
+        rank 0: step 5.244 compute 5.244 waiting 0.000 communication 0.000 sent 0""",
+    ),
+    (
+        2,
+        "data_parallel",
+        """\
+        rank 0: step 6.512 compute 5.956 waiting 0.556 communication 0.764 sent 364
+        rank 1: step 6.512 compute 5.956 waiting 0.556 communication 0.764 sent 364""",
+    ),
+    (
+        2,
+        "layer_separation",
+        """\
+        rank 0: step 4.516 compute 2.704 waiting 1.812 communication 0.780 sent 184
+        rank 1: step 4.516 compute 2.540 waiting 1.976 communication 0.780 sent 104""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "strategy", "expected"), PREDICTIONS)
+def test_every_rank_computes_waits_and_sends(world: int, strategy: str, expected: str) -> None:
+    before = lower(placed_pair(world, strategy))
+    assert predicted(before) == ""
+    assert predicted(Predict(small_cluster()).run(before)) == dedent(expected)
+
+
+def test_the_plan_and_the_program_stay_as_they_were() -> None:
+    cluster, before = small_cluster(), lower(placed_pair(2, "layer_separation"))
+    after = Predict(cluster).run(before)
+    assert after.plan == before.plan and after.plan.hash == before.plan.hash
+    assert printed(after) == printed(before)
+    assert after.plan.prediction.priced_on == digest(cluster)
+    assert after.plan.prediction.simulated_seconds == max(each.step for each in after.plan.prediction.phases)
+
+
+def test_a_slower_link_takes_longer_and_computes_the_same() -> None:
+    program = lower(placed_pair(2, "data_parallel"))
+    fast, slow = (Predict(small_cluster(bandwidth)).run(program).plan.prediction for bandwidth in (1e6, 1e5))
+    assert slow.simulated_seconds > fast.simulated_seconds
+    assert [each.compute for each in slow.phases] == pytest.approx([each.compute for each in fast.phases])
