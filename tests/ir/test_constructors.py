@@ -1,0 +1,72 @@
+"""Modules as constructor calls that rebuild them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from splitc.ir.constructors import construction, literal
+
+MODULES = {
+    "nn.Linear(3, 4)": nn.Linear(3, 4),
+    "nn.Linear(3, 4, bias=False)": nn.Linear(3, 4, bias=False),
+    "nn.Conv2d(1, 3, 5, stride=(1, 2))": nn.Conv2d(1, 3, 5, stride=(1, 2)),
+    "nn.BatchNorm2d(3, momentum=None)": nn.BatchNorm2d(3, momentum=None),
+    "nn.Embedding(9, 4, padding_idx=0)": nn.Embedding(9, 4, padding_idx=0),
+    "nn.LSTM(3, 4, num_layers=2)": nn.LSTM(3, 4, num_layers=2),
+    'nn.RNN(3, 4, nonlinearity="relu")': nn.RNN(3, 4, nonlinearity="relu"),
+    "nn.MultiheadAttention(8, 2, batch_first=True)": nn.MultiheadAttention(8, 2, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("text", MODULES)
+def test_the_call_builds_a_module_of_the_same_settings_and_state(text: str) -> None:
+    module = MODULES[text]
+    written = construction(module)
+    assert written is not None
+    other = eval(written, {"nn": nn})
+    assert type(other) is type(module) and other.extra_repr() == module.extra_repr()
+    assert other.load_state_dict(module.state_dict())
+
+
+@pytest.mark.parametrize("text", MODULES)
+def test_the_call_has_the_required_arguments_and_those_that_are_not_defaults(text: str) -> None:
+    assert construction(MODULES[text]) == text
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(3, 4)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+class Own(nn.Linear):
+    """A module of the user."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        hooked(),
+        Own(3, 4),
+        nn.ReLU(),
+        nn.Sequential(nn.Linear(3, 4)),
+        nn.BatchNorm1d(3).eval(),
+        nn.MultiheadAttention(8, 2, dropout=0.1),
+    ],
+    ids=["hook", "subclass", "no parameters", "children", "evaluation", "dropout"],
+)
+def test_a_module_that_trains_otherwise_than_a_constructed_one_is_traced_through(module: nn.Module) -> None:
+    assert construction(module) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, -0.5, float("inf"), True, None, 'a "b" \\ \n', (1,), (2, (3.0, "x")), torch.float16, torch.device("cpu")],
+    ids=repr,
+)
+def test_a_literal_evaluates_to_its_value(value: Any) -> None:
+    assert eval(literal(value), {"torch": torch}) == value

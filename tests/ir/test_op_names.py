@@ -1,0 +1,28 @@
+"""The names by which generated code calls functions."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.nn.functional as F
+
+from splitc.ir import comm_ops, op_names
+from splitc.ir.op_names import function_name, is_nameable
+
+
+def test_every_name_evaluates_to_the_function_that_it_names() -> None:
+    scope = {"F": F, "torch": torch, "operator": operator, "comm": comm_ops}
+    wrong = {name for key, name in op_names._NAMES.items() if id(eval(name, scope)) != key}
+    assert wrong <= {"torch.manual_seed"}, "which torch.compile wraps when it is first imported"
+    assert len(op_names._NAMES) > 1000
+    assert all(eval(function_name(node), scope) is node for node in comm_ops.NODES)
+
+
+def test_functions_of_equal_names_in_two_modules_are_told_apart() -> None:
+    assert function_name(F.relu) == "F.relu" and function_name(torch.relu) == "torch.relu"
+    assert function_name(comm_ops.dropout) == "comm.dropout"
+
+
+def test_a_function_of_the_user_has_no_name() -> None:
+    assert not is_nameable(lambda x: x) and is_nameable(torch.cat)

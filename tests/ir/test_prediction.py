@@ -1,0 +1,34 @@
+"""Predictions as plan.json has them."""
+
+from __future__ import annotations
+
+import json
+
+from splitc.ir.phases import Phases
+from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
+
+PREDICTION = Prediction(
+    cluster="toy",
+    proof="gap",
+    gap=0.02,
+    step_seconds=0.5,
+    candidates=(Candidate("data_parallel", 0.5, 8.0, 4, True, False, "too large", {"all": (0, 1)}),),
+    reasons={"fc6": "pinned"},
+    layer_seconds={"fc6": 0.1},
+    phases=(Phases(0, 0.4, 0.3, 0.1, 0.2, 64.0), Phases(1, 0.6, 0.3, 0.3, 0.2, 64.0)),
+    priced_on="c0ffee",
+)
+
+
+def test_a_prediction_reads_back_from_json() -> None:
+    assert Prediction.from_dict(json.loads(json.dumps(PREDICTION.to_dict()))) == PREDICTION
+
+
+def test_the_file_keeps_its_keys_and_ignores_others() -> None:
+    data = PREDICTION.to_dict()
+    assert tuple(data) == PREDICTION_KEYS and {"seconds", "predicted"} <= data.keys()
+    assert Prediction.from_dict({**data, "of_a_later_version": 1}) == PREDICTION
+
+
+def test_the_slowest_rank_is_the_simulated_step() -> None:
+    assert PREDICTION.simulated_seconds == 0.6 and Prediction().simulated_seconds == 0.0
