@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from splitc.errors import LaunchError, bullets
-from splitc.ir.plan import Plan
 
 WEIGHTS = "weights.pt"
 
@@ -36,17 +35,6 @@ def save_build(
     tensors = {kind: {k: v.cpu().contiguous() for k, v in part.items()} for kind, part in weights.items()}
     torch.save({**tensors, "files": {name: _digest(text.encode()) for name, text in texts.items()}}, folder / WEIGHTS)
     return folder
-
-
-def read_plan(folder: Path) -> Plan:
-    """Read the plan of a build.  Raises LaunchError when the folder is not a build."""
-    path = folder / "plan.json"
-    if not path.is_file() or not (folder / "launch.py").is_file():
-        raise LaunchError(
-            f"{folder} is no build of splitc (it has no plan.json and launch.py); "
-            f"make one with: splitc compile MODEL --world N -o {folder}"
-        )
-    return Plan.from_json(path.read_text(encoding="utf-8"))
 
 
 def _clear(folder: Path) -> None:
