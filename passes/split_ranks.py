@@ -20,7 +20,7 @@ from torch import fx
 
 from splitc.checks.graph import cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_node, cut_of, holdings_of_node, info, set_info
+from splitc.ir.graph import copy_node, cut_of, info, set_info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, PlacedProgram, RankProgram, Stage
 
@@ -43,7 +43,7 @@ class SplitRanks(Pass[PlacedProgram, LoweredProgram]):
 def _stage(program: PlacedProgram, role: str) -> Stage:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    holdings: dict[str, None] = {}
+    names: dict[str, None] = {}
     shards: dict[str, int] = {}
     loss = program.loss
     for node in program.graph.nodes:
@@ -56,7 +56,7 @@ def _stage(program: PlacedProgram, role: str) -> Stage:
         else:
             mapping[node] = copy_node(graph, node, mapping)
         if node.op in ("call_module", "get_attr"):
-            holdings.update(dict.fromkeys(holdings_of_node(program, node)))
+            names.update(dict.fromkeys(tensors_of_node(program, node)))
         shards.update(info(node).shards)
     has_loss = loss in mapping
     graph.output(mapping[loss] if has_loss else None)
@@ -68,7 +68,7 @@ def _stage(program: PlacedProgram, role: str) -> Stage:
         inputs=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
         receives=tuple(cut_of(node) for node in nodes if node.target is comm_ops.recv),
         sends=tuple(cut_of(node) for node in nodes if node.target is comm_ops.send),
-        tensors=tuple(name for name in program.tensors if name in holdings),
+        tensors=tuple(name for name in program.tensors if name in names),
         shards=shards,
         has_loss=has_loss,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from splitc.ir.graph import holdings_of_node, info, update_info
+from splitc.ir.graph import info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, SizeSpec
 
@@ -102,7 +102,7 @@ def _layer(program: Program, name: str, nodes: list[fx.Node], parameters: set[st
     for node in nodes:
         update_info(node, layer=name)
     own = next((n for n in nodes if _owner(program, n, parameters) is not None), nodes[0])
-    tensors = dict.fromkeys(name for node in nodes for name in holdings_of_node(program, node))
+    tensors = dict.fromkeys(name for node in nodes for name in tensors_of_node(program, node))
     return Layer(name, tuple(n.name for n in nodes), tuple(tensors), info(own).source)
 
 

@@ -98,7 +98,7 @@ def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
     node.name = graph._graph_namespace.create_name(name, None)
 
 
-def holdings_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
+def tensors_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that a node reads."""
     first = {alias: h.name for h in program.tensors.values() for alias in (h.name, *h.names)}
     if node.op == "call_module" or info(node).is_module:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from splitc.ir.graph import holdings_of_node, info
+from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import Program, Spec, TensorSpec
 
@@ -49,14 +49,14 @@ def pushable(program: Program) -> frozenset[str]:
         seen.add(node)
         reached |= read_by(program, node)
         ahead += node.all_input_nodes
-    holdings = program.tensors
-    return frozenset(name for name in reached if holdings[name].trainable and holdings[name].numel)
+    tensors = program.tensors
+    return frozenset(name for name in reached if tensors[name].trainable and tensors[name].numel)
 
 
 def read_by(program: Program, node: fx.Node) -> frozenset[str]:
     """First names of the parameters and buffers of a module that a node calls, and of all that is an argument of it."""
     held = [n for n in node.all_input_nodes if n.op == "get_attr"] + [node] * (node.op == "call_module")
-    return frozenset(name for each in held for name in holdings_of_node(program, each))
+    return frozenset(name for each in held for name in tensors_of_node(program, each))
 
 
 def _requires_grad(spec: Spec) -> bool:

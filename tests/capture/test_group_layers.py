@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.constructors import construction
-from splitc.ir.graph import holdings_of_node, info
+from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.program import Program
 from tests.support.capturing import capture, node
 from tests.support.models import CASES, CLASSES, Attention, Made, images, labels, sequences, tokens, vectors
@@ -100,7 +100,7 @@ def test_a_tied_parameter_is_held_by_each_layer_that_uses_it() -> None:
     program = capture(*CASES["language_model"].make())
     assert "wte.weight" in program.layer("wte").tensors
     assert program.layer("lm_head").tensors == ("wte.weight",)
-    assert holdings_of_node(program, node(program, "lm_head")) == ("wte.weight",)
+    assert tensors_of_node(program, node(program, "lm_head")) == ("wte.weight",)
 
 
 def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> None:

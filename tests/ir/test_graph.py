@@ -13,9 +13,9 @@ from splitc.ir.graph import (
     assigned,
     changes_statistics,
     copy_graph,
-    holdings_of_node,
     info,
     rename,
+    tensors_of_node,
     update_info,
 )
 from tests.support.capturing import capture, node
@@ -52,7 +52,7 @@ def test_a_tied_parameter_is_read_under_its_first_name() -> None:
     model = made(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     model.get_submodule("b").weight = model.get_submodule("a").weight
     program = capture(model, (torch.randn(3, 4),), torch.randn(3, 4), F.mse_loss)
-    reads = {name: holdings_of_node(program, node(program, name)) for name in ("a", "b")}
+    reads = {name: tensors_of_node(program, node(program, name)) for name in ("a", "b")}
     assert reads == {"a": ("a.weight", "a.bias"), "b": ("a.weight", "b.bias")}
 
 
