@@ -295,6 +295,7 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype:
         validated(model, x.to(dtype), y, CE)
 
 
+@pytest.mark.slow
 def test_attention_with_dropout_equals_torchs_own() -> None:
     model = Encoder(0.3)
     program = validated(model, padded(), labels()(), CE)

@@ -337,7 +337,7 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Captur
 @pytest.mark.processes
 def test_a_build_whose_ranks_have_two_roles_runs(capsys: Capture) -> None:
     done = splitc(capsys, "compile net.py --world 2 --strategy modulo_shard(mp=2) -o build")
-    assert "conv_fc.py rank0.py..rank1.py launch.py plan.json weights.pt" in done.out
+    assert "trunk_head.py rank0.py..rank1.py launch.py plan.json weights.pt" in done.out
     process = start("run", "build", "--steps", "2")
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors

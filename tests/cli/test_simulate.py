@@ -94,6 +94,7 @@ def test_a_thousand_ranks_take_seconds() -> None:
     assert time.process_time() - begin < 30
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_json_and_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = "examples/mlp.py"
     done = splitc(capsys, f"simulate {model} --world 2,4 --bandwidth 1g,10g --against parameter_server")

@@ -113,7 +113,7 @@ def test_every_strategy_trains_with_any_elementwise_optimizer(name: str, optimiz
     assert_trains(plan_of(name), optimizer)
 
 
-@sampled("name", SOME, one_in=3)
+@sampled("name", SOME, one_in=9)
 @pytest.mark.parametrize("limit", [0.05, pytest.param(1e3, marks=pytest.mark.slow)])
 def test_clipping_counts_each_parameter_once_however_it_is_held(name: str, limit: float) -> None:
     assert_trains(plan_of(name), sgd, clip_norm=limit)
@@ -158,7 +158,7 @@ def test_a_scheduler_of_the_learning_rate_is_called_on_every_rank(name: str) -> 
     assert_same(on_workers(program, run, optimizer=sgd)[0], whole.state_dict(), tolerance=1e-9)
 
 
-@sampled("name", SOME, one_in=3)
+@sampled("name", SOME, one_in=9)
 def test_an_evaluation_is_that_of_one_process_and_leaves_training_alone(name: str) -> None:
     program = plan_of(name)
     first, aside, second = feeds(program, 3)
@@ -213,7 +213,7 @@ def assert_goes_on(source: str, target: str) -> None:
     assert_same(on_workers(program, run, optimizer=plain_sgd)[0], expected, tolerance=1e-9)
 
 
-@sampled(("source", "target"), list(itertools.pairwise([*SOME, SOME[0]])), one_in=2)
+@sampled(("source", "target"), list(itertools.pairwise([*SOME, SOME[0]])), one_in=6)
 def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) -> None:
     assert_goes_on(source, target)
 
@@ -293,7 +293,7 @@ def test_a_tied_weight_is_averaged_and_clipped_once(strategy: str, clip_norm: fl
     assert_same(results[0][1], state, tolerance=1e-9)
 
 
-@sampled("asked", [a for a in every_strategy(2) if "modulo" in a.strategy or a.strategy == "auto"], one_in=3)
+@sampled("asked", [a for a in every_strategy(2) if "modulo" in a.strategy or a.strategy == "auto"], one_in=9)
 def test_parameters_are_named_and_shaped_as_each_rank_holds_them(asked: Asked) -> None:
     """Under the model's own names; of a divided layer a rank has its part, and all parts make it up."""
     program = planned(2, asked)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.every_strategy import Small
+from tests.support.every_strategy import Small
 
 folder = Path(sys.argv[1])
 given = torch.load(folder / "given.pt", weights_only=True)

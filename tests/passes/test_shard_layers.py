@@ -73,7 +73,7 @@ ON_PARTS: dict[str, Run] = {
 }
 
 
-@sampled("name", ON_PARTS, one_in=3)
+@sampled("name", ON_PARTS, one_in=9)
 def test_elementwise_functions_work_on_parts_and_one_gather_follows_them(name: str) -> None:
     found = inserted(divided(ON_PARTS[name], a=COLUMNS, fc=COLUMNS))
     assert list(found.values()) == ["shard partial", "shard"], found
@@ -92,7 +92,7 @@ ON_THE_WHOLE: dict[str, Run] = {
 }
 
 
-@sampled("name", ON_THE_WHOLE, one_in=3)
+@sampled("name", ON_THE_WHOLE, one_in=9)
 def test_everything_else_reads_what_was_gathered(name: str) -> None:
     """Each of its readers has the whole gradient then, and what the next divided layer reads is summed by `enter`."""
     found = inserted(divided(ON_THE_WHOLE[name], a=COLUMNS, fc=COLUMNS))

@@ -152,7 +152,7 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=3)
+@sampled("sizes", SIZES, one_in=9)
 @pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 2)])
 def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
     plan: Plan, sizes: Sizes, dim: int, rows: int
@@ -179,7 +179,7 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
 
 
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=3)
+@sampled("sizes", SIZES, one_in=9)
 @pytest.mark.parametrize("partial", [True, False])
 def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Plan, sizes: Sizes, partial: bool) -> None:
     total = sum(sizes or plan.local_batches)
@@ -206,7 +206,7 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
 
 
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=3)
+@sampled("sizes", SIZES, one_in=9)
 @pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 3)])
 def test_keep_takes_ones_own_examples_and_spread_gathers_their_gradients(
     plan: Plan, sizes: Sizes, dim: int, rows: int

@@ -87,6 +87,7 @@ def test_a_measured_device_explains_its_samples_and_stands_in_a_cluster_file(mon
     assert parse_cluster(to_toml(cluster), "text") == cluster
 
 
+@pytest.mark.slow
 def test_residuals_are_what_the_given_numbers_make_of_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = time_microbenchmarks(quick(), CPU, 0.01, no_progress)
     monkeypatch.setattr(devices, "time_microbenchmarks", lambda *_: samples)

@@ -300,6 +300,7 @@ def test_an_op_of_torch_that_computes_without_a_formula_is_told() -> None:
 # -- fake tensors, sums ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fake_tensors_run_the_same_ops_as_real_ones() -> None:
     def count() -> list[OpCost]:
         layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3))

@@ -105,6 +105,7 @@ def test_a_device_at_another_speed_takes_in_proportion() -> None:
 
 @sampled("autocast", [None, torch.bfloat16], everyday=[None])
 @sampled("name", CASES, everyday=["encoder"])
+@pytest.mark.slow
 def test_every_layer_of_every_kind_of_model_is_timed(name: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
     program = captured(name, autocast)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -132,6 +133,7 @@ def test_the_layers_take_together_what_a_step_takes(tmp_path: Path) -> None:
     assert 0.5 < took / statistics.median(steps) < 2
 
 
+@pytest.mark.slow
 def test_a_wide_layer_takes_longer_than_a_narrow_one_and_a_larger_batch_longer_than_a_small_one(
     tmp_path: Path,
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_compiled_program_is_priced_by_what_was_measured_and_says_so(monkeypat
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.slow
 def test_what_has_a_plan_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = pretend(monkeypatch)
     program = program_of(here(), costs="measured")

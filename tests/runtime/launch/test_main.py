@@ -155,15 +155,15 @@ def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
 @pytest.mark.processes
 def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -> None:
     files = dict(program().files)
-    files["fc.py"] = files["fc.py"].replace("loss.backward()", "raise KeyError('broken on purpose')")
+    files["head.py"] = files["head.py"].replace("loss.backward()", "raise KeyError('broken on purpose')")
     feeds = [[Examples()[:BATCH]]]
     with pytest.raises(LaunchError) as caught:
         torchrun_trial(tmp_path, files, program().weights(), WORLD, feeds, [BATCH], 0.1, 0.9)
     lines = str(caught.value).strip().splitlines()
     assert lines[0] == "the ranks failed:"
     assert lines[-2] == "KeyError: 'broken on purpose'"
-    assert re.fullmatch(r"in fc\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
-    assert any(re.search(r"fc\.py\", line \d+, in step", line) for line in lines)
+    assert re.fullmatch(r"in head\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
+    assert any(re.search(r"head\.py\", line \d+, in step", line) for line in lines)
 
 
 # -- without launching -------------------------------------------------------------------------------------------------
