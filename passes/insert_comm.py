@@ -194,6 +194,21 @@ def _rebase_sizes(graph: fx.Graph) -> None:
                 new = _size(graph, tensor, node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+        _move_readers(graph, new)
+
+
+def _move_readers(graph: fx.Graph, value: fx.Node) -> None:
+    """Move every node that depends on `value` and stands before it behind it, in their order."""
+    before: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node is value:
+            break
+        if value in node.all_input_nodes or not before.isdisjoint(node.all_input_nodes):
+            before.add(node)
+    last = value
+    for node in [n for n in graph.nodes if n in before]:
+        last.append(node)
+        last = node
 
 
 def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:

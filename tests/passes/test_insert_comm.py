@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
+import pytest
+import torch
+from torch import Tensor, nn
+
 from splitc.checks.graph import cuts_are_communicated
 from splitc.ir import comm_ops
 from splitc.passes.insert_comm import InsertComm
+from tests.support.compiled import compiled
 from tests.support.printed import placed, printed, program_after, program_before, two_layers
 
 
@@ -95,3 +100,34 @@ def test_the_check_finds_a_value_that_is_read_without_send_and_recv() -> None:
     nodes["fc2"].replace_input_with(nodes["cut0"], nodes["middle"])
     (problem,) = cuts_are_communicated(program)
     assert problem.startswith("middle of role trunk is read by fc2 of role head")
+
+
+class _Positions(nn.Module):
+    """Adds positions, made before any value of a layer exists, after the second linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(5, device=x.device)
+        rows = torch.ones(x.size(0), 5)
+        scores: Tensor = self.fc2(self.fc1(x).relu()) + positions.sin() * rows
+        return scores
+
+
+def _squares(scores: Tensor, target: Tensor) -> Tensor:
+    return scores.pow(2).mean()
+
+
+def test_what_reads_a_device_or_a_size_comes_after_the_tensor_that_has_it() -> None:
+    program = program_after(InsertComm, placed(_Positions(), 2, "layer_separation", loss=_squares))
+    names = [node.name for node in program.graph.nodes]
+    for value, reader in program.edges():
+        assert names.index(value.name) < names.index(reader.name)
+
+
+@pytest.mark.parametrize("strategy", ["layer_separation", "hybrid_single", "modulo_shard"])
+def test_positions_made_early_on_the_device_of_the_input_train_as_in_one_process(strategy: str) -> None:
+    batch = torch.randn(4, 8), torch.randn(4, 5)
+    assert compiled(_Positions(), *batch, _squares, 2, strategy).verify(dtype=torch.float64).holds
