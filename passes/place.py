@@ -56,6 +56,7 @@ from splitc.passes.planner.propose_replicated import data_parallel, single_devic
 from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.whole_batch import with_whole_batch
 from splitc.passes.planner.wire_price import layer_seconds
 
 _EXACT = 1e-9  # a smaller gap is none
@@ -142,7 +143,8 @@ class Place(Pass[Program, PlacedProgram]):
             MIXED: lambda: mixed(request),
         }
         everything = self.compare or isinstance(asked, Auto)
-        return tuple(each() for name, each in propose.items() if everything or name == asked.name)
+        proposed = (each() for name, each in propose.items() if everything or name == asked.name)
+        return tuple(with_whole_batch(request, each) for each in proposed)
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""

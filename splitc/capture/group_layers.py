@@ -10,32 +10,38 @@ every role that reads one has its own copy.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx
 
+from splitc.capture.in_batch import LAYER
 from splitc.ir.graph import info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, SizeSpec
 
 
-def group_layers(program: Program) -> dict[str, Any]:
-    """The fields `layers` and `frozen_layers` of the program; sets `layer` and `copied_to_each_stage` of every node."""
+def group_layers(program: Program, in_batch: Collection[fx.Node] = ()) -> dict[str, Any]:
+    """The fields `layers`, `frozen_layers` and `in_batch` of the program; sets the layer of every node.
+
+    in_batch: nodes that need the whole global batch, all that reads them included; they are the last layer.
+    """
     parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
     members: dict[str, list[fx.Node]] = {}
     index: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
     _mark_copied(program.graph, parameters)
-    for node in program.graph.nodes:
+    last = _unused(program, LAYER) if in_batch else ""
+    for node in sorted(program.graph.nodes, key=lambda node: node in in_batch):  # stable
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        name = _owner(program, node, parameters)
+        name = last if node in in_batch else _owner(program, node, parameters)
         below = [index[n] for n in node.all_input_nodes if n in index]
-        if name is not None:
+        if name is not None and node not in in_batch:
             name = _label(name, list(members), max(below, default=0))
-        elif below:
+        elif name is None and below:
             name = list(members)[max(below)]
-        else:
+        elif name is None:
             waiting.append(node)
             continue
         members.setdefault(name, []).append(node)
@@ -53,7 +59,15 @@ def group_layers(program: Program) -> dict[str, Any]:
     layers = tuple(
         _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters) for name, nodes in members.items()
     )
-    return {"layers": layers, "frozen_layers": tuple(layer.name for layer in layers if _is_frozen(program, layer))}
+    frozen = tuple(layer.name for layer in layers if _is_frozen(program, layer))
+    return {"layers": layers, "frozen_layers": frozen, "in_batch": last}
+
+
+def _unused(program: Program, name: str) -> str:
+    """`name`, or a longer one where a module of the model has it."""
+    while any(path.split(".")[0] == name for path, _ in program.root.named_modules()):
+        name += "_loss"
+    return name
 
 
 def _join(

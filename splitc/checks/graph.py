@@ -44,6 +44,8 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
         if not 0 <= rank < plan.world
     ]
     problems += servers_fit(program)
+    if program.in_batch in plan.placements and not problems and not plan.sees_whole_batch(program.in_batch):
+        problems.append(f"layer {program.in_batch} needs the whole batch, and its ranks see parts of it")
     for role, group in plan.groups.items():
         if len(plan.roles.get(role, ())) % group.size:
             problems.append(

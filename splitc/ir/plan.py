@@ -183,6 +183,12 @@ class Plan:
         number = self.groups[role].num_microbatches if role in self.groups else 1
         return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
 
+    def sees_whole_batch(self, layer: str) -> bool:
+        """Whether every rank that runs `layer` has all examples of a step at once."""
+        role = self.placements[layer].role
+        group = self.groups.get(role, Grouping(1, "BK"))
+        return len(self.roles[role]) == group.size and group.num_microbatches == 1
+
     def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
 

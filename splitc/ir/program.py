@@ -175,7 +175,8 @@ class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
 
     root: the model's modules as fake tensors (shapes without memory), under their original names.
-    batch: examples in the user's example batch.  autocast: the dtype that every stage's forward runs under; None: none.
+    batch: examples in the user's example batch.  in_batch: the layer that needs the whole global batch; "": none does.
+    autocast: the dtype that every stage's forward runs under; None: none.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Program:
     tensors: Mapping[str, StateTensor]
     loss_terms: tuple[LossTerm, ...] = ()
     frozen_layers: tuple[str, ...] = ()
+    in_batch: str = ""
     autocast: torch.dtype | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 

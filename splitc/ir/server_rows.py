@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.graph import tensors_of_node
 from splitc.ir.layers import StateTensor
-from splitc.ir.program import Program, Spec, TensorSpec
+from splitc.ir.program import Program
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,13 @@ def pushable(program: Program) -> frozenset[str]:
     and the optimizer passes it over, with its weight decay too.  A server cannot tell that from gradients of zero; so
     such a parameter stays with the workers, where it never changes.
     """
-    reached: set[str] = set()
-    seen: set[fx.Node] = set()
-    ahead = [program.loss]
-    while ahead:
-        node = ahead.pop()
-        if node in seen or not _requires_grad(info(node).spec):
-            continue
-        seen.add(node)
-        reached |= read_by(program, node)
-        ahead += node.all_input_nodes
-    tensors = program.tensors
-    return frozenset(name for name in reached if tensors[name].trainable and tensors[name].numel)
+    return frozenset(name for name, tensor in program.tensors.items() if tensor.trainable and tensor.numel)
 
 
 def read_by(program: Program, node: fx.Node) -> frozenset[str]:
     """First names of the parameters and buffers of a module that a node calls, and of all that is an argument of it."""
     held = [n for n in node.all_input_nodes if n.op == "get_attr"] + [node] * (node.op == "call_module")
     return frozenset(name for each in held for name in tensors_of_node(program, each))
-
-
-def _requires_grad(spec: Spec) -> bool:
-    if isinstance(spec, tuple):
-        return any(map(_requires_grad, spec))
-    return isinstance(spec, TensorSpec) and spec.requires_grad
 
 
 def pieces(program: Program, bucket: Sequence[str], servers: Sequence[int]) -> list[Piece]:

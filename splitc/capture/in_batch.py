@@ -1,0 +1,61 @@
+"""Find the part of a program that needs the whole global batch at once: in-batch negatives, batch statistics.
+
+It becomes one layer, the last one, which runs where the whole batch is: on one rank, or on every rank of a role after
+`modulo` has gathered the examples.  What it reads from outside has examples to gather, so it holds
+
+    the nodes that couple examples, and values over the batch without a batch dimension (a sum over examples)
+    everything that is computed from those, up to the loss
+    whatever has no examples to gather, or shares a parameter with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.program import Program, SizeSpec, TensorSpec
+
+LAYER = "in_batch"
+
+
+def in_batch_nodes(program: Program, coupling: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that need the whole batch, from those that couple its examples."""
+    depends = _on_examples(program.graph)
+    outer = ("placeholder", "get_attr", "output")
+    inner = {n: _parameters(program, n) for n in program.graph.nodes if n.op not in outer}
+    found = set(coupling) | {n for n in inner if n in depends and not _has_examples(n)}
+    while True:
+        used = {name for node in found for name in inner[node]}
+        more = {n for n in inner if not found.isdisjoint(n.all_input_nodes) or not used.isdisjoint(inner[n])}
+        more |= {n for node in found for n in node.all_input_nodes if n in inner and not _may_enter(n)}
+        if more <= found:
+            return found
+        found |= more
+
+
+def _parameters(program: Program, node: fx.Node) -> frozenset[str]:
+    return frozenset(name for name in tensors_of_node(program, node) if program.tensors[name].parameter)
+
+
+def _on_examples(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose values depend on the inputs' data, not only on their sizes."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_size = isinstance(info(node).spec, SizeSpec) or info(node).copied_to_each_stage
+        if node.op == "placeholder" or (not is_size and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _has_examples(node: fx.Node) -> bool:
+    spec = info(node).spec
+    if isinstance(spec, tuple):
+        return all(isinstance(part, TensorSpec) and part.batch_dim is not None for part in spec)
+    return isinstance(spec, TensorSpec) and spec.batch_dim is not None
+
+
+def _may_enter(node: fx.Node) -> bool:
+    """Whether a role that does not compute the value may read it."""
+    return info(node).copied_to_each_stage or (_has_examples(node) and not isinstance(info(node).spec, tuple))
