@@ -1,0 +1,135 @@
+"""Draw batches on which a model shows what it does: no constant inputs, equal rows or masks of ones.
+
+    floats           the example's rows with noise, also where they are constant; a range of 0..1 or 0.. is kept
+    whole numbers    0 up to their bound, else the range seen; also where floats hold them (ids in a column)
+    masks            0 and 1 at random; no row is empty or full where none of the example's is
+    distributions    rows that sum to one do so again
+
+Where a model does not run on such data, what is nearer to the example is tried: see `Draw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from splitc.ir.program import Program
+from splitc.ir.value_range import class_bound
+
+
+class Draw(IntEnum):
+    """How far data are from the example's; `text` says what is drawn."""
+
+    GENERIC = 0
+    SEEN = 1
+    ROWS = 2
+    EXAMPLE = 3
+
+    @property
+    def text(self) -> str:
+        return (
+            "generic data",
+            "floats with noise beside whole numbers and masks of the example",
+            "rows of the example in another order",
+            "the example itself",
+        )[self]
+
+
+@dataclass(frozen=True)
+class GenericData:
+    """Draws batches like the tensors of an example.
+
+    bounds: exclusive upper bound of whole numbers, where their readers imply one.
+    batch_dims: the dim along which a tensor holds its examples, where that is not 0.
+    """
+
+    tensors: Mapping[str, Tensor]
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, tensors: Mapping[str, Tensor]) -> GenericData:
+        """Data for the inputs of `program`, like `tensors`."""
+        nodes = {str(node.target): node for node in program.graph.nodes if node.op == "placeholder"}
+        found = {name: class_bound(nodes[name], program.root) for name in tensors if name in nodes}
+        dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
+        return cls(tensors, {name: bound for name, bound in found.items() if bound is not None}, dims)
+
+    def draw(self, size: int, seed: int, how: Draw = Draw.GENERIC) -> dict[str, Tensor]:
+        """A batch of `size` examples by name, on the devices and in the dtypes of the tensors."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = None
+        drawn = {}
+        for name, tensor in self.tensors.items():
+            seen = tensor.detach().cpu().movedim(self.batch_dims.get(name, 0), 0)
+            if rows is None:
+                rows = torch.randint(len(seen), (size,), generator=generator)
+            chosen = seen[torch.arange(size) % len(seen) if how is Draw.EXAMPLE else rows]
+            if how < Draw.ROWS and chosen.numel():
+                chosen = _drawn(seen, chosen, self.bounds.get(name), how, generator)
+            drawn[name] = chosen.movedim(0, self.batch_dims.get(name, 0)).to(tensor.device)
+        return drawn
+
+
+def _drawn(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator: torch.Generator) -> Tensor:
+    """Values like those of `seen`, of the shape of `chosen`, which are some of its rows."""
+    if seen.is_complex():
+        parts = torch.view_as_real(seen), torch.view_as_real(chosen)
+        return torch.view_as_complex(_floats(*parts, None, how, generator).to(parts[0].dtype).contiguous())
+    if seen.dtype.is_floating_point:
+        return _floats(seen.double(), chosen.double(), bound, how, generator).to(seen.dtype)
+    if how is Draw.SEEN:
+        return chosen
+    low, high = int(seen.min()), int(seen.max())
+    if seen.dtype == torch.bool or (bound is None and low >= 0 and high <= 1):
+        return _without_empty_rows(seen, chosen, torch.randint(2, chosen.shape, generator=generator).to(seen.dtype))
+    first, last = (0, bound) if bound is not None else (low, high + 1)
+    numbers = torch.randint(first, max(last, first + 1), chosen.shape, generator=generator).to(seen.dtype)
+    return numbers if low >= first else torch.where(chosen < first, chosen, numbers)
+
+
+def _floats(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator: torch.Generator) -> Tensor:
+    finite = torch.where(seen.isfinite(), seen, 0)
+    low, high = float(finite.min()), float(finite.max())
+    spread = float(finite.std(correction=0)) or max(abs(low), 1.0)
+    drawn = chosen + spread * torch.randn(chosen.shape, generator=generator, dtype=seen.dtype)
+    uniform = torch.rand(chosen.shape, generator=generator, dtype=seen.dtype)
+    if low < high and low >= 0:
+        drawn = (chosen + uniform) / 2 if high <= 1 else drawn.abs()
+    sums = finite.sum(-1)
+    if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 and bool(torch.allclose(sums, torch.ones_like(sums), 1e-3)):
+        drawn = drawn / drawn.sum(-1, keepdim=True)
+    else:
+        numbers, is_number = _numbers(finite, bound, uniform)
+        numbers = chosen if how is Draw.SEEN else _without_empty_rows(seen, chosen, numbers)
+        drawn = torch.where(is_number, numbers, drawn)
+    return torch.where(chosen.isfinite(), drawn, chosen)
+
+
+def _numbers(seen: Tensor, bound: int | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers for the columns of the last dim that hold such, and which columns these are.
+
+    A constant is none, unless its readers bound it or all columns are whole.
+    """
+    columns = seen.reshape(-1, seen.shape[-1]) if seen.dim() > 1 else seen.reshape(-1, 1)
+    low, high = columns.amin(0), columns.amax(0)
+    whole = (columns == columns.round()).all(0)
+    if bool(whole.all()) and bool(seen.min() < seen.max()):
+        low, high = (torch.where(high > low, edge, seen.aminmax()[k]) for k, edge in enumerate((low, high)))
+    elif bool(whole.all()) and bound is not None:
+        low, high = torch.zeros_like(low), torch.full_like(high, bound - 1)
+    return low + (uniform * (high - low + 1)).floor(), whole & (low < high)
+
+
+def _without_empty_rows(seen: Tensor, chosen: Tensor, drawn: Tensor) -> Tensor:
+    """A mask with the rows of `chosen` in place of those all 0, or all 1, where `seen` has no such row."""
+    if seen.dim() < 2 or not bool(((seen == 0) | (seen == 1)).all()):
+        return drawn
+    for value in (0, 1):
+        if not bool((seen == value).all(-1).any()):
+            drawn = torch.where((drawn == value).all(-1, keepdim=True), chosen, drawn)
+    return drawn
