@@ -38,26 +38,40 @@ def capture(
 ) -> Program:
     """Trace the model and its loss on `example` into a Program.
 
+    Where that fails, the paths that libraries take under compilers (`torch.compiler.is_compiling()`) are tried.
     autocast: the dtype of the torch.autocast that both run under; specs have the dtypes that values have there.
-    Raises CaptureError with the op, the user's line and a remedy.
+    Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
     """
-    batch = example.batch
-    original = example.root(model)
+    failed = []
+    for compiling in (False, True):
+        tracer = _tracer(example.root(model), example.batch)
+        try:
+            graph = _trace(tracer, model, example, autocast, compiling)
+            return _program(tracer, graph, model, example, name or type(model).__name__, autocast)
+        except CaptureError as error:
+            failed.append((len(tracer.graph.nodes), error))
+    raise max(failed, key=lambda each: each[0])[1]
+
+
+def _tracer(original: nn.Module, batch: int) -> Tracer:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    root = fake_copy(original, mode)
-    tracer = Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
-    with under_autocast(root, autocast), no_other_autocast(autocast, lambda: tracer.evaluator.busy):
-        graph = _trace(tracer, model, original, root, mode, example)
+    return Tracer(fake_copy(original, mode), original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
+
+
+def _program(
+    tracer: Tracer, graph: fx.Graph, model: nn.Module, example: Example, name: str, autocast: torch.dtype | None
+) -> Program:
+    root = tracer.root
     tracer.attributes.adopt_constants()
     set_specs(graph, tracer.values, tracer.evaluator.probes)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node, root))
     reached = prune_gradients(graph, tracer.values)
     program = Program(
-        name=name or type(model).__name__,
+        name=name,
         graph=graph,
         root=root,
         inputs=tuple(_input(name, example, graph, root) for name in example.tensors),
-        batch=batch,
+        batch=example.batch,
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=autocast,
@@ -70,12 +84,13 @@ def capture(
 
 
 def _trace(
-    tracer: Tracer, model: nn.Module, original: nn.Module, root: nn.Module, mode: FakeTensorMode, example: Example
+    tracer: Tracer, model: nn.Module, example: Example, autocast: torch.dtype | None, compiling: bool
 ) -> fx.Graph:
-    """Run `root`, the fake copy of `original`, and the loss on proxies.  Raises CaptureError."""
+    """Run the tracer's fake copy of the model, and the loss, on proxies.  Raises CaptureError."""
+    root, original = tracer.root, tracer.original
 
     def placeholder(name: str, tensor: torch.Tensor) -> Any:
-        with mode:
+        with tracer.fake:
             first, second = (
                 torch.empty((b, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
                 for b in tracer.evaluator.batches
@@ -88,7 +103,9 @@ def _trace(
     loss = None if hasattr(model, LOSS) else root._modules.pop(LOSS, None)
     try:
         with (
-            recorded(tracer, paths, leaf_paths),
+            under_autocast(root, autocast),
+            no_other_autocast(autocast, lambda: tracer.evaluator.busy),
+            recorded(tracer, paths, leaf_paths, compiling),
             no_python_randomness(type(model).__name__),
             quiet(),
             torch.enable_grad(),

@@ -28,8 +28,11 @@ _TENSORS = ("H", "T", "data", "grad", "imag", "mH", "mT", "real")  # attributes 
 
 
 @contextmanager
-def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str]) -> Iterator[None]:
-    """Let `tracer` record what runs inside.  paths: of the model's modules; those in `leaf_paths` are one node each."""
+def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str], compiling: bool) -> Iterator[None]:
+    """Let `tracer` record what runs inside.
+
+    paths: of the model's modules; those in `leaf_paths` are one node each.  compiling: what is_compiling() answers.
+    """
     refused = partial(_refused, tracer)
     with ExitStack() as stack:
 
@@ -45,9 +48,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
             patch(torch.func, name, refused(_TRANSFORM))
         patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
-        patch(
-            torch.compiler, "is_compiling", lambda: not tracer.evaluator.busy
-        )  # libraries then skip data-dependent checks
+        patch(torch.compiler, "_is_compiling_flag", compiling)  # which every spelling of the question reads
         # checkpointed functions are traced through
         patch(checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter((None,)))
         if "torch._dynamo" in sys.modules:

@@ -45,7 +45,7 @@ class Tracer:
         self.attributes = Attributes(root, original)
         self.origin = type(root).__name__
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
-        self._root, self._fake = root, fake
+        self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
         self.queries = Queries(self.evaluator, self._constants, self._result)
         self._aliasing = Aliasing()
@@ -152,7 +152,7 @@ class Tracer:
 
     def _hides_gradient(self, node: fx.Node) -> bool:
         """Whether the value would require a gradient outside of `no_grad`."""
-        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
         inputs = [*(self.values[n][0] for n in node.all_input_nodes), *module.parameters()]
         return any(getattr(value, "requires_grad", False) for value in inputs)
 
@@ -253,7 +253,7 @@ class Tracer:
 
     def _attribute(self, name: str) -> TracedTensor:
         if name not in self._attribute_nodes:
-            tensor = self.evaluator.unrecorded(lambda: self._fake.from_tensor(self.attributes.traced(name)))
+            tensor = self.evaluator.unrecorded(lambda: self.fake.from_tensor(self.attributes.traced(name)))
             self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
             update_info(node, source=self.source(), module=name.rpartition(".")[0])
             self._proxy(node, (tensor, tensor))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from splitc.ir.graph import info
@@ -154,6 +155,18 @@ def guarded(m: Any, x: Tensor) -> Tensor:
     return m.fc(x)
 
 
+def for_compilers(m: Any, x: Tensor) -> Tensor:
+    if is_compiling() or torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("not for compilers")
+    return m.fc(x)
+
+
+def guarded_by_another_spelling(m: Any, x: Tensor) -> Tensor:
+    if not is_compiling() and float(x.sum()) > 1e9:
+        raise ValueError("too large")
+    return m.fc(x)
+
+
 def cached(m: Any, x: Tensor) -> Tensor:
     if m.cache is None or m.cache.size(0) != x.size(1):
         m.cache = torch.arange(x.size(1)).float().cos()
@@ -192,6 +205,8 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
         (loop, (3, 8), {"cell": nn.LSTMCell(8, 8)}),
         (checkpointed, (8,), {}),
         (guarded, (8,), {}),
+        (guarded_by_another_spelling, (8,), {}),
+        (for_compilers, (8,), {}),
         (cached, (8,), {"cache": None}),
         (complex_numbers, (8,), {"phase": nn.Parameter(torch.randn(5, dtype=torch.complex64))}),
         (
