@@ -1,6 +1,6 @@
 """Choose where every layer runs: the roles, the ranks in them, and each rank's examples.
 
-This pass only decides: it prices the best plan of every strategy and fills `program.plan`.
+This pass only decides: it prices the best plan of the strategy asked for (`auto`: of all) and fills `program.plan`.
 
     single_device      T = compute(global batch)                                         one rank
     data_parallel      T = compute(largest share) + ring(all gradients)                  all ranks
@@ -31,7 +31,7 @@ from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Placement
-from splitc.ir.prediction import Prediction
+from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
     Auto,
@@ -69,8 +69,7 @@ class Place(Pass[Program, PlacedProgram]):
     pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
-    that the search may take.  model: the fingerprint that goes into the plan.  compare: price the other strategies
-    too; without it the plan has no candidates but its own.
+    that the search may take.  model: the fingerprint that goes into the plan.
 
     Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
     cluster of other devices.
@@ -89,7 +88,6 @@ class Place(Pass[Program, PlacedProgram]):
     optimizer_copies: int = 1
     time_limit: float = 60.0
     model: str = ""
-    compare: bool = True
 
     @classmethod
     def for_settings(
@@ -109,7 +107,8 @@ class Place(Pass[Program, PlacedProgram]):
 
     def run(self, program: Program) -> PlacedProgram:
         request = self._request(program)
-        priced = self._priced(request)
+        auto = isinstance(self.strategy, Auto)
+        priced = self._priced(request, everything=auto)
         chosen, bound = self._choose(priced)
         assert chosen.plan is not None, "a feasible strategy has a plan"
         gap = max(0.0, 1 - chosen.samples_per_second / bound) if bound else 0.0
@@ -119,14 +118,15 @@ class Place(Pass[Program, PlacedProgram]):
             proof="heuristic" if not chosen.proved else "optimal" if gap <= _EXACT else "gap",
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.seconds,
-            candidates=tuple(each.candidate() for each in priced if each.strategy != MIXED or each.feasible),
+            priced=_candidates(priced),
+            all=None if auto else lambda: _candidates(self._priced(request, everything=True)),
             reasons=explain(request, chosen),
             layer_seconds={layer: layer_seconds(request, plan, layer) for layer in plan.placements},
         )
         return program.placed(replace(plan, prediction=prediction))
 
-    def _priced(self, request: Request) -> tuple[PricedPlan, ...]:
-        """The best plan of the strategy asked for; of every strategy, if they are to be compared."""
+    def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
+        """The best plan of the strategy asked for, or of every strategy."""
         asked = self.strategy
         servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
         groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
@@ -142,7 +142,6 @@ class Place(Pass[Program, PlacedProgram]):
             LateMultiply.name: lambda: late_multiply(request, late),
             MIXED: lambda: mixed(request),
         }
-        everything = self.compare or isinstance(asked, Auto)
         proposed = (each() for name, each in propose.items() if everything or name == asked.name)
         return tuple(with_whole_batch(request, each) for each in proposed)
 
@@ -197,3 +196,8 @@ class Place(Pass[Program, PlacedProgram]):
                 )
             )
         return max(feasible, key=lambda each: each.samples_per_second), max(each.bound for each in priced)
+
+
+def _candidates(priced: tuple[PricedPlan, ...]) -> tuple[Candidate, ...]:
+    """What users see of the plans; the mixed one only where there is one."""
+    return tuple(each.candidate() for each in priced if each.strategy != MIXED or each.feasible)

@@ -74,7 +74,6 @@ def divide(request: Request, rules: CutRules, n_c: int, n_f: int, shared: bool =
     conv_batch, fc_batch = largest(conv), largest(fc)
     link = request.cluster.link_across(conv_ranks, fc_ranks)
     messages = _messages(conv, fc)
-    device = request.cluster.device_for(request.world)
 
     def numbers(layer: str) -> LayerNumbers:
         held = request.held[layer]
@@ -84,8 +83,8 @@ def divide(request: Request, rules: CutRules, n_c: int, n_f: int, shared: bool =
         allowed = _allowed_stages(request, rules, layer, (n_c, n_f))
         return LayerNumbers(
             layer,
-            conv_seconds=request.seconds(layer, conv_batch, device),
-            fc_seconds=request.seconds(layer, fc_batch, device),
+            conv_seconds=request.seconds(layer, conv_batch, request.world),
+            fc_seconds=request.seconds(layer, fc_batch, request.world),
             conv_memory=request.layer_memory(layer, conv_batch, n_c > 1),
             fc_memory=request.layer_memory(layer, fc_batch, n_f > 1) + copies,
             gradient=request.gradient(layer),

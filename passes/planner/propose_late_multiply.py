@@ -49,6 +49,6 @@ def _saves(request: Request, layer: str, uses: tuple[Linear, ...]) -> float:
     n, everyone = request.world, range(request.world)
     batch = largest(request.bounds(n))
     gathered = sum(spec.nbytes(batch) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
-    compute = request.seconds(layer, batch, request.cluster.device_for(n))
+    compute = request.seconds(layer, batch, n)
     late = request.all_gather_seconds(n * gathered, everyone) + (n - 1) / 3 * compute
     return request.all_reduce_seconds(request.gradient_of(layer), everyone) - late

@@ -112,8 +112,7 @@ def _seconds_saved(request: Request, layer: str, uses: tuple[Linear, ...], size:
     """What dividing a layer of a group saves, less what gathering its output takes: equation (1)."""
     n, groups = request.world, request.groups(size)
     batch = size * largest(request.bounds(n))
-    device = request.cluster.device_for(n)
-    saved = request.seconds(layer, batch, device) * (1 - 1 / size)
+    saved = request.seconds(layer, batch, n) * (1 - 1 / size)
     gradient = request.gradient_of(layer)
     if len(groups) > 1:
         saved += request.all_reduce_seconds(gradient, *request.replicas(size))
@@ -132,12 +131,12 @@ def _bytes_saved(request: Request, layer: str, uses: tuple[Linear, ...]) -> floa
 def _estimate(request: Request, choices: Choices) -> float:
     """Seconds of a step, roughly: which of many first layers are worth a full price."""
     n = request.world
-    batch, device = largest(request.bounds(n)), request.cluster.device_for(n)
+    batch = largest(request.bounds(n))
     seconds = 0.0
     for layer, choice in choices.items():
         gradient, groups = request.gradient_of(layer), request.groups(choice.group)
         part = choice.group if choice.holding == "sharded" else 1
-        seconds += request.seconds(layer, batch * choice.group, device) / part
+        seconds += request.seconds(layer, batch * choice.group, n) / part
         if gradient and len(groups) > 1:
             seconds += request.all_reduce_seconds(gradient / part, *request.replicas(choice.group))
         if choice.holding == "sharded":

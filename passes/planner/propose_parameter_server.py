@@ -45,7 +45,7 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         room = f"a world of {request.world} has no room for {servers} server{'s' if servers > 1 else ''} and a worker"
         return infeasible(NAME, [*problems, room])
     layers = [layer.name for layer in request.program.layers]
-    bounds, device = request.bounds(workers), request.cluster.device_for(workers)
+    bounds = request.bounds(workers)
     batch = largest(bounds)
     roles = {"worker": tuple(range(workers))}
     serving = tuple(range(request.world - servers, request.world))
@@ -58,7 +58,7 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         B=link.bandwidth,
         T_c=0.0,
         T_f=0.0,
-        T_ps=sum(request.seconds(layer, batch, device) for layer in layers),
+        T_ps=sum(request.seconds(layer, batch, workers) for layer in layers),
         itemsize=1,  # P is in bytes
     )
     if not symbols.P:

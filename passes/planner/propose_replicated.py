@@ -23,8 +23,7 @@ def _on_all(strategy: str, request: Request, ranks: int) -> PricedPlan:
     bounds = request.bounds(ranks)
     batch = largest(bounds)
     gradient = sum(request.gradient(layer) for layer in layers)
-    device = request.cluster.device_for(ranks)
-    seconds = sum(request.seconds(layer, batch, device) for layer in layers)
+    seconds = sum(request.seconds(layer, batch, ranks) for layer in layers)
     if gradient:
         seconds += request.all_reduce_seconds(gradient, range(ranks))
     needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}

@@ -140,8 +140,7 @@ def _allowed(request: Request, roles: _Roles, layer: str, role: int) -> bool:
 
 def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str, int]) -> float:
     """Equations (1) to (4)."""
-    device = request.cluster.device_for(request.world)
-    compute = sum(request.seconds(name, largest(roles.bounds[role]), device) for name, role in role_of.items())
+    compute = sum(request.seconds(name, largest(roles.bounds[role]), request.world) for name, role in role_of.items())
     gradients = [0.0] * len(roles.names)
     for name, role in role_of.items():
         gradients[role] += request.gradient(name)

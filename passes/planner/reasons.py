@@ -16,8 +16,11 @@ def explain(request: Request, priced: PricedPlan) -> dict[str, str]:
     if priced.plan is None:
         return {}
     reasons = {}
+    batch = largest(priced.plan.batch_offsets[priced.plan.reader])
+    step = sum(request.seconds(layer, batch, 1) for layer in priced.plan.placements) or 1.0
     for layer in priced.plan.placements:
-        reason = f"{_content(request, priced.plan, layer)}: {_reason(request, priced.plan, priced.separation, layer)}"
+        content = _content(request, layer, request.seconds(layer, batch, 1) / step)
+        reason = f"{content}: {_reason(request, priced.plan, priced.separation, layer)}"
         pin = request.pins.get(layer)
         reasons[layer] = reason if pin is None else f"pinned by {pin.pattern!r}; {reason}"
     return reasons
@@ -74,15 +77,11 @@ def _shares(request: Request, layer: str) -> str:
     return f"shares {tied} with {owner}"
 
 
-def _content(request: Request, plan: Plan, layer: str) -> str:
-    """`holds 37.7 M parameters and is 2.1 % of the computing`."""
-    batch = largest(plan.batch_offsets[plan.reader])
-    device = request.cluster.device_for(1)
-    seconds = {name: request.seconds(name, batch, device) for name in plan.placements}
-    part = 100 * seconds[layer] / (sum(seconds.values()) or 1.0)
+def _content(request: Request, layer: str, part: float) -> str:
+    """`holds 37.7 M parameters and is 2.1 % of the computing`.  part: of the step's compute."""
     parameters = sum(tensor.numel for tensor in request.held[layer] if tensor.parameter)
     holds = f"holds {units.count(parameters)} parameters" if parameters else _shares(request, layer)
-    return f"{holds} and is {part:.2g} % of the computing"
+    return f"{holds} and is {100 * part:.2g} % of the computing"
 
 
 def _of_separation(request: Request, plan: Plan, separation: Separation, layer: str) -> str:

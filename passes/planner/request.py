@@ -5,9 +5,9 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
@@ -109,16 +109,28 @@ class Request:
 
     def memory_of(self, ranks: int) -> float:
         """Bytes that one of `ranks` computing ranks has."""
-        return self.cluster.device_for(ranks).memory if self.memory is None else self.memory
+        return self._device_for(ranks).memory if self.memory is None else self.memory
 
-    def seconds(self, layer: str, batch: int, device: Device) -> float:
-        """Compute seconds of a step of `batch` examples."""
-        return layer_seconds(self.program.costs[layer].at(batch), device, self.dtypes[layer])
+    def seconds(self, layer: str, batch: int, ranks: int) -> float:
+        """Compute seconds of a step of `batch` examples on the slowest of `ranks` computing ranks."""
+        key = layer, batch, ranks
+        if key not in self._seconds:
+            cost, device = self.program.costs[layer].at(batch), self._device_for(ranks)
+            self._seconds[key] = layer_seconds(cost, device, self.dtypes[layer])
+        return self._seconds[key]
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[str, int, int], float]:
+        return {}
+
+    @cached_property
+    def _device_for(self) -> Callable[[int], Device]:
+        return cache(self.cluster.device_for)
 
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""
         held = self.held[layer]
-        kept = self.program.costs[layer].at(batch).saved_bytes
+        kept = self.program.costs[layer].saved_bytes_at(batch)
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
 
@@ -126,7 +138,7 @@ class Request:
         """Bytes that a layer needs on a worker; the servers hold the optimizer state and the summed gradients."""
         held = self.held[layer]
         pushed = gradient_nbytes(held)
-        return sum(h.nbytes for h in held) + self.program.costs[layer].at(batch).saved_bytes + pushed
+        return sum(h.nbytes for h in held) + self.program.costs[layer].saved_bytes_at(batch) + pushed
 
     def gradient(self, layer: str) -> int:
         """Bytes of the gradient of the layer's own parameters."""

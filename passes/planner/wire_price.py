@@ -43,13 +43,12 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     """
     place = plan.placements[layer]
     busy = len({rank for ranks in plan.roles.values() for rank in ranks})
-    device = request.cluster.device_for(busy)
     ranks = plan.roles[place.role]
     grouping = plan.groups.get(place.role)
     batch = max(plan.peak_batch(place.role, rank) for rank in (ranks[0], ranks[-1]))
     if grouping is None:
         batch = plan.largest_batch(place.role)
-    seconds = request.seconds(layer, batch, device)
+    seconds = request.seconds(layer, batch, busy)
     if grouping is not None:
         seconds *= grouping.num_microbatches
         if place.holding == "sharded":

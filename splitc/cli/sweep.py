@@ -54,7 +54,7 @@ def sweep(
         at = cluster.with_bandwidth(bandwidth)
         for text, strategy in asked:
             try:
-                placed = Place(at, world, strategy, global_batch=global_batch, compare=False).run(program)
+                placed = Place(at, world, strategy, global_batch=global_batch).run(program)
             except PlacementError as error:
                 yield Cell(text, world, bandwidth, why=str(error))
                 continue

@@ -117,4 +117,10 @@ class CostLine:
         small, large = self.small, self.large
         t = (batch - small.batch) / (large.batch - small.batch)
         ops = tuple(a.along(b, t) for a, b in zip(small.ops, large.ops, strict=True))
-        return LayerCost(batch, ops, max(small.saved_bytes + t * (large.saved_bytes - small.saved_bytes), 0.0))
+        return LayerCost(batch, ops, self.saved_bytes_at(batch))
+
+    def saved_bytes_at(self, batch: int) -> float:
+        """Bytes of the activations of `batch` examples that autograd keeps until backward."""
+        small, large = self.small, self.large
+        t = (batch - small.batch) / (large.batch - small.batch)
+        return max(small.saved_bytes + t * (large.saved_bytes - small.saved_bytes), 0.0)

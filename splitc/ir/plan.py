@@ -9,7 +9,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The best plan of every strategy, priced."""
+        """The best plan of every strategy, priced; those of strategies other than the one asked for when first read."""
         return self.prediction.candidates
 
     @property
@@ -258,9 +258,9 @@ class Plan:
     @cached_property
     def _decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
-        data = {"examples" if name == "batch_offsets" else name: value for name, value in asdict(self).items()}
-        del data["prediction"]
-        return data
+        decided = asdict(replace(self, prediction=Prediction()))
+        del decided["prediction"]
+        return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property
     def hash(self) -> str:

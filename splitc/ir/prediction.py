@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from splitc.ir.phases import Phases
@@ -30,19 +31,28 @@ class Prediction:
     cluster: its name.  priced_on: digest of its description.  proof: "optimal", "gap" or "heuristic"; gap: how much
     faster another plan could be at most, as a fraction.  step_seconds: a step by the planner's closed forms (s).
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
-    none where nothing was simulated.  candidates: the best plan of every strategy.  reasons: layer -> why it was
-    placed so.
+    none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
+    prices every strategy.  reasons: layer -> why it was placed so.
     """
 
     cluster: str = ""
     proof: str = "optimal"
     gap: float = 0.0
     step_seconds: float = 0.0
-    candidates: tuple[Candidate, ...] = ()
+    priced: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     layer_seconds: Mapping[str, float] = field(default_factory=dict)
     phases: tuple[Phases, ...] = ()
     priced_on: str = ""
+    all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The best plan of every strategy; priced when first read, unless the plan was chosen among all."""
+        return self.priced if self.all is None else self.all()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "all": None}
 
     @property
     def simulated_seconds(self) -> float:
@@ -51,13 +61,15 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {
+            _KEYS.get(name, name): value for name, value in asdict(replace(self, all=None)).items() if name != "all"
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """The inverse of `to_dict`; keys of other names are ignored."""
         values = {each.name: data[key] for each in fields(cls) if (key := _KEYS.get(each.name, each.name)) in data}
-        values["candidates"] = tuple(
+        values["priced"] = tuple(
             Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each["roles"].items()}})
             for each in data["candidates"]
         )
@@ -65,8 +77,8 @@ class Prediction:
         return cls(**values)
 
 
-_KEYS = {"layer_seconds": "seconds", "phases": "predicted"}
+_KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 
-PREDICTION_KEYS = tuple(_KEYS.get(each.name, each.name) for each in fields(Prediction))
+PREDICTION_KEYS = tuple(_KEYS.get(each.name, each.name) for each in fields(Prediction) if each.name != "all")
 """The keys of plan.json that predict and do not decide."""

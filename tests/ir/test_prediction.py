@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 
 from splitc.ir.phases import Phases
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
@@ -12,7 +14,7 @@ PREDICTION = Prediction(
     proof="gap",
     gap=0.02,
     step_seconds=0.5,
-    candidates=(Candidate("data_parallel", 0.5, 8.0, 4, True, False, "too large", {"all": (0, 1)}),),
+    priced=(Candidate("data_parallel", 0.5, 8.0, 4, True, False, "too large", {"all": (0, 1)}),),
     reasons={"fc6": "pinned"},
     layer_seconds={"fc6": 0.1},
     phases=(Phases(0, 0.4, 0.3, 0.1, 0.2, 64.0), Phases(1, 0.6, 0.3, 0.3, 0.2, 64.0)),
@@ -32,3 +34,22 @@ def test_the_file_keeps_its_keys_and_ignores_others() -> None:
 
 def test_the_slowest_rank_is_the_simulated_step() -> None:
     assert PREDICTION.simulated_seconds == 0.6 and Prediction().simulated_seconds == 0.0
+
+
+def test_all_candidates_are_priced_once_and_only_when_they_are_read() -> None:
+    calls: list[int] = []
+
+    def every() -> tuple[Candidate, ...]:
+        calls.append(1)
+        return (*PREDICTION.priced, *PREDICTION.priced)
+
+    lazy = replace(PREDICTION, all=every)
+    assert lazy.to_dict() == PREDICTION.to_dict() and not calls
+    assert len(lazy.candidates) == len(lazy.candidates) == 2 and len(calls) == 1
+
+
+def test_a_pickled_prediction_has_the_candidates_that_were_priced() -> None:
+    lazy = replace(PREDICTION, all=lambda: (*PREDICTION.priced, *PREDICTION.priced))
+    assert pickle.loads(pickle.dumps(lazy)).candidates == PREDICTION.priced
+    assert len(lazy.candidates) == 2
+    assert len(pickle.loads(pickle.dumps(lazy)).candidates) == 2

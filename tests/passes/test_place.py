@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 
 import pytest
 
 from splitc.errors import PlacementError
+from splitc.ir.costs import CostLine
 from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice, Strategy
+from splitc.passes import place as place_module
 from tests.support.sampling import sampled
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
@@ -120,6 +124,30 @@ def test_the_plan_shows_the_best_of_every_family() -> None:
         assert "no linear layer of the model" in candidate(plan, strategy).why
     assert candidate(plan, "data_parallel").step_seconds == plan.step_seconds
     assert candidate(plan, "layer_separation").roles.keys() == {"trunk", "head"}
+
+
+def test_a_strategy_asked_for_by_name_prices_the_others_when_its_candidates_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced: list[str] = []
+    for name in ("data_parallel", "layer_separation", "modulo_shard", "mixed"):
+        real = getattr(place_module, name)
+        monkeypatch.setattr(place_module, name, lambda *a, n=name, r=real, **k: priced.append(n) or r(*a, **k))
+    plan = place(separable(), 4, DataParallel())
+    assert json.loads(plan.to_json())["candidates"][0]["strategy"] == "data_parallel"
+    assert plan.hash and priced == ["data_parallel"]
+    assert len(plan.candidates) == 7 and len(priced) == 5
+    assert len(plan.candidates) == 7 and len(priced) == 5
+    assert len(place(separable(), 4, Auto()).prediction.priced) == 7
+
+
+def test_a_layer_is_priced_once_for_each_batch_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    at: list[tuple[int, int]] = []
+    real = CostLine.at
+    monkeypatch.setattr(CostLine, "at", lambda self, batch: at.append((id(self), batch)) or real(self, batch))
+    plan = place(separable(), 4, Auto())
+    assert len(plan.prediction.reasons) == len(plan.placements)
+    assert max(Counter(at).values()) <= 4  # on 1, 2, 3 and 4 computing ranks
 
 
 def test_what_does_not_fit_is_priced_and_says_what_is_short() -> None:
