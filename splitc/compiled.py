@@ -242,14 +242,19 @@ class CompiledProgram:
         accumulate: int = 1,
         seed: int = 0,
         backend: str | None = None,
+        elementwise: bool = False,
     ) -> Worker:
-        """Make the worker of this process, inside torchrun.  Collective: all use the programs and weights of rank 0."""
+        """Make the worker of this process, inside torchrun.  Collective: all use the programs and weights of rank 0.
+
+        Its arguments are those of `Worker`; backend: of torch.distributed.
+        """
         transport = init(self.plan.world, backend)
         parts = list(self.parts()) if transport.rank == 0 else None
         files = transport.broadcast_object(self.files if transport.rank == 0 else None)
         held = scatter_state(transport, parts)
         keys = first_names(self._model.state_dict())
-        return Worker(load_rank(files, transport.rank), transport, held, keys, optimizer, clip_norm, accumulate, seed)
+        program = load_rank(files, transport.rank)
+        return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, elementwise=elementwise)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The initial weights of each rank; rank 0 also has those that no rank uses."""

@@ -55,10 +55,11 @@ class DeferredProgram:
         accumulate: int = 1,
         seed: int = 0,
         backend: str | None = None,
+        elementwise: bool = False,
     ) -> DeferredWorker:
         """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
         transport = init(self._settings.world, backend)
-        options = {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed}
+        options = {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed, "elementwise": elementwise}
         return DeferredWorker(self, transport, optimizer, options, first_names(self._model.state_dict()))
 
 

@@ -1,20 +1,35 @@
-"""The optimizers of a rank, and what is done to gradients before they step."""
+"""The optimizers of a rank: what their factory is given, and whether they work where a rank has a part of the model."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from .errors import LaunchError
-from .transport.base import Transport
 
-OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+Named = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Named], optim.Optimizer]
 """Called with named parameters."""
 
 STEP = ""
 """Stands for a role where parameters are updated once a step."""
+
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    *(optim.SGD, optim.ASGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
+)
+"""Optimizers of torch whose update of an element reads nothing of other elements; a subclass is another optimizer."""
+
+_TRIED = 12
+"""Parameters that a trial of an optimizer updates at most."""
+
+_STEPS = 60
+"""Steps of a trial: more than optimizers wait that do something every few steps."""
 
 
 def make_optimizers(
@@ -22,45 +37,105 @@ def make_optimizers(
     named: Sequence[tuple[str, nn.Parameter]],
     every_microbatch: Mapping[str, Sequence[str]],
     divided: Sequence[str],
-) -> dict[str, torch.optim.Optimizer]:
+    is_whole: bool,
+) -> dict[str, optim.Optimizer]:
     """Role -> the optimizer that updates its parameters after every microbatch; `STEP` -> that of all others.
 
     every_microbatch: role -> those parameters.  divided: the parameters of which this rank updates a part only.
-    Where nothing is trained there is no optimizer.  Raises LaunchError for optimizers that need the whole tensors.
+    is_whole: whether nothing need be known of the update: this rank has the whole model, or the user vouches for it.
+    Where nothing is trained there is no optimizer.  Raises LaunchError for an optimizer that updates other parameters,
+    or reads more of the model than this rank has.
     """
     role_of = {name: role for role, names in every_microbatch.items() for name in names}
     optimizers = {}
     for role in (STEP, *every_microbatch):
         parameters = [(name, parameter) for name, parameter in named if role_of.get(name, STEP) == role]
         if any(parameter.requires_grad for _, parameter in parameters):
-            optimizers[role] = _checked(factory(parameters), divided)
+            found = None if is_whole else _try(factory, parameters, divided)
+            optimizers[role] = _checked(factory(parameters), parameters, found)
     return optimizers
 
 
-def _checked(optimizer: torch.optim.Optimizer, divided: Sequence[str]) -> torch.optim.Optimizer:
-    if isinstance(optimizer, torch.optim.LBFGS):
+def _checked(optimizer: optim.Optimizer, given: Named, found: str | Exception | None) -> optim.Optimizer:
+    """The optimizer, whose parameters must be those that its factory was given.  found: by `_try`."""
+    name, groups = type(optimizer).__name__, optimizer.param_groups
+    if isinstance(optimizer, optim.LBFGS):
         raise LaunchError(
             "LBFGS evaluates the loss several times a step and over all parameters at once; use another optimizer"
         )
-    name = type(optimizer).__name__
-    if name in ("Adafactor", "Muon") and divided:
+    ours, taken = {id(p) for _, p in given}, {id(p): tuple(p.shape) for group in groups for p in group["params"]}
+    if foreign := [shape for key, shape in taken.items() if key not in ours]:
         raise LaunchError(
-            f"{name} looks at whole tensors, and this rank has a part of {', '.join(divided[:3])}"
-            f"{', ...' if len(divided) > 3 else ''}; use an optimizer that works element by element, "
-            f"or a plan without sharded layers and servers"
+            f"{name} updates {len(foreign)} parameters that its factory was not given, the first of shape "
+            f"{foreign[0]}: the ranks train others; make it from the factory's argument, lambda params: {name}(params)"
         )
+    if isinstance(found, Exception) and not (type(optimizer) in ELEMENTWISE and len(groups) == 1):
+        found = f"cannot be tried on small tensors, {type(found).__name__}: {found}"
+    if isinstance(found, str):
+        raise LaunchError(
+            f"{name} {found}; use an optimizer that works element by element, or data_parallel, where each rank has "
+            f"the whole model; worker(..., elementwise=True) skips this check"
+        )
+    if left := [name for name, p in given if p.requires_grad and id(p) not in taken]:
+        warnings.warn(f"the optimizer leaves out {_few(left)}, which will not be trained", stacklevel=2)
     return optimizer
 
 
-def clip(transport: Transport, gradients: Sequence[Tensor], counted: Iterable[Tensor], limit: float) -> None:
-    """Scale `gradients` so that the global norm is at most `limit`.  Collective.
+def _few(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
-    counted: those that this rank adds to the norm; each parameter counts on one rank only.
+
+# -- trial -------------------------------------------------------------------------------------------------------------
+
+
+def _try(factory: OptimizerFactory, named: Named, divided: Sequence[str]) -> str | Exception | None:
+    """What the update of an element reads besides its own gradients; the error where that cannot be found out.
+
+    Small tensors of generic values are trained whole, in halves along each dim, and some of them without the others:
+    an update that reads only its own element gives the same values each time.
     """
-    square = torch.zeros((), dtype=torch.float64, device=transport.device)
-    for gradient in counted:
-        square += gradient.double().square().sum()
-    transport.all_reduce(square, tuple(range(transport.world))).wait()
-    scale = (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    tried = range(0, len(trained), math.ceil(len(trained) / _TRIED))
+    dims = [max(1, parameter.dim()) if name in divided else 0 for name, parameter in trained]
+    try:
+        whole = _updated(factory, trained, tried)
+        for dim, half in product(range(max(dims)), (0, 1)):
+
+            def part(k: int, tensor: Tensor, dim: int = dim, half: int = half) -> Tensor:
+                return tensor.chunk(2, dim)[half] if dim < dims[k] else tensor
+
+            got = _updated(factory, trained, tried, part)
+            if not all(torch.allclose(tensor, part(k, whole[k]), rtol=1e-6, atol=1e-9) for k, tensor in got.items()):
+                return f"looks at whole tensors, and this rank has a part of {_few(divided)}"
+        for some in (tried[::2], tried[1::2]):
+            got = _updated(factory, trained, some)
+            if not all(torch.allclose(got[k], whole[k], rtol=1e-6, atol=1e-9) for k in some):
+                return "looks at several tensors together, and this rank has some of the model's"
+    except Exception as error:
+        return error
+    return None
+
+
+def _updated(
+    factory: OptimizerFactory,
+    named: Named,
+    some: Iterable[int],
+    part: Callable[[int, Tensor], Tensor] = lambda k, tensor: tensor,
+) -> dict[int, Tensor]:
+    """Small tensors, or parts of them, in place of the parameters, after steps in which `some` have gradients."""
+    values = [nn.Parameter(part(k, _generic(parameter, k, 0)).clone()) for k, (_, parameter) in enumerate(named)]
+    optimizer = factory([(name, value) for (name, _), value in zip(named, values, strict=True)])
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    for step in range(2 if type(optimizer) in ELEMENTWISE and not hooks else _STEPS):
+        for k in some:
+            values[k].grad = part(k, _generic(named[k][1], k, step + 1)).clone()
+        optimizer.step()
+    return {k: values[k].detach() for k in some}
+
+
+def _generic(parameter: Tensor, k: int, step: int) -> Tensor:
+    """A small tensor of unlike values, with as many dims as a parameter and of its kind."""
+    shape = [4, 6, *[2] * parameter.dim()][: max(1, parameter.dim())]
+    numbers = torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64, device=parameter.device).reshape(shape)
+    values = (numbers * (1.7 + 0.31 * k) + 2.3 * step).sin() * (1 + 0.1 * numbers)
+    return torch.complex(values, values.flip(0)) if parameter.is_complex() else values

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .errors import LaunchError
 from .role_comm import RoleComm
@@ -52,6 +53,17 @@ class Rank:
         table = None if tables is None else {key: value for each in tables for key, value in each.items()}
         found: dict[tuple[int, str], tuple[int, int]] = self.transport.broadcast_object(table)
         return found
+
+    def require_equal(self, settings: Mapping[str, Any]) -> None:
+        """Raise LaunchError, on every rank, when the ranks were started with different settings.  Collective."""
+        found = self.transport.broadcast_object(self.transport.gather_objects(dict(settings)))
+        for name, first in found[0].items():
+            for rank, other in enumerate(found):
+                if other[name] != first:
+                    raise LaunchError(
+                        f"the ranks must agree on {name}: rank 0 has {first!r}, rank {rank} has {other[name]!r}; "
+                        f"give the same to every rank"
+                    )
 
     @property
     def index(self) -> int:

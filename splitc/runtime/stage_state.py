@@ -69,6 +69,11 @@ class StageState:
         rows = {name for name, p in self.trained if name in whole and p.shape != whole[name].shape}
         return sorted({*self.shards, *rows})
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank updates every tensor that any rank holds, whole."""
+        return not self._copies and all(self._rank in parts.get(None, ()) for parts in self._holders.values())
+
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the parameters, or parts of them, that this rank updates, under each of their names."""
         named = (*self._named_parameters(), *self.trained)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from . import data
 from .checkpoint import broadcast_state, gather_state
+from .clipping import clip
 from .errors import LaunchError
-from .optimizers import STEP, OptimizerFactory, clip, make_optimizers
+from .optimizers import STEP, OptimizerFactory, make_optimizers
 from .rank import Rank
 from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
@@ -39,6 +40,8 @@ class Worker:
     clip_norm: largest global norm of all gradients, each parameter counted once.
     accumulate: batches to an update; gradients are the mean over them, as in one process that divides each loss by it.
     dropout: False makes dropout the identity in training too, as `verify` needs it.
+    elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
+    tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class Worker:
         accumulate: int = 1,
         seed: int = 0,
         dropout: bool = True,
+        elementwise: bool = False,
     ) -> None:
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)
         self._program, self._transport = program, transport
+        options = {"seed": seed, "accumulate": accumulate, "clip_norm": clip_norm, "dropout": dropout}
+        self.rank.require_equal({**options, "the plan": getattr(program, "PLAN", None)})
         self._state = StageState(self.rank, program.Stage, weights)
         self.stage = self._state.stage
         self._first_names = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
@@ -68,7 +74,7 @@ class Worker:
         self._steps = 0
         self._sizes: tuple[int, ...] | None = None
         self.batch_offsets = program.rank.batch_offsets
-        self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer)
+        self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -195,12 +201,13 @@ class Worker:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _make_optimizers(self, factory: OptimizerFactory) -> dict[str, torch.optim.Optimizer]:
+    def _make_optimizers(self, factory: OptimizerFactory, elementwise: bool) -> dict[str, torch.optim.Optimizer]:
         roles = self.rank.spec.roles
         every = {role.role: role.updated_every_microbatch for role in roles if role.updated_every_microbatch}
         if every and (self._accumulate > 1 or self._clip_norm is not None):
             raise LaunchError("updates in every microbatch leave nothing to accumulate, and no global norm to clip")
-        return make_optimizers(factory, self._state.trained, every, self._state.divided)
+        is_whole = elementwise or self._state.is_whole
+        return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
 
     def _update(self, role: str) -> None:
         """Update the parameters of a role that is updated after every microbatch."""

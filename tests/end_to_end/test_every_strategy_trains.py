@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from examples.transformer import next_token_loss, transformer
 from splitc.compiled import CompiledProgram
-from splitc.errors import LaunchError
 from splitc.ir.program import Program
-from splitc.runtime.launch.loader import load_rank
-from splitc.runtime.transport.base import Transport
-from splitc.runtime.transport.simulated import run_ranks
-from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from tests.support.compiled import analyse, compiled
 from tests.support.every_strategy import Asked, Small, analysed, every_strategy, images, planned
@@ -306,22 +301,3 @@ def test_parameters_are_named_and_shaped_as_each_rank_holds_them(asked: Asked) -
     for name, numel in whole.items():
         parts = [each[name] for each in held if name in each]
         assert sum(parts) == numel or set(parts) == {numel}, name
-
-
-@pytest.mark.parametrize("strategy", ["modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"])
-def test_an_optimizer_of_whole_tensors_is_refused_where_a_rank_has_parts(strategy: str) -> None:
-    x, y = torch.randn(4, 6), torch.randint(3, (4,))
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    program = compiled(model, (x,), y, F.cross_entropy, 2, strategy)
-    weights = program.weights()
-
-    def adafactor(params: Named) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor([p for _, p in params])
-
-    def make(transport: Transport) -> Worker:
-        part = load_rank(program.files, transport.rank)
-        keys = first_names(weights["state"])
-        return Worker(part, transport, weights["state"], keys, adafactor)
-
-    with pytest.raises(LaunchError, match=r"Adafactor looks at whole tensors, and this rank has a part of"):
-        run_ranks(2, make)

@@ -237,6 +237,34 @@ def test_an_optimizer_that_needs_the_whole_model_at_once_is_refused() -> None:
         on_workers(program, lambda worker: None, optimizer=lambda params: torch.optim.LBFGS([p for _, p in params]))
 
 
+# -- ranks that were started differently -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("seed", (0, 7)), ("accumulate", (1, 2)), ("clip_norm", (None, 1.0)), ("dropout", (True, False))],
+)
+def test_ranks_with_different_settings_are_refused_on_each_of_them(name: str, values: tuple[Any, Any]) -> None:
+    _, program = plain("data_parallel")
+    text = rf"the ranks must agree on {name}: rank 0 has {values[0]!r}, rank 1 has {values[1]!r}"
+
+    def run(transport: Transport) -> None:
+        with pytest.raises(LaunchError, match=text):
+            worker_of(program, transport, **{name: values[transport.rank]})
+
+    on_ranks(2, run)
+
+
+def test_ranks_of_different_plans_are_refused() -> None:
+    programs = [plain("data_parallel")[1], compile_net(Net(norm=False), "data_parallel", 2, batch=6)]
+
+    def run(transport: Transport) -> None:
+        with pytest.raises(LaunchError, match="the ranks must agree on the plan: rank 0 has '"):
+            worker_of(programs[transport.rank], transport)
+
+    on_ranks(2, run)
+
+
 # -- wrong batches -----------------------------------------------------------------------------------------------------
 
 
