@@ -142,5 +142,5 @@ def _gradient(value: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tens
     if not value.requires_grad:
         return None
     found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-    parts = [torch.view_as_real(g) if g.is_complex() else g for g in found if g is not None]
+    parts = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in found if g is not None]
     return torch.cat([g.flatten().double() for g in parts]) if parts else None

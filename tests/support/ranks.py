@@ -259,7 +259,7 @@ def one_process(
         if (k + 1) % accumulate:
             continue
         if clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm, foreach=False)
         updates.step()
     return losses, {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
 

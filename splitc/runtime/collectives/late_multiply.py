@@ -110,7 +110,7 @@ class _Use:
         for work in self.works:
             work.wait()
         if self.inputs is not None:
-            _add_to_grad(self.weight, self.errors.t() @ self.inputs)
+            _add_to_grad(self.weight, self.errors.t() @ self.inputs.conj())
         if self.bias is not None:
             _add_to_grad(self.bias, self.errors.sum(0, dtype=self.bias.dtype))
 

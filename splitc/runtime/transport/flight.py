@@ -42,7 +42,7 @@ class Flight:
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         """The buffer to send `tensor` from."""
-        buffer = tensor.detach().to(self._wire, copy=self._staged).contiguous()
+        buffer = tensor.detach().to(self._wire, copy=self._staged).contiguous().resolve_conj().resolve_neg()
         self._buffers.append(buffer)
         return buffer
 
