@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import LaunchError
 
@@ -58,13 +58,19 @@ def shard(
     """(this reader's batch, all readers' batch sizes) of every step of an epoch; () on ranks that read no data.
 
     names: the program's inputs, for batches that are dicts.  loader: options of torch's DataLoader.
+    Raises LaunchError when an epoch would have no step.
     """
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
         raise LaunchError(
-            f"{type(dataset).__name__} has no length, so it cannot be divided among the readers; give worker.step "
-            f"batches of your own, on each reader the examples of its data_rank"
+            f"{type(dataset).__name__} has no length or no order, so it cannot be divided among the readers; give "
+            f"worker.step batches of your own, on each reader the examples of its data_rank"
         )
     steps = list(plan_epoch(len(dataset), offsets, drop_last, has_work))
+    if not steps:
+        raise LaunchError(
+            f"the dataset has {len(dataset)} examples and a global batch {offsets[-1]}, so an epoch has no step; "
+            f"give more examples, or a smaller batch_size{' or drop_last=False' if drop_last else ''}"
+        )
     batches: Iterator[Any] = iter([()] * len(steps))
     if reader is not None:
         indices = order(len(dataset), shuffle, seed, epoch)

@@ -42,7 +42,6 @@ def one_process(number: int, batch: int, indices: list[int], drop_last: bool) ->
 def test_the_readers_parts_are_the_batches_of_one_process(
     bounds: tuple[int, ...], number: int, shuffle: bool, drop_last: bool
 ) -> None:
-    parts = [read(number, bounds, k, shuffle=shuffle, drop_last=drop_last) for k in range(len(bounds) - 1)]
     indices = order(number, shuffle, 0, 0).tolist()
     expected = one_process(number, bounds[-1], indices, drop_last)
     if (
@@ -51,6 +50,11 @@ def test_the_readers_parts_are_the_batches_of_one_process(
         and not all_fit([b * len(expected[-1]) // bounds[-1] for b in bounds])
     ):
         expected.pop()  # the tail cannot give everybody an example
+    if not expected:
+        with pytest.raises(LaunchError, match=rf"the dataset has {number} examples and a global batch {bounds[-1]},"):
+            read(number, bounds, 0, shuffle=shuffle, drop_last=drop_last)
+        return
+    parts = [read(number, bounds, k, shuffle=shuffle, drop_last=drop_last) for k in range(len(bounds) - 1)]
     assert len(parts[0]) == len(expected)
     for step, batch in enumerate(expected):
         images = torch.cat([part[step][0][0] for part in parts])

@@ -94,6 +94,18 @@ def test_a_tail_that_leaves_a_rank_without_work_is_left_out_on_every_rank() -> N
     assert on_workers(program, run) == [2, 2, 2]
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_dataset_without_a_single_step_is_refused_on_every_rank(drop_last: bool) -> None:
+    _, program = plain("layer_separation(n_c=1, n_f=2)")
+    dataset = TensorDataset(*batch_of(1))
+
+    def run(worker: Worker) -> None:
+        with pytest.raises(LaunchError, match="the dataset has 1 examples and a global batch 4, so an epoch has no st"):
+            list(worker.shard(dataset, drop_last=drop_last))
+
+    on_workers(program, run)
+
+
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
