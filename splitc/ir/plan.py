@@ -108,6 +108,10 @@ class Plan:
     model: str = ""
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if any(group.updates == "every" for group in self.groups.values()):
+            object.__setattr__(self, "exact", False)  # whatever an edited file says
+
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The best plan of every strategy, priced; those of strategies other than the one asked for when first read."""

@@ -177,3 +177,11 @@ def test_a_plan_reads_back_from_its_text() -> None:
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=r"compile (again|the model again)"):
         Plan.from_json(text)
+
+
+def test_updates_in_every_microbatch_are_never_exact() -> None:
+    plan = Plan("s", 2, {"a": (0,), "b": (0, 1)}, {}, {"a": (0, 4), "b": (0, 2, 4)}, groups={"b": Grouping(2)})
+    assert plan.exact
+    edited = plan.to_json().replace('"updates": "once"', '"updates": "every"')
+    assert '"exact": true' in edited
+    assert not Plan.from_json(edited).exact
