@@ -4,7 +4,8 @@ This pass rewrites the BatchNorm modules of every role that has several ranks:
 
     bn1 = self.bn1(conv1)     ->     bn1 = batch_norm(conv1, self.bn1)
 
-Without it BatchNorm normalises over the examples of one rank in one forward, as under DDP.
+Without it BatchNorm normalises over the examples of one rank in one forward, as under DDP.  Running statistics of an
+InstanceNorm are means over examples: it must see the whole batch at once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, set_info
+from splitc.ir.graph import changes_statistics, copy_graph, info, set_info
 from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram
 
 
@@ -28,7 +31,8 @@ from splitc.ir.program import PlacedProgram
 class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
     """Replace BatchNorm modules by batch_norm nodes.
 
-    Raises PlacementError for one that is a function, and for one in a role that computes several microbatches.
+    Raises PlacementError for one that is a function, for one in a role that computes several microbatches, and for an
+    InstanceNorm whose running statistics no rank sees whole.
     """
 
     name: ClassVar[str] = "synchronise-norms"
@@ -36,6 +40,9 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
+        for node in program.graph.nodes:
+            if _averages_examples(program, node):
+                _require_whole_batch(plan, node)
         if not plan.synchronised:
             return program
         graph, _ = copy_graph(program.graph)
@@ -48,7 +55,7 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             if not isinstance(module, _BatchNorm):
                 continue
             role = info(node).role
-            if role in plan.groups and plan.groups[role].num_microbatches > 1:
+            if _has_microbatches(plan, role):
                 raise PlacementError(
                     f"{info(node).source}: {node.target} lies in role {role}, which computes microbatches, so it "
                     f"cannot be synchronised; use scheme=BK"
@@ -56,6 +63,28 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             if len(plan.replicas(role, plan.roles[role][0])) > 1:
                 _replace(graph, node)
         return replace(program, graph=graph)
+
+
+def _averages_examples(program: PlacedProgram, node: fx.Node) -> bool:
+    """Whether the node is an InstanceNorm that updates running statistics."""
+    if node.op != "call_module":
+        return node.target is F.instance_norm and changes_statistics(node)
+    module = program.root.get_submodule(str(node.target))
+    return isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
+
+
+def _require_whole_batch(plan: Plan, node: fx.Node) -> None:
+    role = info(node).role
+    if len(plan.replicas(role, plan.roles[role][0])) > 1 or _has_microbatches(plan, role):
+        raise PlacementError(
+            f"{info(node).source}: {node.name} is an InstanceNorm with running statistics, means over all examples, "
+            f"and each rank or microbatch of role {role} has a part of them; set track_running_stats=False, or give "
+            f"the role one rank"
+        )
+
+
+def _has_microbatches(plan: Plan, role: str) -> bool:
+    return role in plan.groups and plan.groups[role].num_microbatches > 1
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:

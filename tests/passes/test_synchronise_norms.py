@@ -63,3 +63,12 @@ def test_a_batchnorm_that_is_a_function_is_refused() -> None:
     program = placed(two_layers(FunctionalNorm()), 2, "data_parallel(sync_batchnorm=True)")
     with pytest.raises(PlacementError, match=r"F\.batch_norm cannot be synchronised; make it a module"):
         program_after(SynchroniseNorms, program)
+
+
+def test_an_instance_norm_with_running_statistics_must_see_the_whole_batch() -> None:
+    norm = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
+    program_after(SynchroniseNorms, placed(two_layers(norm), 1, "single_device"))
+    with pytest.raises(
+        PlacementError, match="middle_1 is an InstanceNorm with running statistics, means over all examp"
+    ):
+        program_after(SynchroniseNorms, placed(two_layers(norm), 2, "data_parallel"))
