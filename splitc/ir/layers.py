@@ -33,7 +33,8 @@ class StateTensor:
 
     @property
     def trainable(self) -> bool:
-        return self.parameter and self.requires_grad
+        """Whether training changes it; a parameter without elements has nothing to train."""
+        return self.parameter and self.requires_grad and self.numel > 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from splitc.capture.dropouts import without_dropout
@@ -79,7 +80,7 @@ def _norms(program: Program) -> Iterator[fx.Node]:
     """The BatchNorm nodes."""
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(module, nn.modules.batchnorm._NormBase) or node.target in (F.batch_norm, comm_ops.batch_norm):
+        if isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
             yield node
 
 
@@ -147,12 +148,17 @@ def reference(
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         trial.losses.append(float(loss.detach()))
-        trial.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        trial.gradients.append({n: p.grad.clone() for n, p in _with_gradient(model)})
         optimizer.step()
         for path, calls in further_calls.items():
             _count_batches(model.get_submodule(path), calls)
         trial.states.append({k: v.detach().clone() for k, v in model.state_dict().items()})
     return trial
+
+
+def _with_gradient(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that have a gradient with elements."""
+    return [(name, p) for name, p in model.named_parameters() if p.grad is not None and p.numel()]
 
 
 def exact_reference(

@@ -14,6 +14,10 @@ def test_bytes_follow_the_shape_and_the_dtype() -> None:
     assert (scalar.numel, scalar.nbytes) == (1, 8)
 
 
+def test_a_parameter_without_elements_has_nothing_to_train() -> None:
+    assert not StateTensor("w", (0, 4), torch.float32, parameter=True, requires_grad=True).trainable
+
+
 def test_only_parameters_that_require_a_gradient_are_trainable() -> None:
     kinds = [(True, True), (True, False), (False, True), (False, False)]
     trained = [StateTensor("t", (1,), torch.float32, parameter, grad).trainable for parameter, grad in kinds]
