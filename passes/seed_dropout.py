@@ -18,7 +18,7 @@ from splitc.checks.graph import graph_is_sound
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import DROPOUTS
-from splitc.ir.graph import copy_graph, info, set_info
+from splitc.ir.graph import copy_graph, info, op_name, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram
 
@@ -58,9 +58,9 @@ class SeedDropout(Pass[PlacedProgram, PlacedProgram]):
             if node.target in DROPOUTS:
                 labels.add(label := _label(node, labels))
                 _replace(graph, node, label)
-            elif _name(node) in _RANDOM or _drops_inside(node):
+            elif op_name(node) in _RANDOM or _drops_inside(node):
                 raise CaptureError(
-                    f"{info(node).source}: {_name(node)} is random, and each rank would draw other numbers than one "
+                    f"{info(node).source}: {op_name(node)} is random, and each rank would draw other numbers than one "
                     f"process does; splitc seeds F.dropout and its kin only; draw them with the data, or use those"
                 )
         return replace(program, graph=graph)
@@ -74,7 +74,7 @@ def _label(node: fx.Node, taken: set[str]) -> str:
 
 def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
     if node.target not in _PLAIN:
-        raise CaptureError(f"{info(node).source}: {_name(node)} cannot be seeded by example; use F.dropout")
+        raise CaptureError(f"{info(node).source}: {op_name(node)} cannot be seeded by example; use F.dropout")
     value, *rest = node.args
     p = rest[0] if rest else node.kwargs.get("p", 0.5)
     training = rest[1] if len(rest) > 1 else node.kwargs.get("training", node.kwargs.get("train", True))
@@ -93,10 +93,6 @@ def _replace(graph: fx.Graph, node: fx.Node, label: str) -> None:
     set_info(new, info(node))
     graph.erase_node(node)
     new.name = name  # the erased node's, so it is free
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _drops_inside(node: fx.Node) -> bool:

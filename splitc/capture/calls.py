@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.capture.proxy import is_proxy, leaves
-from splitc.capture.refusals import RANDOM, Unsupported, hook_text, random_text
+from splitc.capture.refusals import RANDOM, Unsupported, hook_text, random_text, table_problems
 from splitc.ir.op_names import is_nameable
 
 _LITERALS = (bool, int, float, complex, str, type(None), type(...))
@@ -24,6 +24,9 @@ _BY_NAME = {
     F.instance_norm: ("input", "running_mean", "running_var"),
 }
 """Functions whose options are read from the graph -> the arguments that stay positional."""
+
+_STATEFUL = ("embedding", "batch_norm", "instance_norm")
+"""In the names of functions that may change their arguments; the options of those in torch.nn.functional are known."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,32 @@ class Call:
 
 def require_recordable(call: Call) -> None:
     """Raise Unsupported for a call that a graph, or generated code, cannot represent."""
-    if call.name in RANDOM:
-        raise Unsupported(random_text(call.name))
-    if call.name in ("register_hook", "backward"):
-        raise Unsupported(hook_text(f"{call.name}()"))
-    if call.target is setattr:
-        raise Unsupported(f"sets .{call.args[1]} of a tensor; make a new tensor instead")
+    if call.op != "call_module":
+        _require_named(call)
     for value in leaves((call.args, call.kwargs)):
         if not is_proxy(value) and not isinstance(value, (*_LITERALS, *_SETTINGS, torch.device)):
             kind = "module" if isinstance(value, nn.Module) else type(value).__name__
             raise Unsupported(f"{call.name} is given a {kind}, which a graph cannot hold; give it tensors and numbers")
     if call.op == "call_function" and not is_nameable(call.target):
         raise Unsupported(f"{call.name} is no function of torch, so generated code cannot call it; use one that is")
+
+
+def _require_named(call: Call) -> None:
+    """Raise Unsupported for a function or method that is refused by its name or its options."""
+    if call.name in RANDOM:
+        raise Unsupported(random_text(call.name))
+    if call.name in ("register_hook", "backward"):
+        raise Unsupported(hook_text(f"{call.name}()"))
+    if call.target is setattr:
+        raise Unsupported(f"sets .{call.args[1]} of a tensor; make a new tensor instead")
+    options: Mapping[str, Any] = call.kwargs
+    if call.op == "call_function" and any(word in call.name for word in _STATEFUL):
+        target: Callable[..., Any] = call.target
+        if getattr(F, call.name, None) is not target:
+            raise Unsupported(f"{call.name} may change tensors that it is given; call torch.nn.functional or a module")
+        options = inspect.signature(target).bind(*call.args, **call.kwargs).arguments
+    for problem in table_problems(options):
+        raise Unsupported(f"{call.name} {problem}; leave it out")
 
 
 def normalized(call: Call) -> Call:

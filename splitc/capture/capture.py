@@ -118,16 +118,17 @@ def _trace(
                 tracer.begin_loss()
                 value = example.loss_of(value, {**example.values, **proxies})
         tracer.output(value)
-    except CaptureError:
-        raise
-    except Unsupported as error:
-        raise tracer.refused(error) from None
+    except (CaptureError, Unsupported) as error:
+        found = tracer.refused(error) if isinstance(error, Unsupported) else error
+        raise tracer.refusal or found from error.__cause__
     except Exception as error:
-        raise CaptureError(
+        raise tracer.refusal or CaptureError(
             f"{line_of(error) or tracer.origin}: {type(error).__name__}: {first_line(error)}; if the model itself "
             f"runs, this line asks of a tensor what a traced one cannot answer: keep to torch functions and tensor "
             f"methods"
         ) from error
+    if tracer.refusal is not None:
+        raise tracer.refusal
     return tracer.graph
 
 

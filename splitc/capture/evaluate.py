@@ -9,10 +9,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from splitc.capture.calls import Call
-from splitc.capture.proxy import is_proxy, leaves, map_tree
-from splitc.capture.refusals import Unsupported
+from splitc.capture.proxy import TracedTensor, is_proxy, leaves, map_tree
+from splitc.capture.refusals import Failed, Unsupported, writes_text
 from splitc.capture.source_lines import first_line
-from splitc.ir.graph import info
+from splitc.ir.graph import NORMS, info
 
 T = TypeVar("T")
 
@@ -33,10 +33,18 @@ class Evaluator:
         self._root, self._graph, self._fake = root, graph, fake
 
     def values(self, call: Call) -> tuple[Any, ...]:
-        """One value for each batch size.  Raises Unsupported for a call that fails, or one of DYNAMIC."""
+        """One value for each batch size.  Raises one of DYNAMIC, or Unsupported for a call that fails or writes."""
         inputs = [value for value in leaves((call.args, call.kwargs)) if is_proxy(value)]
         only_numbers = bool(inputs) and all(isinstance(value, (int, float)) for value in inputs)
-        return tuple(self._value(call, k) for k in range(len(self.probes) if only_numbers else 2))
+        versions = self._versions(inputs)
+        found = tuple(self._value(call, k) for k in range(len(self.probes) if only_numbers else 2))
+        if call.target not in NORMS and self._versions(inputs) != versions:
+            raise Unsupported(writes_text(call.name, "a tensor that it is given"))
+        return found
+
+    def _versions(self, inputs: list[Any]) -> list[int]:
+        """How often each tensor was written into."""
+        return self.unrecorded(lambda: [value._values[0]._version for value in inputs if type(value) is TracedTensor])
 
     def size_at_probes(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """A size of a tensor at all probes, extrapolated linearly from the first two."""
@@ -68,7 +76,7 @@ class Evaluator:
     def _failed(self, call: Call, k: int, error: Exception) -> Unsupported:
         said = first_line(error)
         if k == 0:
-            return Unsupported(f"{call.name} fails: {type(error).__name__}: {said}")
+            return Failed(f"{call.name} fails: {type(error).__name__}: {said}")
         first, second = self.batches
         text = f"{call.name} runs at a batch of {first} but not of {second} ({said})"
         if _mentions((call.args, call.kwargs), first):

@@ -74,8 +74,12 @@ class Example:
         return {**self.values, **{name: tensor[rows].detach() for name, tensor in self.tensors.items()}}
 
     def output(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """`model` called on `values`, which stand in for the inputs of the same names."""
-        arguments = {name: values.get(name, value) for name, value in self.inputs.items()}
+        """`model` called on copies of `values`, which stand in for the inputs of the same names.
+
+        Copies, since a forward may write into its inputs.
+        """
+        given = {name: values.get(name, value) for name, value in self.inputs.items()}
+        arguments = {name: value.clone() if type(value) is Tensor else value for name, value in given.items()}
         positional = [arguments.pop(name) for name in self.positional]
         return model(*positional, **arguments)
 

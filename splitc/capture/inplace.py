@@ -36,6 +36,8 @@ def functional(call: Call) -> Call:
 
     Raises Unsupported where there is none.
     """
+    if call.op == "call_module":
+        return call
     first = call.args[0] if call.args else call.kwargs.get("input")
     if call.target is operator.setitem:
         return replace(call, target=assigned, written=first)

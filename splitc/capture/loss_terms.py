@@ -15,7 +15,7 @@ from torch import fx, nn
 from splitc.capture.example import Example
 from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, is_weighted_mean, measure, sum_errors, tolerance
 from splitc.errors import CaptureError
-from splitc.ir.graph import info, set_info, tensor_spec
+from splitc.ir.graph import info, op_name, set_info, tensor_spec
 from splitc.ir.layers import LossTerm
 from splitc.ir.program import Program, TensorSpec
 
@@ -83,7 +83,7 @@ class _Terms:
                 )
 
     def _walk(self, node: fx.Node) -> None:
-        name, inputs = _name(node), node.all_input_nodes
+        name, inputs = op_name(node), node.all_input_nodes
         parts = [n for n in inputs if n in self.batched]
         linear = node in self.batched and all(map(_is_scalar, inputs))
         if linear and name in _SUMS and not _added_number(node):
@@ -112,21 +112,21 @@ class _Terms:
                 f"batch, and {what} it: write the loss as a sum of such terms, without numbers added"
             )
         whole = next((n for n in node.all_input_nodes if n in self.batched and _is_scalar(n)), None)
-        if whole is not None and _name(node) in _NONLINEAR:
+        if whole is not None and op_name(node) in _NONLINEAR:
             raise CaptureError(
                 f"{info(node).source}: the loss couples examples: {node.name} is no linear function of {whole.name} "
                 f"({info(whole).source}), which is over the whole batch; a rank that sees a part of the batch cannot "
-                f"compute it (take {_name(node)} of each example, or leave it out)"
+                f"compute it (take {op_name(node)} of each example, or leave it out)"
             )
         self.uses.setdefault(node, "term")
 
     def _is_quotient(self, node: fx.Node) -> bool:
-        divisor = node.args[-1] if _name(node) in ("truediv", "div") else None
+        divisor = node.args[-1] if op_name(node) in ("truediv", "div") else None
         return isinstance(divisor, fx.Node) and divisor in self.batched and _is_scalar(divisor)
 
     def _denominator(self, node: fx.Node) -> None:
         parts = [n for n in node.all_input_nodes if n in self.batched]
-        if _name(node) in _DENOMINATORS and len(parts) == 1 and _is_scalar(parts[0]):
+        if op_name(node) in _DENOMINATORS and len(parts) == 1 and _is_scalar(parts[0]):
             self._linear.add(node)
             self._denominator(parts[0])
         elif tensor_spec(node).requires_grad:
@@ -148,7 +148,7 @@ def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first
         total, *parts = (p.scaled(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
         errors = {"weighted": sum_errors(total, parts[0], parts[1], allowed)}
     elif whole.value == first.value == rest.value == 0 == whole.gradient_norm:
-        return ("sum" if _name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix
+        return ("sum" if op_name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix
     else:
         shares = first.scaled(1 / EXAMPLES), rest.scaled(1 - 1 / EXAMPLES)
         errors = {"mean": sum_errors(whole, *shares, allowed), "sum": sum_errors(whole, first, rest, allowed)}
@@ -187,13 +187,9 @@ def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
 def _added_number(node: fx.Node) -> float:
     """The Python number that a sum adds; 0 where there is none."""
     numbers = [value for value in node.args if isinstance(value, (int, float))]
-    return float(numbers[0]) if numbers and _name(node) in _SUMS else 0.0
+    return float(numbers[0]) if numbers and op_name(node) in _SUMS else 0.0
 
 
 def _is_scalar(node: fx.Node) -> bool:
     spec = info(node).spec
     return isinstance(spec, TensorSpec) and spec.shape == ()
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

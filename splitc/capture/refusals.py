@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,10 @@ class Unsupported(Exception):
     def __init__(self, text: str, line: str | None = None) -> None:
         super().__init__(text)
         self.line = line
+
+
+class Failed(Unsupported):
+    """The operation itself fails, as it may do in the model too, which may handle it."""
 
 
 RANDOM = {
@@ -128,6 +133,7 @@ def refuse_model(model: nn.Module, loss: Any) -> None:
             problems.append(f"{name} has no shape yet; run one batch through the model first")
         elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             problems.append(f"{name} has a gradient hook, which a graph would lose; remove it")
+    problems += _overlaps(model)
     trained = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
     if trained:
         problems.append(
@@ -146,7 +152,8 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, nn.SyncBatchNorm):
         yield f"{where} is an nn.SyncBatchNorm, which talks to process groups of its own; use nn.BatchNorm"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        yield from (f"{where} {problem}" for problem in _embedding_problems(module))
+        kind = type(module).__name__
+        yield from (f"{where} {problem}; use nn.{kind} without" for problem in table_problems(vars(module)))
     if isinstance(module, nn.RNNBase) and module.dropout:
         kind = type(module).__name__
         yield f"{where} draws its dropout inside; use one nn.{kind} for each layer, with nn.Dropout between them"
@@ -162,14 +169,36 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
             )
 
 
-def _embedding_problems(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[str]:
-    remedy = f"ranks would differ; use nn.{type(module).__name__} without"
-    if module.max_norm is not None:
-        yield f"has max_norm, which writes into its weight: {remedy}"
-    if module.sparse:
-        yield f"has sparse gradients: {remedy}"
-    if module.scale_grad_by_freq:
-        yield f"has scale_grad_by_freq, which counts indices over the whole batch: {remedy}"
+def _overlaps(model: nn.Module) -> Iterator[str]:
+    """Trainable parameters whose memory other tensors of the model share, though they are other objects."""
+    owned = dict(model.named_parameters()) | dict(model.named_buffers())
+    for path, module in model.named_modules():
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        owned |= {f"{path}.{name}".lstrip("."): value for name, value in plain.items()}
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in owned.items():
+        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():
+            start = int(tensor.storage_offset())
+            end = start + sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((start, end, name))
+    for lying in by_storage.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(lying)):
+            both = {id(owned[name]) for name in (one, other)}
+            if start <= end and len(both) == 2 and any(owned[name].requires_grad for name in (one, other)):
+                yield (
+                    f"{one} and {other} are two tensors in the same memory, which ranks would train apart; make them "
+                    f"one parameter (b.weight = a.weight), or compute one from the other in forward"
+                )
+
+
+def table_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    """What the options of an embedding or a gather do that ranks would do differently."""
+    if options.get("max_norm") is not None:
+        yield "has max_norm, which writes into its weight: ranks would differ"
+    if options.get("sparse") or options.get("sparse_grad"):
+        yield "has sparse gradients: ranks would differ"
+    if options.get("scale_grad_by_freq"):
+        yield "has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ"
 
 
 @contextmanager

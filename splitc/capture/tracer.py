@@ -25,7 +25,7 @@ from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.inplace import Aliasing, counter_update, functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
-from splitc.capture.refusals import DATA, Unsupported, writes_text
+from splitc.capture.refusals import DATA, Failed, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
 from splitc.ir.graph import assigned, info, set_info, update_info
@@ -36,6 +36,7 @@ class Tracer:
 
     After the trace, `graph` is the recording, and `values` maps each node to its values at the batch sizes of
     `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
+    refusal: the first one, which counts even if the model's own `except` hides it.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
@@ -44,6 +45,7 @@ class Tracer:
         self.evaluator = Evaluator(root, self.graph, fake, batches)
         self.attributes = Attributes(root, original)
         self.origin = type(root).__name__
+        self.refusal: CaptureError | None = None
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
@@ -272,7 +274,10 @@ class Tracer:
 
     def refused(self, error: Unsupported) -> CaptureError:
         """The error for the user, with the file and line."""
-        return CaptureError(f"{error.line or self.source()}: {error}")
+        found = CaptureError(f"{error.line or self.source()}: {error}")
+        if not isinstance(error, Failed):
+            self.refusal = self.refusal or found
+        return found
 
     def lost(self, function: Any) -> NoReturn:
         """Refuse a call that handed a traced tensor to C++ code without `__torch_function__`."""

@@ -13,7 +13,7 @@ from splitc.codegen.emit import RESERVED, Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
-from splitc.ir.graph import assigned, cut_of, info
+from splitc.ir.graph import assigned, cut_of, info, op_name
 from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
@@ -217,7 +217,7 @@ def _folds(node: fx.Node, text: str) -> bool:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether the tensor was made by the line before, so that nothing else shares its memory."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = op_name(node)
     is_factory = node.op == "call_function" and getattr(torch, name, None) is node.target and name in _FRESH
     return (
         node.target is assigned

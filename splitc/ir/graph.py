@@ -98,20 +98,30 @@ def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
     node.name = graph._graph_namespace.create_name(name, None)
 
 
+def op_name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; empty for a module, whose path may be any word."""
+    if node.op == "call_module":
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def tensors_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that a node reads."""
-    first = {alias: h.name for h in program.tensors.values() for alias in (h.name, *h.names)}
     if node.op == "call_module" or info(node).is_module:
         module = program.root.get_submodule(str(node.target))
         names = [f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())]
     else:
         names = [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
-    return tuple(first[name] for name in names)
+    return tuple(program.first_names[name] for name in names)
+
+
+NORMS = (F.batch_norm, F.instance_norm)
+"""Functions that may update running statistics."""
 
 
 def changes_statistics(node: fx.Node) -> bool:
     """Whether the node is a normalisation function that updates running statistics."""
-    if node.target not in (F.batch_norm, F.instance_norm):
+    if node.target not in NORMS:
         return False
     named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
     flag = named.get("training", False) if node.target is F.batch_norm else named.get("use_input_stats", True)

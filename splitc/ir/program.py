@@ -204,6 +204,11 @@ class Program:
         """Node name -> name of its layer."""
         return {node: layer.name for layer in self.layers for node in layer.nodes}
 
+    @cached_property
+    def first_names(self) -> dict[str, str]:
+        """Any name of a parameter or buffer -> its first name."""
+        return {alias: tensor.name for tensor in self.tensors.values() for alias in (tensor.name, *tensor.names)}
+
     def edges(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Every (value, reader) of the graph; `all_input_nodes` also sees through lists and kwargs."""
         for reader in self.graph.nodes:

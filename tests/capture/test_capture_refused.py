@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.capturing import refusal
+from tests.support.capturing import refusal, validated
 from tests.support.models import BATCH, CLASSES, Made, labels, vectors
 
 
@@ -49,6 +49,18 @@ def unlucky_name() -> nn.Module:
     return model
 
 
+def same_memory(share: Callable[[Any], Any]) -> nn.Module:
+    model = small(a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    share(model)
+    return model
+
+
+def test_parameters_that_are_parts_of_one_memory_are_captured() -> None:
+    model, flat = small(a=nn.Linear(8, 8), b=nn.Linear(8, 8)), torch.randn(128)
+    model.a.weight.data, model.b.weight.data = flat[:64].view(8, 8), flat[64:].view(8, 8)
+    validated(model, vectors()(), labels()(), F.cross_entropy)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data_parallel": (
         lambda: nn.DataParallel(small()),
@@ -74,6 +86,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "by_frequency": (
         lambda: small(e=nn.EmbeddingBag(9, 8, scale_grad_by_freq=True)),
         "e has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ; use nn.EmbeddingBag",
+    ),
+    "same_memory": (
+        lambda: same_memory(lambda m: setattr(m.b.weight, "data", m.a.weight.data)),
+        "a.weight and b.weight are two tensors in the same memory, which ranks would train apart; make them one",
+    ),
+    "part_of_the_memory": (
+        lambda: same_memory(lambda m: m.register_buffer("first", m.a.weight.detach()[0])),
+        "first and a.weight are two tensors in the same memory",
+    ),
+    "attribute_in_the_memory": (
+        lambda: same_memory(lambda m: setattr(m, "copied", m.a.weight.detach()[1:])),
+        "copied are two tensors in the same memory",
     ),
     "sync_batchnorm": (
         lambda: small(n=nn.SyncBatchNorm(8)),

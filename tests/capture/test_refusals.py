@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, here, refusal
-from tests.support.models import labels, made, vectors
+from tests.support.models import labels, made, tokens, vectors
 
 Run = Callable[..., Any]
 
@@ -124,6 +125,30 @@ def own_operator(m: Any, x: Tensor) -> Tensor:
     return m.fc(torch.ops.aten.relu(x))  # here
 
 
+def swallowed(m: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(Exception):
+        if x.mean() > 0:  # here
+            return m.fc(2 * x)
+    return m.fc(x)
+
+
+def swallowed_first(m: Any, x: Tensor) -> Tensor:
+    try:
+        scale = float(x.mean())  # here
+    except Exception:
+        raise ValueError("the batch has no mean") from None
+    return m.fc(x * scale)
+
+
+def raw_norm(m: Any, x: Tensor) -> Tensor:
+    y = torch.batch_norm(x, None, None, m.mean, m.mean + 1, True, 0.1, 1e-5, False)  # here
+    return m.fc(y)
+
+
+def sparse_gather(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x) + m.mean.gather(0, torch.arange(5), sparse_grad=True)  # here
+
+
 def mistake(m: Any, x: Any) -> Tensor:
     return m.fc(x.missing)  # here
 
@@ -158,6 +183,10 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (parameter_written_by_data, "writes into fc.weight while the model runs", {}),
     (array_factor, "mul is given a ndarray, which a graph cannot hold", {}),
     (own_operator, "relu is no function of torch, so generated code cannot call it", {}),
+    (swallowed, f"a branch needs the value of gt (HERE); its value {DATA}", {}),
+    (swallowed_first, f"float() needs the value of mean (HERE); its value {DATA}", {}),
+    (raw_norm, "batch_norm may change tensors that it is given", {"mean": nn.Buffer(torch.zeros(8))}),
+    (sparse_gather, "gather has sparse gradients: ranks would differ", {"mean": nn.Parameter(torch.ones(8))}),
     (mistake, "AttributeError: 'FakeTensor' object has no attribute 'missing'; if the model itself runs", {}),
 ]
 
@@ -170,6 +199,33 @@ def test_a_forward_is_refused_at_its_line_with_a_remedy(run: Run, text: str, chi
     for back in (2, 1):
         text = text.replace(f"HERE - {back}", f"{file}:{int(number) - back}")
     assert said.startswith(f"{line}: ") and text.replace("HERE", line) in said
+
+
+TABLE_OPTIONS = [
+    ({"max_norm": 1.0}, "max_norm, which writes into its weight: ranks would differ; leave it out"),
+    ({"sparse": True}, "sparse gradients: ranks would differ; leave it out"),
+    ({"scale_grad_by_freq": True}, "scale_grad_by_freq, which counts indices over the whole batch"),
+]
+
+
+@pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
+@pytest.mark.parametrize(("options", "text"), TABLE_OPTIONS)
+def test_a_table_may_not_be_changed_or_counted_by_the_function_that_reads_it(
+    function: Callable[..., Tensor], options: dict[str, Any], text: str
+) -> None:
+    model = made(
+        lambda m, x: m.fc(function(x, m.table, **options).flatten(1)[:, :8]), table=nn.Parameter(torch.ones(11, 8))
+    )
+    assert f"{function.__name__} has {text}" in refusal(model, tokens()(), labels()(), F.cross_entropy)
+
+
+def test_an_operation_that_fails_may_be_caught_as_in_the_model() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(Exception):
+            x = x.view(3, 3, 3)
+        return m.fc(x)
+
+    captured(made(run), vectors()(), labels()(), F.cross_entropy)
 
 
 @pytest.mark.parametrize(("draw", "where"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])

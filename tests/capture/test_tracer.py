@@ -229,6 +229,19 @@ def test_a_forward_may_use(name: str) -> None:
     captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
 
 
+@pytest.mark.parametrize("name", ["lambda_", "relu_", "zero_", "normal", "rand", "backward", "sum", "size"])
+def test_a_layer_may_have_the_name_of_an_operation(name: str) -> None:
+    model = made(lambda m, x: m.fc(getattr(m, name)(x)), **{name: nn.Linear(8, 8)})
+    assert name in {layer.name for layer in captured(model, batch(), labels()(), F.cross_entropy).layers}
+
+
+def test_a_forward_may_write_into_its_input() -> None:
+    inputs = batch()
+    before = inputs.clone()
+    captured(made(lambda m, x: m.fc(x.mul_(2).add_(1))), inputs, labels()(), F.cross_entropy)
+    assert torch.equal(inputs, before)
+
+
 def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     children = {"qkv": nn.Linear(8, 24), "mha": nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)}
     program = captured(made(attention_with_dropout, **children), batch(6, 8), labels()(), F.cross_entropy)
