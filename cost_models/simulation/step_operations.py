@@ -149,6 +149,7 @@ class _Step:
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
         exchanged, first, users = self._exchanged(stage, action), _first_nodes(stage), _users(self.program, stage)
         gathers: dict[str, list[Transfer]] = defaultdict(list)
+        done: set[str] = set()
         for node in reversed(list(stage.graph.nodes)):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
             if node.target is comm_ops.late_multiply:
@@ -162,9 +163,8 @@ class _Step:
                 seconds, later_seconds = self._split(stage, layer, seconds)
                 self._late.append((layer, gathers[layer], later_seconds))
             self._done.append(Compute(f"d_{layer}", seconds))
-            for left in users.values():
-                left.discard(layer)
-            while waiting and not any(users[name] for name in stage.bucket(waiting[0])):
+            done.add(layer)
+            while waiting and all(users[name] <= done for name in stage.bucket(waiting[0])):
                 self._start(waiting.pop(0))
         for left_over in waiting:
             self._start(left_over)

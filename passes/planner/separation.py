@@ -95,7 +95,7 @@ class Separation:
         return frozenset(layer.name for layer in self.layers if layer.parameters)
 
     def crosses(self, value: ValueNumbers, fc: Set[str]) -> bool:
-        return value.layer not in fc and any(reader in fc for reader in value.readers)
+        return value.layer not in fc and not fc.isdisjoint(value.readers)
 
     def step(self, fc: Set[str]) -> StepSeconds:
         """The seconds of a step when the layers `fc` are fc."""

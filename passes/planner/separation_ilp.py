@@ -24,11 +24,14 @@ layer that is always conv.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
-from splitc.passes.planner.separation import Separation
+from splitc.passes.planner.separation import LayerNumbers, Separation
 from splitc.passes.planner.solver import Expression, Model, Solution, total
+
+_ROUNDING = 1e-9  # of sums of seconds in another order
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,41 @@ class Assignment:
     bound: float
 
 
-def suffixes(problem: Separation) -> Iterator[frozenset[str]]:
-    """The allowed ones among "all from the k-th layer on": every cut of a chain of layers."""
-    names = [n.name for n in problem.layers]
-    for k in range(1, len(names)):
-        fc = frozenset(names[k:])
-        if problem.allowed(fc):
-            yield fc
-
-
 def best_suffix(problem: Separation) -> frozenset[str] | None:
-    """The fastest suffix that fits; a plan to begin with, optimal for chains."""
-    fitting = [fc for fc in suffixes(problem) if problem.fits(fc)]
-    return min(fitting, key=lambda fc: problem.step(fc).total, default=None)
+    """The fastest that fits of "all from the k-th layer on"; a plan to begin with, optimal for chains."""
+    names, least = [n.name for n in problem.layers], _least_seconds(problem)
+    best: tuple[float, int] | None = None
+    for k in sorted(range(1, len(names)), key=lambda k: least[k]):
+        if best is not None and least[k] > best[0] * (1 + _ROUNDING):
+            break
+        fc = frozenset(names[k:])
+        if problem.allowed(fc) and problem.fits(fc):
+            found = problem.step(fc).total, k
+            best = found if best is None else min(best, found)
+    return None if best is None else frozenset(names[best[1] :])
+
+
+def _least_seconds(problem: Separation) -> list[float]:
+    """For each k, the seconds of a step with the layers from the k-th on as fc, less the latency of the all-reduces."""
+    layers = problem.layers
+    place = {n.name: k for k, n in enumerate(layers)}
+    change = [0.0] * (len(layers) + 1)
+    for v in problem.values:
+        made = -1 if v.layer is None else place[v.layer]
+        read = max((place[reader] for reader in v.readers), default=made)
+        if read > made:  # it crosses for made < k <= read
+            change[made + 1] += v.seconds
+            change[read + 1] -= v.seconds
+    conv, fc, before = ([0.0, *accumulate(each)] for each in zip(*map(_numbers, layers), strict=True))
+    on_conv, on_fc = problem.conv_sync.seconds_per_byte, problem.fc_sync.seconds_per_byte
+    return [
+        conv[k] + (fc[-1] - fc[k]) + crossing + max(on_conv * before[k], on_fc * (before[-1] - before[k]))
+        for k, crossing in enumerate(accumulate(change))
+    ]
+
+
+def _numbers(layer: LayerNumbers) -> tuple[float, float, float]:
+    return layer.conv_seconds, layer.fc_seconds, layer.gradient
 
 
 def solve(problem: Separation, seconds: float) -> Assignment:
