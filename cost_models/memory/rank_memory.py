@@ -69,7 +69,8 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
     live = LiveStorage()
     updates = _Updates(live, optimizer_copies)
     transport = NullTransport(rank, program.plan, lambda tensors: live.mark(tensors, TRAVELS))
-    worker = Worker(_module(program, rank), transport, _weights(program), {}, updates.optimizer, accumulate=accumulate)
+    module, weights, make = _module(program, rank), _weights(program), updates.optimizer
+    worker = Worker(module, transport, weights, {}, make, accumulate=accumulate, elementwise=True)
     parameters, buffers = list(worker.stage.parameters()), list(worker.stage.buffers())
     updates.watch(parameters)
     batch = _batch(program, rank)
@@ -174,6 +175,7 @@ class _Optimizer:
 
     def __init__(self, updates: _Updates, parameters: Sequence[nn.Parameter]) -> None:
         self._updates, self._parameters = updates, parameters
+        self.param_groups = [{"params": parameters}]
 
     def step(self) -> None:
         self._updates.step(self._parameters)
