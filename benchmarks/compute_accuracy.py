@@ -106,7 +106,7 @@ def _as_microbenchmark(name: str, file: ModelFile) -> Microbenchmark:
     first, tensor = next(iter(file.example.tensors.items()))
 
     def step(given: Tensor) -> Tensor:
-        values = {**file.example.values, first: given}
+        values = {**file.example.tensors, first: given}
         loss: Tensor = file.example.loss_of(file.example.output(file.model, values), values)
         return loss
 

@@ -43,9 +43,10 @@ def compile(
 
     model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.
+    Arguments may be nested: dicts, lists, dataclasses and objects of tensors, with plain values among them.
     None: the program compiles on the first batch of its worker.
-    target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module;
-    None: the model returns the loss.
+    target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module,
+    or a list of them, which are summed; None: the model returns the loss, or something that holds it.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.

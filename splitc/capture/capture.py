@@ -20,6 +20,7 @@ from splitc.capture.batch_dims import prune_gradients, require_whole_batch, set_
 from splitc.capture.example import LOSS, Example
 from splitc.capture.group_layers import group_layers
 from splitc.capture.loss_terms import isolate_terms
+from splitc.capture.loss_value import total
 from splitc.capture.patches import recorded
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
 from splitc.capture.source_lines import first_line, line_of
@@ -75,6 +76,7 @@ def _program(
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=autocast,
+        notes=tuple(tracer.notes),
     )
     _require_loss(program)
     isolate_terms(graph)
@@ -116,8 +118,10 @@ def _trace(
                 example = replace(example, loss=loss)
             if example.loss is not None:
                 tracer.begin_loss()
-                value = example.loss_of(value, {**example.values, **proxies})
-        tracer.output(value)
+            losses = example.losses_of(value, proxies)
+            tracer.output(total(losses))
+        if len(losses) > 1:
+            tracer.notes.append(f"The loss is the sum of {', '.join(losses)}.")
     except (CaptureError, Unsupported) as error:
         found = tracer.refused(error) if isinstance(error, Unsupported) else error
         raise tracer.refusal or found from error.__cause__
@@ -179,7 +183,8 @@ def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Inp
         high = class_bound(node, root)
         if high is None and tensor.device.type != "meta":
             high = int(tensor.max()) + 1
-    return Input(name, spec, high, name in example.targets)
+    path = example.paths[name]
+    return Input(name, spec, high, path[0] in example.targets, path if len(path) > 1 else None)
 
 
 def _require_loss(program: Program) -> None:

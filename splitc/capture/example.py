@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.proxy import leaves
+from splitc.capture.loss_value import SummedLosses, losses_in, total
 from splitc.capture.refusals import refuse_model
 from splitc.errors import CaptureError
+from splitc.runtime.nested import Path, at, replaced, tensors
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-"""What users give: a tensor, a tuple of tensors, or a dict of keyword arguments; dim 0 is the batch."""
+"""What users give: a tensor, a tuple of arguments, or a dict of keyword arguments; an argument may be nested."""
 
-Loss = Callable[..., Tensor] | nn.Module | None
-"""A function of (output, *targets) or a module; None where the model returns the loss."""
+Loss = Callable[..., Any] | nn.Module | Sequence[Callable[..., Any]] | None
+"""A function of (output, *targets) or a module, or several that are summed; None where the model returns the loss."""
 
 LOSS = "loss"  # the name under which a loss module's buffers appear beside the model's
 
@@ -29,13 +31,13 @@ LOSS = "loss"  # the name under which a loss module's buffers appear beside the 
 class Example:
     """A batch bound to the parameters of `model.forward`, and the loss with its targets.
 
-    inputs: arguments by name, plain values included; positional: those that forward takes by position only.
+    inputs: arguments by name, plain and nested values included; positional: those that forward takes by position only.
     targets: by name, in the order in which the loss takes them.
     """
 
     inputs: Mapping[str, Any]
     targets: Mapping[str, Any]
-    loss: Loss
+    loss: Callable[..., Any] | nn.Module | None
     positional: tuple[str, ...] = ()
 
     @classmethod
@@ -45,24 +47,32 @@ class Example:
         Raises CaptureError when the model cannot be captured, when forward does not take the inputs, or when the
         tensors disagree about the batch.
         """
+        loss = SummedLosses(loss) if isinstance(loss, Sequence) else loss
         refuse_model(model, loss)
-        arguments = _arguments(model, inputs)
-        parameters = inspect.signature(model.forward).parameters
-        positional = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and n in arguments)
+        arguments, positional = _arguments(model, inputs)
         example = cls(arguments, _targets(target, arguments), loss, positional)
         example._require_batch()
         example._require_pair()
         return example
 
     @cached_property
-    def values(self) -> dict[str, Any]:
-        """Inputs and targets by name."""
-        return {**self.inputs, **self.targets}
+    def paths(self) -> dict[str, Path]:
+        """Where each input of the program is among the arguments and targets: `batch_image` -> ("batch", "image")."""
+        found: dict[str, Path] = {}
+        for path, _ in tensors({**self.inputs, **self.targets}):
+            stem = name = path[0] if len(path) == 1 else re.sub(r"\W", "_", "_".join(path))
+            taken = {*found, *(self.inputs if len(path) > 1 else ())}
+            number = 0
+            while name in taken:
+                name, number = f"{stem}_{number}", number + 1
+            found[name] = path
+        return found
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors among the values: the inputs of the program, in their order."""
-        return {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
+        """The tensors among inputs and targets, by name: the inputs of the program, in their order."""
+        values = {**self.inputs, **self.targets}
+        return {name: at(values, path) for name, path in self.paths.items()}
 
     @property
     def batch(self) -> int:
@@ -70,34 +80,39 @@ class Example:
         return next(iter(self.tensors.values())).shape[0]
 
     def rows(self, rows: slice | Sequence[int]) -> dict[str, Any]:
-        """The values with these rows of every tensor, detached."""
-        return {**self.values, **{name: tensor[rows].detach() for name, tensor in self.tensors.items()}}
+        """These rows of every tensor, detached."""
+        return {name: tensor[rows].detach() for name, tensor in self.tensors.items()}
 
     def output(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """`model` called on copies of `values`, which stand in for the inputs of the same names.
+        """`model` called on copies of `values`, which stand in for the tensors of the same names.
 
         Copies, since a forward may write into its inputs.
         """
-        given = {name: values.get(name, value) for name, value in self.inputs.items()}
-        arguments = {name: value.clone() if type(value) is Tensor else value for name, value in given.items()}
+        given = {**self.tensors, **values}
+        arguments = self._with(self.inputs, {n: v.clone() if type(v) is Tensor else v for n, v in given.items()})
         positional = [arguments.pop(name) for name in self.positional]
         return model(*positional, **arguments)
 
     def loss_of(self, output: Any, values: Mapping[str, Any]) -> Any:
-        """The loss of an output of the model and of the targets among `values`."""
-        return output if self.loss is None else self.loss(output, *(values[name] for name in self.targets))
+        """The loss of an output of the model and of the targets among `values`.  Raises CaptureError for no loss."""
+        return total(self.losses_of(output, values))
+
+    def losses_of(self, output: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The losses that are summed, by name; most often one."""
+        if self.loss is None:
+            return losses_in(output, "the model")
+        return losses_in(self.loss(output, *self._with(self.targets, values).values()), "the loss function")
+
+    def _with(self, trees: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments or targets with `values` in place of their tensors."""
+        new = {path: values[name] for name, path in self.paths.items() if name in values}
+        return {name: replaced(tree, new, (name,)) for name, tree in trees.items()}
 
     def to(self, dtype: torch.dtype) -> Example:
         """The example with floating-point tensors, and a copy of the loss, in another precision."""
-
-        def converted(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                name: value.to(dtype) if isinstance(value, Tensor) and value.dtype.is_floating_point else value
-                for name, value in values.items()
-            }
-
+        wide = {name: t.to(dtype) if t.dtype.is_floating_point else t for name, t in self.tensors.items()}
         loss = copy.deepcopy(self.loss).to(dtype) if isinstance(self.loss, nn.Module) else self.loss
-        return replace(self, inputs=converted(self.inputs), targets=converted(self.targets), loss=loss)
+        return replace(self, inputs=self._with(self.inputs, wide), targets=self._with(self.targets, wide), loss=loss)
 
     def root(self, model: nn.Module) -> nn.Module:
         """A shallow copy of the model, with a loss module (its class weights, say) as a further child.
@@ -119,7 +134,7 @@ class Example:
         return root
 
     def _require_batch(self) -> None:
-        if self.tensors.keys() <= self.targets.keys():
+        if all(path[0] in self.targets for path in self.paths.values()):
             raise CaptureError("the example has no tensor; give example=(tensor, ...)")
         scalar = [name for name, tensor in self.tensors.items() if tensor.dim() == 0]
         if scalar:
@@ -143,8 +158,8 @@ class Example:
             raise CaptureError("a loss is given but no target; give target=..., one row for each example")
 
 
-def _arguments(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """The inputs by the names of `model.forward`'s parameters."""
+def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The inputs by the names of `model.forward`'s parameters, and those of them that are given by position."""
     signature = inspect.signature(model.forward)
     try:
         if isinstance(inputs, Mapping):
@@ -159,28 +174,26 @@ def _arguments(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
             f"or a dict of keyword arguments"
         ) from error
     flat: dict[str, Any] = {}
+    positional: list[str] = []
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             flat.update(value)
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise CaptureError(f"{type(model).__name__}.forward takes *{name}: give it named parameters to compile it")
+            flat.update((f"{name}_{k}", each) for k, each in enumerate(value))
+            positional = list(flat)  # and all before them
         else:
             flat[name] = value
-    for name, value in flat.items():
-        if not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in leaves(value)):
-            raise CaptureError(
-                f"the input {name} is a {type(value).__name__} of tensors: let {type(model).__name__}.forward take "
-                f"each tensor as a parameter"
-            )
-    return flat
+            positional += [name] if kind is inspect.Parameter.POSITIONAL_ONLY else []
+    return flat, tuple(positional)
 
 
 def _targets(target: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The target tensors by name: `target`, or `target0`, `target1`, ..."""
+    """The targets by name: `target`, or `target0`, `target1`, ... of a tuple or list."""
     if target is None:
         return {}
-    targets = {"target": target} if isinstance(target, Tensor) else {f"target{i}": t for i, t in enumerate(target)}
+    several = type(target) in (tuple, list)
+    targets = {f"target{i}": t for i, t in enumerate(target)} if several else {"target": target}
     for name in targets:
         if name in inputs:
             raise CaptureError(f"the model's input {name!r} has the name that splitc gives the target; rename it")

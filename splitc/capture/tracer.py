@@ -8,7 +8,6 @@ size is not baked into the program.
 from __future__ import annotations
 
 import operator
-from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.dropouts import has_inner_dropout, with_explicit_dropout
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.inplace import Aliasing, counter_update, functional
-from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
+from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, like, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.refusals import DATA, Failed, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
@@ -36,6 +35,7 @@ class Tracer:
 
     After the trace, `graph` is the recording, and `values` maps each node to its values at the batch sizes of
     `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
+    notes: sentences for the report.
     refusal: the first one, which counts even if the model's own `except` hides it.
     """
 
@@ -45,6 +45,7 @@ class Tracer:
         self.evaluator = Evaluator(root, self.graph, fake, batches)
         self.attributes = Attributes(root, original)
         self.origin = type(root).__name__
+        self.notes: list[str] = []
         self.refusal: CaptureError | None = None
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
@@ -132,7 +133,7 @@ class Tracer:
                     f"{node.name} makes as many tensors as the batch has examples, and ranks run other batches than "
                     f"the example's; use operations over the whole batch"
                 )
-            return _like(first, [self._part(node, i, part) for i, part in enumerate(zip(*values, strict=True))])
+            return like(first, [self._part(node, i, part) for i, part in enumerate(zip(*values, strict=True))])
         if isinstance(first, (bool, int, float)):
             return self._proxy(node, values if len(values) > 2 else self.evaluator.size_at_probes(values))
         if not isinstance(first, (torch.Tensor, torch.device)):
@@ -284,14 +285,6 @@ class Tracer:
         raise self.refused(
             Unsupported(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")
         )
-
-
-def _like(value: Any, parts: list[Any]) -> Any:
-    """`parts` as a list, a tuple, or a tuple with the field names of `value`."""
-    if isinstance(value, list):
-        return parts
-    fields = getattr(type(value), "_fields", getattr(type(value), "__match_args__", ()))
-    return namedtuple(type(value).__name__, fields)(*parts) if fields else tuple(parts)
 
 
 def identifier(path: str, module: nn.Module | None = None) -> str:

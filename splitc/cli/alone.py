@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,8 +32,7 @@ def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | 
         under = "" if autocast is None else " under autocast"
         return CaptureError(
             f"{what} of {file.name} does not run on its example{under}{at}: {type(error).__name__}: {text}\n"
-            f"  example: {_described(example.inputs)}"
-            + (f"; target: {_described(example.targets)}" if example.targets else "")
+            f"  example: {_described(example.tensors)}"
         )
     finally:
         model.zero_grad(set_to_none=True)
@@ -49,9 +47,7 @@ def _user_line(error: BaseException) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
 
 
-def _described(values: Mapping[str, Any]) -> str:
+def _described(values: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(
-        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
+        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in values.items()
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import CaptureError
+from splitc.runtime.nested import parts, replaced, tensors
 
 _FORM = (
     "write sizes as in 4x3x224x224, batch size first; a single number sets only the batch size; separate inputs by "
@@ -67,24 +68,22 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
     if example is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
         return tuple(_random(shape, dtype, 2) for shape in sizes)
-    parts = dict(example) if isinstance(example, Mapping) else dict(enumerate(as_tuple(example)))
-    tensors = [name for name, part in parts.items() if isinstance(part, Tensor)]
+    given = dict(tensors(example if isinstance(example, Mapping) else as_tuple(example)))
     if len(sizes) == 1 and len(sizes[0]) == 1:
-        sizes = sizes * len(tensors)
-    if len(sizes) != len(tensors):
-        named = f" ({', '.join(map(str, tensors))})" if isinstance(example, Mapping) else ""
+        sizes = sizes * len(given)
+    if len(sizes) != len(given):
+        named = f" ({', '.join(map('.'.join, given))})" if isinstance(example, Mapping) else ""
         raise CaptureError(
             f"--input gives {_count(len(sizes), 'size')}, but the example has "
-            f"{_count(len(tensors), 'tensor')}{named}; {_FORM}"
+            f"{_count(len(given), 'tensor')}{named}; {_FORM}"
         )
-    for name, shape in zip(tensors, sizes, strict=True):
-        like = parts[name]
+    for (path, like), shape in zip(list(given.items()), sizes, strict=True):
         if len(shape) == 1:
-            parts[name] = rows(like, shape[0])
+            given[path] = rows(like, shape[0])
         else:
             high = int(like.max()) + 1 if like.numel() and not like.dtype.is_floating_point else 2
-            parts[name] = _random(shape, like.dtype, high)
-    return parts if isinstance(example, Mapping) else tuple(parts.values())
+            given[path] = _random(shape, like.dtype, high)
+    return replaced(example if isinstance(example, Mapping) else as_tuple(example), given)
 
 
 def _count(number: int, what: str) -> str:
@@ -101,7 +100,7 @@ def rows(value: Any, batch: int) -> Any:
     """The first `batch` rows of every tensor in `value`, repeated when there are fewer."""
     if isinstance(value, Tensor):
         return torch.cat([value] * -(-batch // max(value.shape[0], 1)))[:batch] if value.dim() else value
-    return tuple(rows(part, batch) for part in value) if isinstance(value, tuple | list) else value
+    return replaced(value, {path: rows(tensor, batch) for path, tensor in tensors(value)})
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -109,25 +108,25 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def check_example(example: Any, where: str) -> None:
-    """Raise CaptureError unless it is a tensor, a tuple or list of tensors, or a dict of tensors."""
+    """Raise CaptureError unless it is a tensor, or a tuple, list or dict of arguments with a tensor in one of them."""
     form = "give a tensor, a tuple of tensors, or a dict of them by the names of forward's arguments"
     if isinstance(example, Mapping):
-        parts = {str(name): part for name, part in example.items()}
+        given = {str(name): part for name, part in example.items()}
     else:
-        parts = {f"[{k}]" if isinstance(example, tuple | list) else "": p for k, p in enumerate(as_tuple(example))}
-    for name, part in parts.items():
-        if not isinstance(part, (Tensor, *_PLAIN)) or (not name and not isinstance(part, Tensor)):
+        given = {f"[{k}]" if isinstance(example, tuple | list) else "": p for k, p in enumerate(as_tuple(example))}
+    for name, part in given.items():
+        if (parts(part) is None and not isinstance(part, (Tensor, *_PLAIN))) or (not name and isinstance(part, _PLAIN)):
             what = f" {name}" if name else ""
             numpy = "; torch.from_numpy makes a tensor of it" if type(part).__module__ == "numpy" else ""
             raise CaptureError(f"{where}: example{what} is a {type(part).__name__}; {form}{numpy}")
-    if not any(isinstance(part, Tensor) for part in parts.values()):
+    if not any(tensors(list(given.values()))):
         raise CaptureError(f"{where}: example has no tensor; {form}")
 
 
 def check_target(target: Any, where: str) -> None:
-    """Raise CaptureError unless it is a tensor or several."""
+    """Raise CaptureError unless it is a tensor or several, or a dict or an object that holds some."""
     for part in as_tuple(target):
-        if not isinstance(part, Tensor):
+        if not any(tensors(part)):
             inside = "" if part is target else f" with a {type(part).__name__}"
             raise CaptureError(
                 f"{where}: target is a {type(target).__name__}{inside}; "

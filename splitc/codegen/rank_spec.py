@@ -31,7 +31,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         plan.roles[plan.reader],
         plan.batch_offsets[plan.reader],
         {
-            name: Input(spec.template(), str(spec.dtype).removeprefix("torch."), inputs[name].high)
+            name: Input(spec.template(), str(spec.dtype).removeprefix("torch."), inputs[name].high, inputs[name].path)
             for name, spec in ((name, inputs[name].spec) for name in names)
         },
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},

@@ -68,12 +68,14 @@ class Input:
     """One input of the step, a placeholder of the graph.
 
     high: bound of its whole numbers (exclusive), for synthetic data.  target: whether it goes to the loss.
+    path: where it is in a nested argument, `("batch", "image")`; None for an argument that is a tensor.
     """
 
     name: str
     spec: TensorSpec
     high: int | None = None
     target: bool = False
+    path: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class Program:
     frozen_layers: tuple[str, ...] = ()
     in_batch: str = ""
     autocast: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def layer(self, name: str) -> Layer:

@@ -43,6 +43,7 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         sections.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
         sections.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
+    sections += map(_wrap, program.notes)
     if (norms := _norm_groups(program)) is not None:
         sections.append(norms)
     return "\n\n".join(section for section in sections if section) + "\n"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import LaunchError
+from .nested import Path, at, parts, tensors
 
 HasWork = Callable[[Sequence[int]], bool]
 """Whether a step with these batch offsets gives an example to every rank with work."""
@@ -46,7 +47,7 @@ def shard(
     dataset: Dataset[Any],
     offsets: Sequence[int],
     reader: int | None,
-    names: Sequence[str],
+    paths: Mapping[str, Path],
     has_work: HasWork,
     *,
     shuffle: bool,
@@ -57,7 +58,7 @@ def shard(
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
     """(this reader's batch, all readers' batch sizes) of every step of an epoch; () on ranks that read no data.
 
-    names: the program's inputs, for batches that are dicts.  loader: options of torch's DataLoader.
+    paths: of the program's inputs, for batches that are nested.  loader: options of torch's DataLoader.
     Raises LaunchError when an epoch would have no step.
     """
     if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
@@ -75,22 +76,43 @@ def shard(
     if reader is not None:
         indices = order(len(dataset), shuffle, seed, epoch)
         own = [indices[start + bounds[reader] : start + bounds[reader + 1]].tolist() for start, bounds in steps]
-        batches = (as_tuple(batch, names) for batch in DataLoader(dataset, batch_sampler=own, **loader))
+        batches = (as_tuple(batch, paths) for batch in DataLoader(dataset, batch_sampler=own, **loader))
     for batch, (_, bounds) in zip(batches, steps, strict=True):
         yield batch, tuple(last - first for first, last in pairwise(bounds))
 
 
-def as_tuple(batch: Any, names: Sequence[str] = ()) -> tuple[Tensor, ...]:
-    """A collated batch as a flat tuple: inputs, then targets; dicts in the order of the program's inputs `names`.
+def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tensor, ...]:
+    """A collated batch as a flat tuple: inputs, then targets; dicts in the order of the program's inputs.
 
+    paths: of the inputs by name; where one is nested, the batch is as the model takes it, or all tensors in order.
     Raises LaunchError when a dict has other names, or something in the batch is no tensor.
     """
+    paths = paths or {}
+    if any(len(path) > 1 for path in paths.values()):
+        return _taken(list(batch) if type(batch) in (list, tuple) else [batch], paths)
     if isinstance(batch, Tensor):
         return (batch,)
     if isinstance(batch, Mapping):
-        if unknown := [str(key) for key in batch if key not in names]:
-            raise LaunchError(f"the batch has {', '.join(unknown)}; the program's inputs are {', '.join(names)}")
-        batch = [batch[name] for name in names if name in batch]
+        if unknown := [str(key) for key in batch if key not in paths]:
+            raise LaunchError(f"the batch has {', '.join(unknown)}; the program's inputs are {', '.join(paths)}")
+        batch = [batch[name] for name in paths if name in batch]
     if not isinstance(batch, Sequence) or isinstance(batch, str):
         raise LaunchError(f"the batch holds {type(batch).__name__}; a batch is tensors, inputs first and targets last")
-    return tuple(tensor for item in batch for tensor in as_tuple(item, names))
+    return tuple(tensor for item in batch for tensor in as_tuple(item, paths))
+
+
+def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...]:
+    """The tensors at these paths.  items: the arguments in order, dicts of them by name, or the tensors themselves."""
+    items = [item for item in items if any(tensors(item))]
+    if len(items) == len(paths) and all(isinstance(item, Tensor) for item in items):
+        return tuple(items)
+    arguments = dict.fromkeys(path[0] for path in paths.values())
+    named = {key: part for item in items if isinstance(item, Mapping) for key, part in (parts(item) or {}).items()}
+    others = (item for item in items if not isinstance(item, Mapping))
+    by_name = {**named, **dict(zip((name for name in arguments if name not in named), others, strict=False))}
+    for given in (dict(zip(arguments, items, strict=False)), by_name):
+        found = tuple(at(given, path) for path in paths.values())
+        if all(isinstance(tensor, Tensor) for tensor in found):
+            return found
+    missing = next(".".join(path) for path, tensor in zip(paths.values(), found, strict=True) if tensor is None)
+    raise LaunchError(f"the batch has no tensor {missing}; give it as the example was given, or as {', '.join(paths)}")

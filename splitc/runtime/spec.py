@@ -37,11 +37,15 @@ class Rows(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor that a reader reads.  shape: -1 is the batch.  high: bound of synthetic whole numbers."""
+    """A tensor that a reader reads.
+
+    shape: -1 is the batch.  high: bound of synthetic whole numbers.  path: where it is in a nested argument.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     high: int | None = None
+    path: tuple[str, ...] | None = None
 
 
 def microbatch_examples(
@@ -115,6 +119,11 @@ class RankSpec:
     def role(self) -> str:
         """The names of all its roles."""
         return " and ".join(role.role for role in self.roles)
+
+    @property
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Where each input is in a batch as the model takes it, from the name of its argument."""
+        return {name: each.path or (name,) for name, each in self.inputs.items()}
 
     @property
     def data_rank(self) -> int | None:

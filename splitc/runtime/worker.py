@@ -96,13 +96,15 @@ class Worker:
         """How many ranks read data."""
         return len(self.rank.spec.readers)
 
-    def step(self, *batch: Tensor) -> Tensor:
+    def step(self, *batch: Any) -> Tensor:
         """Train on one global batch.  batch: this rank's examples, inputs, then targets; nothing where it reads none.
+
+        Nested inputs are given as the model takes them, or as their tensors in order.
 
         Returns the global loss, the same on every rank.  Collective.
         Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
         """
-        self._check(batch)
+        batch = self._checked(batch)
         position = self._steps % self._accumulate
         is_first, is_last = position == 0, position == self._accumulate - 1
         if is_first:
@@ -117,12 +119,12 @@ class Worker:
             self.optimizer.step()
         return loss
 
-    def evaluate(self, *batch: Tensor) -> Tensor:
+    def evaluate(self, *batch: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
 
         It changes nothing but the buffers of the other replicas, which are overwritten.
         """
-        self._check(batch)
+        batch = self._checked(batch)
         self.stage.eval()
         try:
             with torch.no_grad(), self.rank.step(self._context(training=False)) as comms:
@@ -160,7 +162,7 @@ class Worker:
             dataset,
             offsets,
             self.data_rank,
-            list(self.rank.spec.inputs),
+            self.rank.spec.paths,
             lambda step_offsets: not self.rank.without_examples(step_offsets),
             shuffle=shuffle,
             seed=seed,
@@ -230,8 +232,11 @@ class Worker:
         finally:
             self._sizes = before  # of a loop around this one
 
-    def _check(self, batch: tuple[Tensor, ...]) -> None:
-        """Raise LaunchError when a step cannot take this batch; note where the readers' examples begin in it."""
+    def _checked(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """The tensors of a batch, inputs first; note where the readers' examples begin in it.
+
+        Raises LaunchError when a step cannot take it.
+        """
         if any(torch.is_autocast_enabled(device) for device in {self._transport.device.type, "cpu"}):
             raise LaunchError(
                 "worker.step and worker.evaluate are called inside torch.autocast, where ranks would exchange other "
@@ -239,6 +244,8 @@ class Worker:
             )
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
         spec = self.rank.spec
+        if any(each.path for each in spec.inputs.values()):
+            batch = data.as_tuple(batch, spec.paths)
         if len(batch) != len(spec.inputs):
             raise LaunchError(
                 f"rank {spec.index} ({spec.role}) takes {len(spec.inputs)} tensors "
@@ -255,6 +262,7 @@ class Worker:
                     f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
                     f"other sizes come from worker.shard, or after worker.use_sizes"
                 )
+        return batch
 
     def _on_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         device = self._transport.device

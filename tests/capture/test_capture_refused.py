@@ -131,30 +131,7 @@ def test_all_that_is_wrong_with_a_model_is_said_at_once() -> None:
     assert text.splitlines()[0] == "Made cannot be captured:" and text.count("\n  - ") == 2
 
 
-class Varied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, CLASSES)
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return self.fc(sum(tensors))
-
-
-def pair(m: Any, x: Any) -> Tensor:
-    return m.fc(x[0] + x[1])
-
-
 EXAMPLES = {
-    "star_arguments": (
-        Varied(),
-        (vectors()(),),
-        "Varied.forward takes *tensors: give it named parameters to compile it",
-    ),
-    "nested": (
-        Made(pair, fc=nn.Linear(8, 5)),
-        ([vectors()(), vectors()()],),
-        "the input x is a list of tensors: let Made.forward take",
-    ),
     "too_many": (
         small(),
         (vectors()(), vectors()()),
@@ -190,10 +167,12 @@ def test_loss_and_target_go_together() -> None:
 
 def test_what_is_no_loss_is_named_by_its_shape() -> None:
     assert "returns a tensor of shape (-1, 5), not a loss" in refusal(small(), vectors()())
-    both = Made(lambda m, x: (m.fc(x).mean(), x), fc=nn.Linear(8, CLASSES))
-    assert "returns tuple, not a loss (a 0-d float tensor); let forward return the loss alone" in refusal(
-        both, vectors()()
+    none = Made(lambda m, x: {"logits": m.fc(x), "hidden": x}, fc=nn.Linear(8, CLASSES))
+    assert "the model returns a dict of logits, hidden, no 0-d tensor in it, so the loss is not" in refusal(
+        none, vectors()()
     )
+    two = Made(lambda m, x: (m.fc(x), x.mean(), m.fc(x).mean()), fc=nn.Linear(8, CLASSES))
+    assert "the model returns a tuple of 0, 1, 2, 2 of them 0-d, so the loss is not known" in refusal(two, vectors()())
 
 
 def test_an_input_named_target_is_refused() -> None:

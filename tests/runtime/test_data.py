@@ -17,6 +17,11 @@ from splitc.runtime.data import as_tuple, order, plan_epoch, shard
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
 
+def plain(*names: str) -> dict[str, tuple[str, ...]]:
+    """The paths of inputs that are not nested."""
+    return {name: (name,) for name in names}
+
+
 def all_fit(bounds: Sequence[int]) -> bool:
     return all(a < b for a, b in pairwise(bounds))
 
@@ -27,7 +32,7 @@ def read(
     """What one reader gets of a dataset whose k-th example is k and its label 10 k."""
     settings = {"shuffle": False, "seed": 0, "epoch": 0, "drop_last": True, **options}
     dataset = dataset or TensorDataset(torch.arange(number), 10 * torch.arange(number))
-    return list(shard(dataset, bounds, reader, [], all_fit, **settings))
+    return list(shard(dataset, bounds, reader, {}, all_fit, **settings))
 
 
 def one_process(number: int, batch: int, indices: list[int], drop_last: bool) -> list[Tensor]:
@@ -131,16 +136,16 @@ def test_a_batch_is_flattened_to_inputs_and_then_targets() -> None:
 
 def test_a_dict_goes_by_the_programs_names_and_not_by_its_own_order() -> None:
     x, y, z = (torch.tensor(n) for n in range(3))
-    assert as_tuple({"mask": y, "ids": x}, ["ids", "mask"]) == (x, y)
-    assert as_tuple([{"mask": y, "ids": x}, z], ["ids", "mask", "target"]) == (x, y, z)
+    assert as_tuple({"mask": y, "ids": x}, plain("ids", "mask")) == (x, y)
+    assert as_tuple([{"mask": y, "ids": x}, z], plain("ids", "mask", "target")) == (x, y, z)
 
 
 def test_a_dict_with_a_name_that_the_program_does_not_know_is_refused() -> None:
     with pytest.raises(LaunchError, match="the batch has labels; the program's inputs are ids, target"):
-        as_tuple({"ids": torch.zeros(1), "labels": torch.zeros(1)}, ["ids", "target"])
+        as_tuple({"ids": torch.zeros(1), "labels": torch.zeros(1)}, plain("ids", "target"))
 
 
 @pytest.mark.parametrize("batch", ["text", [torch.zeros(1), 3], {"ids": "text"}])
 def test_what_is_no_tensor_is_refused(batch: Any) -> None:
     with pytest.raises(LaunchError, match=r"the batch holds (str|int)"):
-        as_tuple(batch, ["ids"])
+        as_tuple(batch, plain("ids"))

@@ -191,8 +191,8 @@ def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
         raise LaunchError(f"--data {name}: {error}") from error
     if make is None:
         raise LaunchError(f"--data {name}: {module} has no {function}")
-    reads, names = worker.data_rank is not None, list(worker.rank.spec.inputs)
-    return (as_tuple(batch, names) if reads else () for batch in make(worker))
+    reads, paths = worker.data_rank is not None, worker.rank.spec.paths
+    return (as_tuple(batch, paths) if reads else () for batch in make(worker))
 
 
 def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -208,4 +208,4 @@ def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
         return torch.randint(0, 2 if high is None else high, sizes, generator=generator).to(dtype)
 
     while True:
-        yield tuple(draw(shape, getattr(torch, dtype), high) for shape, dtype, high in rank.inputs.values())
+        yield tuple(draw(i.shape, getattr(torch, i.dtype), i.high) for i in rank.inputs.values())

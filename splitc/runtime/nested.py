@@ -1,0 +1,63 @@
+"""Take nested batches apart, and make them again of other tensors: dicts, lists, tuples, dataclasses, objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Path = tuple[str, ...]
+"""Keys, positions and names of fields, from the outside in."""
+
+
+def parts(value: Any) -> dict[str, Any] | None:
+    """What a container holds, by key, position or field; None for a value that is none."""
+    if isinstance(value, Mapping):
+        return {str(key): part for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return dict(zip(getattr(value, "_fields", map(str, range(len(value)))), value, strict=True))
+    if isinstance(value, (Tensor, type, nn.Module)):
+        return None
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    own = getattr(value, "__dict__", {})
+    return dict(own) if any(isinstance(part, Tensor) for part in own.values()) else None
+
+
+def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in a nested value, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for key, part in (parts(value) or {}).items():
+        yield from tensors(part, (*path, key))
+
+
+def at(value: Any, path: Path) -> Any:
+    """What a nested value holds at a path; None where it holds nothing."""
+    for key in path:
+        value = (parts(value) or {}).get(key)
+    return value
+
+
+def replaced(value: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+    """A copy of a nested value with other tensors, by path; the rest is shared."""
+    if isinstance(value, Tensor):
+        return new.get(path, value)
+    held = parts(value) or {}
+    made = {key: replaced(part, new, (*path, key)) for key, part in held.items()}
+    if all(made[key] is part for key, part in held.items()):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
+    if isinstance(value, list):
+        return list(made.values())
+    copied = copy.copy(value)
+    for key in value if isinstance(value, Mapping) else made:
+        if isinstance(value, Mapping):
+            copied[key] = made[str(key)]
+        else:
+            object.__setattr__(copied, key, made[key])
+    return copied
