@@ -10,14 +10,12 @@ from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.late_multiply import LateMultiply
 from splitc.passes.scale_loss import ScaleLoss
 from splitc.passes.schedule import Schedule
-from splitc.passes.seed_dropout import SeedDropout
 from splitc.passes.shard_layers import ShardLayers
 from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.synchronise_norms import SynchroniseNorms
 
 ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
     ScaleLoss(),
-    SeedDropout(),
     InsertComm(),
     ShardLayers(),
     LateMultiply(),

@@ -129,7 +129,7 @@ class _Walk:
             self._parts[node] = self._parts[tensors[0]]
             update_info(node, sharded=True)
             if node.target is comm_ops.dropout:
-                node.update_kwarg("sharded", True)
+                node.update_kwarg("features", self._parts[node])
             return
         for value in tensors:
             if value in self._parts:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.capture.proxy import is_proxy, leaves
-from splitc.capture.refusals import RANDOM, Unsupported, hook_text, random_text, table_problems
+from splitc.capture.refusals import Unsupported, hook_text, table_problems
 from splitc.ir.op_names import is_nameable
 
 _LITERALS = (bool, int, float, complex, str, type(None), type(...))
@@ -64,8 +64,6 @@ def require_recordable(call: Call) -> None:
 
 def _require_named(call: Call) -> None:
     """Raise Unsupported for a function or method that is refused by its name or its options."""
-    if call.name in RANDOM:
-        raise Unsupported(random_text(call.name))
     if call.name in ("register_hook", "backward"):
         raise Unsupported(hook_text(f"{call.name}()"))
     if call.target is setattr:

@@ -22,6 +22,7 @@ from splitc.capture.group_layers import group_layers
 from splitc.capture.loss_terms import isolate_terms
 from splitc.capture.loss_value import total
 from splitc.capture.patches import recorded
+from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
@@ -65,6 +66,7 @@ def _program(
     root = tracer.root
     tracer.attributes.adopt_constants()
     set_specs(graph, tracer.values, tracer.evaluator.probes)
+    locate_draws(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node, root))
     reached = prune_gradients(graph, tracer.values)
     program = Program(

@@ -13,6 +13,7 @@ from torch import fx
 
 from splitc.capture.evaluate import execute
 from splitc.capture.proxy import is_proxy, map_tree
+from splitc.ir import comm_ops
 
 
 class NotConstant(Exception):
@@ -40,7 +41,7 @@ class Constants:
             if tensor.requires_grad or node.target in self.changing:
                 raise NotConstant(f"{node.target} changes while the model trains")
             return tensor
-        if node.op in ("placeholder", "call_module"):
+        if node.op in ("placeholder", "call_module") or node.target in comm_ops.DRAWS:
             raise NotConstant(f"{node.name} differs from batch to batch")
         return execute(
             node.op, node.target, fx.node.map_arg(node.args, self.value), fx.node.map_arg(node.kwargs, self.value)

@@ -30,14 +30,6 @@ class Failed(Unsupported):
     """The operation itself fails, as it may do in the model too, which may handle it."""
 
 
-RANDOM = {
-    "bernoulli", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax", "multinomial", "normal",
-    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "rrelu",
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "rrelu_",
-    "uniform_",
-}  # fmt: skip
-"""Functions and methods that draw random numbers and are no dropout."""
-
 DATA = (
     "its value depends on the data, so there is no one graph for all batches; use torch.where, masks or other "
     "operations over the whole batch"
@@ -74,8 +66,8 @@ _WRAPPED = {
 def random_text(name: str) -> str:
     """Why a random operation is refused."""
     return (
-        f"{name} draws random numbers, and each rank would draw others than one process does; splitc seeds dropout "
-        f"and bernoulli_ only: draw the numbers with the data and pass them as an input"
+        f"{name} draws random numbers that cannot be seeded by example, so each rank would draw others than one "
+        f"process: use dropout, rand, randn, randint, bernoulli or normal without a generator, or draw with the data"
     )
 
 

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from splitc.capture.attributes import Attributes
 from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
-from splitc.capture.dropouts import has_inner_dropout, with_explicit_dropout
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.inplace import Aliasing, counter_update, functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, like, map_tree, operation
 from splitc.capture.queries import Queries
+from splitc.capture.random_calls import RandomCalls
 from splitc.capture.refusals import DATA, Failed, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
@@ -51,6 +51,7 @@ class Tracer:
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
         self.queries = Queries(self.evaluator, self._constants, self._result)
+        self.random = RandomCalls(self.record, self._write)
         self._aliasing = Aliasing()
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
@@ -92,13 +93,14 @@ class Tracer:
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A torch function or tensor method that was reached through `__torch_function__`."""
         op, target, args = operation(function, args, kwargs)
-        if not any(isinstance(value, torch.Tensor) or is_proxy(value) for value in leaves((args, kwargs))):
+        draws = self.random.form(Call(op, target, args, kwargs)) is not None
+        if not draws and not any(isinstance(v, torch.Tensor) or is_proxy(v) for v in leaves((args, kwargs))):
             return function(*args, **kwargs)  # changes a setting, or makes a tensor that is constant
         return self.record(op, target, args, kwargs)
 
     def _record(self, call: Call, name: str | None) -> Any:
-        if has_inner_dropout(call):
-            return with_explicit_dropout(call)
+        if (form := self.random.form(call)) is not None:
+            return self.random.run(form, call)
         self.evaluator.unrecorded(lambda: require_recordable(call))
         new = functional(normalized(call))
         if new.written is not None and new.written._node.op == "get_attr":

@@ -14,26 +14,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from splitc.capture.dropouts import without_dropout
 from splitc.capture.example import Example
 from splitc.capture.loss_parts import tolerance
 from splitc.capture.loss_terms import loss_terms
 from splitc.capture.proxy import map_tree
+from splitc.capture.random_calls import draw_layouts
 from splitc.capture.source_lines import line_of
 from splitc.errors import CaptureError
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import LossTerm
 from splitc.ir.program import Program, under_autocast
+from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.mode import SeededRandom
 
 
-class NoDropout(TorchFunctionMode):
-    """Makes dropout the identity."""
+class NoDropout(SeededRandom):
+    """Makes dropout the identity; other random functions draw the same numbers for all examples, as `graph` does."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return without_dropout(func, args, kwargs or {})
+    def __init__(self, graph: fx.Graph | None = None) -> None:
+        super().__init__(Draws(0, 0, None), {} if graph is None else draw_layouts(graph), dropout=False)
 
 
 class _Steady(NoDropout):
@@ -69,15 +71,18 @@ class _InFloat32(TorchFunctionMode):
 
 
 @contextmanager
-def steady(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off and let BatchNorm use running statistics; restore attributes and buffers afterwards."""
+def steady(model: nn.Module, graph: fx.Graph | None = None) -> Iterator[None]:
+    """Turn dropout off and let BatchNorm use running statistics; restore attributes and buffers afterwards.
+
+    graph: of the model, which draws what the model draws.
+    """
     tensors = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.training = False
     try:
-        with _Steady(), torch.enable_grad():
+        with _Steady(graph), torch.enable_grad():
             yield
     finally:
         for module, plain, buffers in attributes:
@@ -126,7 +131,7 @@ def _compare(program: Program, root: nn.Module, model: nn.Module, example: Examp
         loss: torch.Tensor = example.loss_of(example.output(model, values), values)
         return loss
 
-    with steady(model):
+    with steady(model, program.graph):
         with under_autocast(model, program.autocast):
             own = _without_counting(model, model_loss)
         expected = _gradients(program.name, own, list(parameters.values()))

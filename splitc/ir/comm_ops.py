@@ -13,7 +13,11 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
+
+from splitc.runtime.seeded.draws import Layout
+from splitc.runtime.seeded.mode import running
 
 
 def send(value: torch.Tensor, *, cut: str, role: str) -> torch.Tensor:
@@ -96,12 +100,40 @@ def scale_by_share(value: torch.Tensor) -> torch.Tensor:
     return value * 1.0
 
 
-def dropout(value: torch.Tensor, p: float, *, layer: str, feature_dims: int = 0, sharded: bool = False) -> torch.Tensor:
-    """Apply dropout with a mask that depends on seed, step, layer and example, not on the rank.
+def dropout(
+    value: torch.Tensor,
+    p: float,
+    *,
+    draw: int,
+    feature_dims: int = 0,
+    dim: int | None = 0,
+    rows: int = 1,
+    features: int | None = None,
+) -> torch.Tensor:
+    """Apply dropout with a mask that depends on seed, step, draw, example and position, not on the rank.
 
-    sharded: the rank has a slice of the features, and the mask of that slice.
+    draw: the ordinal of the random call in forward and loss.  feature_dims: leading dims of the mask; 0: all.
+    dim, rows: the batch dimension (None: the mask is the same for all), and how many rows of it one example has.
+    features: size of the whole last dim, of which the rank has a slice; None: it has all.
     """
-    return value * 1.0
+    mode = running()
+    return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(dim, rows))
+
+
+def uniform(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
+    """Numbers in [0, 1) in the shape and dtype of `like`, seeded as the masks of `dropout` are."""
+    mode, like = running(), like.detach()
+    return torch.rand_like(like) if mode is None else mode.uniform(like, (draw,), Layout(dim, rows))
+
+
+def normal(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
+    """Numbers of the standard normal distribution in the shape and dtype of `like`, seeded likewise."""
+    mode, like = running(), like.detach()
+    return torch.randn_like(like) if mode is None else mode.normal(like, (draw,), Layout(dim, rows))
+
+
+DRAWS = (dropout, uniform, normal)
+"""The operations that draw random numbers."""
 
 
 class Collective(StrEnum):
@@ -196,6 +228,8 @@ OPS = {
         CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
         CommOp("scale_by_share", Collective.NONE, None, None, "scale_by_share", in_stage=True),
         CommOp("dropout", Collective.NONE, None, None, "dropout", in_stage=True),
+        CommOp("uniform", Collective.NONE, in_stage=True),
+        CommOp("normal", Collective.NONE, in_stage=True),
         CommOp("pull", Collective.RECV, Over.SERVERS, None, "push", in_stage=True),
         CommOp("push", Collective.SEND, Over.SERVERS, None, "pull"),
         CommOp("send_parameters", Collective.SEND, Over.SERVERS, None, "reduce_gradients"),
@@ -225,7 +259,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
         all_reduce_scalar,
         global_weight,
         scale_by_share,
-        dropout,
+        *DRAWS,
     )
 }
 """The operations that are nodes of a graph, by their function."""

@@ -11,17 +11,6 @@ from torch import fx
 
 from splitc.ir import comm_ops
 
-DROPOUTS = {
-    F.dropout: 0,
-    F.dropout1d: 2,
-    F.dropout2d: 2,
-    F.dropout3d: 2,
-    F.alpha_dropout: 0,
-    F.feature_alpha_dropout: 2,
-    torch.dropout: 0,
-}
-"""Dropout functions -> the number of leading dims of the mask (2: whole channels); 0: the mask has all dims."""
-
 _FUNCTIONS: frozenset[Any] = frozenset(
     getattr(module, name)
     for module, names in (
@@ -39,4 +28,4 @@ def is_elementwise(node: fx.Node) -> bool:
     """Whether a node maps each element by itself; dropout counts as elementwise."""
     if node.op == "call_method":
         return node.target in _METHODS
-    return node.target in _FUNCTIONS or node.target in DROPOUTS
+    return node.target in _FUNCTIONS

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import gradients
-from .collectives.dropout import mask
 from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.loss import Loss, sum_loss, target_weight
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.parameter_server import ServedBuckets, Server, served_parameters
 from .collectives.sync_batch_norm import batch_norm_module
+from .seeded.comm import SeededComm
+from .seeded.draws import Draws
 from .spec import Bucket, RoleSpec, Served, StepContext, microbatch_examples
 from .transport.messages import Messages
 
 
-class RoleComm:
+class RoleComm(SeededComm):
     """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone."""
 
     def __init__(
@@ -214,16 +215,11 @@ class RoleComm:
         """`value` times the fraction of the global batch that it was computed from: the means then sum to the mean."""
         return value * (sum(self._group_rows(1)) / self._context.offsets[-1])
 
-    def dropout(self, value: Tensor, p: float, *, layer: str, feature_dims: int = 0, sharded: bool = False) -> Tensor:
-        """Dropout with a mask that depends on seed, step, layer and examples, not on the rank (see `mask`).
-
-        sharded: `value` has a shard of the features, and the mask depends on which one.
-        """
-        if not self._context.training:
-            return value
-        bounds = [bound for interval in self._group_examples(self._microbatch) for bound in interval]
-        shard = (self._position,) if sharded else ()
-        return value * mask(value, p, feature_dims, (self._context.seed, self._context.number, layer, *bounds, *shard))
+    @property
+    def _draws(self) -> Draws:
+        before = self._context.first_example
+        examples = [(before + a, before + b) for a, b in self._group_examples(self._microbatch)]
+        return Draws(self._context.seed, self._context.number, examples)
 
     def autocast(self, dtype: torch.dtype) -> torch.autocast:
         """Around a stage's forward: the mixed precision that the program was captured with."""

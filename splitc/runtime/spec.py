@@ -136,7 +136,8 @@ class StepContext:
     """One step, as all communication of it sees it.
 
     compiled_offsets, offsets: where each reader's examples begin, in the compiled batch and in this step's batch.
-    seed, number: of the run and of the training step; dropout masks depend on them.
+    seed, number: of the run and of the update; random numbers depend on them.
+    first_example: how many examples the batches before had that are accumulated to the same update.
     training: False makes dropout the identity.
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
@@ -149,6 +150,7 @@ class StepContext:
     training: bool = True
     is_first: bool = True
     is_last: bool = True
+    first_example: int = 0
 
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""

@@ -39,7 +39,6 @@ class Worker:
     on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
     clip_norm: largest global norm of all gradients, each parameter counted once.
     accumulate: batches to an update; gradients are the mean over them, as in one process that divides each loss by it.
-    dropout: False makes dropout the identity in training too, as `verify` needs it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
     """
@@ -54,14 +53,13 @@ class Worker:
         clip_norm: float | None = None,
         accumulate: int = 1,
         seed: int = 0,
-        dropout: bool = True,
         elementwise: bool = False,
     ) -> None:
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)
         self._program, self._transport = program, transport
-        options = {"seed": seed, "accumulate": accumulate, "clip_norm": clip_norm, "dropout": dropout}
+        options = {"seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         self.rank.require_equal({**options, "the plan": getattr(program, "PLAN", None)})
         self._state = StageState(self.rank, program.Stage, weights)
         self.stage = self._state.stage
@@ -70,8 +68,8 @@ class Worker:
         self._unheld = {
             key: weights[key] for key in self._first_names if key in weights and key not in own and transport.rank == 0
         }
-        self._clip_norm, self._accumulate, self._seed, self._dropout = clip_norm, accumulate, seed, dropout
-        self._steps = 0
+        self._clip_norm, self._accumulate, self._seed = clip_norm, accumulate, seed
+        self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
         self._sizes: tuple[int, ...] | None = None
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
@@ -110,11 +108,13 @@ class Worker:
         if is_first:
             for parameter in self._state.leaves:
                 parameter.grad = None
-        with self.rank.step(self._context(self._dropout, is_first, is_last)) as comms:
+            self._examples = 0
+        with self.rank.step(self._context(True, is_first, is_last)) as comms:
             loss: Tensor = self._program.step(*comms, self.stage, *self._on_device(batch))
             if is_last:
                 self._finish_gradients()
         self._steps += 1
+        self._examples += self.batch_offsets[-1]
         if is_last and self.optimizer is not None:
             self.optimizer.step()
         return loss
@@ -220,7 +220,8 @@ class Worker:
     def _context(self, training: bool, is_first: bool = True, is_last: bool = True) -> StepContext:
         """Of the next step, whose batch was checked."""
         compiled = self.rank.spec.batch_offsets
-        return StepContext(compiled, self.batch_offsets, self._seed, self._steps, training, is_first, is_last)
+        number, before = self._steps // self._accumulate, self._examples if training else 0
+        return StepContext(compiled, self.batch_offsets, self._seed, number, training, is_first, is_last, before)
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]

@@ -1,6 +1,7 @@
 """Train the user's model in this process, as the reference that `verify` compares the ranks with.
 
-Dropout is off, and each BatchNorm normalises over the groups of examples that the ranks form, replayed call by call.
+Dropout and other random functions draw the ranks' numbers, and each BatchNorm normalises over the groups of examples
+that the ranks form, replayed call by call.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
-from splitc.capture.dropouts import without_dropout
 from splitc.capture.example import Example
+from splitc.capture.random_calls import draw_layouts
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
 from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
 from splitc.runtime.launch.trial import Trial
+from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import StepContext, microbatch_examples
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
@@ -41,17 +43,17 @@ class NormGroup:
     counts: bool
 
 
-class _Replay(TorchFunctionMode):
-    """For one step: dropout off, and each BatchNorm call over the groups of examples that the ranks form."""
+class _Replay(SeededRandom):
+    """For one step: the ranks' random numbers, and each BatchNorm call over the groups of examples that they form."""
 
-    def __init__(self, groups: Sequence[Sequence[NormGroup]]) -> None:
-        super().__init__()
+    def __init__(self, program: Program, step: int, examples: int, groups: Sequence[Sequence[NormGroup]]) -> None:
+        super().__init__(Draws(0, step, [(0, examples)]), draw_layouts(program.graph))
         self._calls = iter(groups)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.batch_norm:
-            return without_dropout(func, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
         bound.apply_defaults()
         options = dict(bound.arguments)
@@ -144,7 +146,7 @@ def reference(
         if step and states:
             model.load_state_dict(states[step - 1])
         optimizer.zero_grad()
-        with _Replay(groups), under_autocast(model, program.autocast):
+        with _Replay(program, step, sum(local_batches), groups), under_autocast(model, program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         trial.losses.append(float(loss.detach()))

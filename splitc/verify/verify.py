@@ -1,7 +1,7 @@
 """Compare the training of a compiled program with that of one process: loss, gradients and parameters.
 
-One process means the user's own model and loss, eager, on the concatenated global batch.  Dropout is off on both
-sides, and BatchNorm normalises over the groups of examples that the ranks form, replayed call by call.
+One process means the user's own model and loss, eager, on the concatenated global batch.  Both draw the same dropout
+masks and random numbers.  BatchNorm normalises over the groups of examples that the ranks form, replayed call by call.
 
 In float64 three whole steps are compared, to 1e-9: this proves the algebra.  In float32 a rounding error that flips one
 ReLU grows a thousandfold in the steps after it, in one process as on many ranks; so each step of the one process starts
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from splitc.capture.example import Example
-from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram
 from splitc.runtime.launch.trial import run_trial, torchrun_trial
@@ -173,8 +172,6 @@ def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str])
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
         yield f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}"
-    if any(node.target is comm_ops.dropout for node in program.graph.nodes):
-        yield "dropout was off on both sides"
     calls = norm_groups(program, local_batches)
     if groups := {tuple(len(group.rows) for group in call) for call in calls if len(call) > 1}:
         listed = "; ".join("+".join(map(str, g)) for g in sorted(groups))

@@ -69,7 +69,7 @@ def autocast(m: Any, x: Tensor) -> Tensor:
 
 
 def noise(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x + torch.randn_like(x))  # here
+    return m.fc(x[:, torch.randperm(8)])  # here
 
 
 def own_generator(m: Any, x: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (hook, "register_hook() acts on gradients on their way, which a graph would lose", {}),
     (inner_gradient, "torch.autograd.grad acts on gradients on their way", {}),
     (autocast, "forward enters torch.autocast in bfloat16 itself", {}),
-    (noise, "randn_like draws random numbers, and each rank would draw others", {}),
-    (own_generator, "bernoulli_ is traced for a plain probability and one row for each example", {}),
+    (noise, "randperm draws random numbers that cannot be seeded by example", {}),
+    (own_generator, "bernoulli_ (a generator of its own) draws random numbers that cannot be seeded", {}),
     (foreign_module, "a parameter of shape (8, 8) is used that the model does not own", {"others": [nn.Linear(8, 8)]}),
     (vectorised, "torch.vmap and torch.func are not traced", {}),
     (set_data, "sets .data of a tensor; make a new tensor instead", {}),

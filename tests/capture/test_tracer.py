@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
+from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import SizeSpec
 from tests.support.capturing import captured, forward_lines, node, validated
@@ -245,7 +246,7 @@ def test_a_forward_may_write_into_its_input() -> None:
 def test_dropout_inside_attention_becomes_a_dropout_of_its_own() -> None:
     children = {"qkv": nn.Linear(8, 24), "mha": nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)}
     program = captured(made(attention_with_dropout, **children), batch(6, 8), labels()(), F.cross_entropy)
-    assert sum(n.target is F.dropout for n in program.graph.nodes) == 2
+    assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 2
 
 
 def test_torchs_own_transformer_is_captured_with_its_dropout_masks_and_looks_at_constant_masks() -> None:

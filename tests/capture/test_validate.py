@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.dropouts import without_dropout
 from splitc.capture.proxy import is_proxy
 from splitc.capture.validate import steady
+from splitc.ir import comm_ops
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
 from tests.support.sampling import sampled
@@ -276,15 +276,6 @@ def test_a_steady_model_drops_nothing_counts_nothing_and_is_given_back_as_it_was
     assert int(model[0].num_batches_tracked) == 0 and model[0].training and not hasattr(model, "note")
 
 
-def test_dropout_that_is_off_is_what_it_is_on_average() -> None:
-    x = rows()
-    assert without_dropout(F.dropout, (x, 0.5), {}) is x
-    assert torch.equal(without_dropout(torch.Tensor.bernoulli_, (x.clone(), 0.25), {}), torch.full_like(x, 0.25))
-    q = torch.randn(2, 3, 4)
-    off = without_dropout(F.scaled_dot_product_attention, (q, q, q), {"dropout_p": 0.9})
-    torch.testing.assert_close(off, F.scaled_dot_product_attention(q, q, q))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype: torch.dtype) -> None:
     def run(m: Any, x: Tensor) -> Tensor:  # softmax does not see what every key has: the gradient of k.bias is noise
@@ -300,4 +291,4 @@ def test_a_gradient_that_is_zero_by_mathematics_may_be_any_rounding_error(dtype:
 def test_attention_with_dropout_equals_torchs_own() -> None:
     model = Encoder(0.3)
     program = validated(model, padded(), labels()(), CE)
-    assert sum(n.target is F.dropout for n in program.graph.nodes) == 8
+    assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 8

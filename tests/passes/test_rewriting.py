@@ -35,7 +35,6 @@ def test_passes_run_in_reading_order() -> None:
     lower(placed_pair(2, "data_parallel"), lambda each, program, seconds: seen.append(each.name))
     assert "\n".join(seen) == dedent("""\
         scale-loss
-        seed-dropout
         insert-comm
         shard-layers
         late-multiply

@@ -8,10 +8,13 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.plan import Grouping, Plan
 from splitc.runtime.role_comm import RoleComm
+from splitc.runtime.seeded.draws import Draws, Layout
+from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import microbatch_examples
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
@@ -295,39 +298,75 @@ def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
     assert on_comms(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
 
 
-def drops(plan: Plan, **options: bool) -> list[list[Tensor]]:
-    """The masks that each rank draws in its turns, for a value of as many examples as a turn has."""
-
-    def run(comm: RoleComm) -> list[Tensor]:
-        return [
-            comm.dropout(torch.ones(sum(comm._group_rows(1)), 500), 0.5, layer="drop", **options) == 0
-            for _ in comm.microbatches(turns_of(plan))
-        ]
-
-    return on_comms(plan, run)
-
-
-def unrelated(a: Tensor, b: Tensor) -> bool:
-    rows = min(len(a), len(b))
-    return abs(float((a[:rows] == b[:rows]).double().mean()) - 0.5) < 0.1
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_members_of_a_group_draw_the_same_masks_and_other_groups_and_turns_others(scheme: str) -> None:
-    drawn = drops(grouped(2, scheme, bounds=(0, 4, 8, 12, 16)))
-    for a, b in ((0, 1), (2, 3)):
-        assert all(torch.equal(x, y) for x, y in zip(drawn[a], drawn[b], strict=True))
-    masks = [mask for rank in (0, 2) for mask in drawn[rank]]
-    assert all(unrelated(x, y) for k, x in enumerate(masks) for y in masks[:k])
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_of_sharded_features_each_member_draws_a_mask_of_its_own(scheme: str) -> None:
+@pytest.mark.parametrize("sizes", [None, (3, 5, 2, 2)])
+@pytest.mark.parametrize("features", [None, 501])
+def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
+    scheme: str, sizes: Sizes, features: int | None
+) -> None:
     plan = grouped(2, scheme, bounds=(0, 4, 8, 12, 16))
-    drawn, again = drops(plan, sharded=True), drops(plan, sharded=True)
-    assert all(torch.equal(x, y) for a, b in zip(drawn, again, strict=True) for x, y in zip(a, b, strict=True))
-    masks = [mask for each in (*drawn, drops(plan)[0]) for mask in each]
-    assert all(unrelated(x, y) for k, x in enumerate(masks) for y in masks[:k])
+
+    def run(comm: RoleComm) -> list[tuple[Tensor, Tensor]]:
+        start, width = 0, 501
+        if features is not None:
+            start, width = (251 * comm._position, 251 - comm._position)
+        drawn = []
+        for microbatch in comm.microbatches(turns_of(plan)):
+            rows = torch.cat([torch.arange(a, b) for a, b in comm._group_examples(microbatch)])
+            value = torch.ones(len(rows), width)
+            got = comm.dropout(value, 0.5, draw=3, features=features)
+            drawn.append((got, whole[rows][:, start : start + width]))
+        return drawn
+
+    total = sum(sizes or plan.local_batches)
+    whole = Draws(0, 0, [(0, total)]).mask(torch.ones(total, 501), 0.5, (3,), Layout())
+    for drawn in on_comms(plan, run, sizes):
+        assert drawn and all(torch.equal(got, expected) for got, expected in drawn)
+
+
+def test_the_gradient_of_a_dropout_passes_where_the_value_does() -> None:
+    def run(comm: RoleComm) -> None:
+        value = torch.rand(8, 100).add(0.1).requires_grad_()
+        out = comm.dropout(value, 0.5, draw=0)
+        out.sum().backward()
+        assert value.grad is not None
+        assert torch.equal(value.grad, (out != 0) * 2.0)
+
+    on_comms(plan_of(all=(0, 8)), run)
+
+
+def test_outside_of_training_dropout_passes_its_input_through() -> None:
+    def run(comm: RoleComm) -> None:
+        value = torch.ones(4)
+        assert comm.dropout(value, 0.5, draw=0) is value
+        with comm.seeded(draw=1):
+            assert F.dropout(value, 0.5) is value
+
+    on_comms(plan_of(all=(0, 4)), run, training=False)
+
+
+def test_the_examples_of_accumulated_batches_are_numbered_on() -> None:
+    alone = plan_of(all=(0, 4))
+    first, second = (
+        on_comms(alone, lambda comm: comm.uniform(torch.empty(4, 5), draw=0), first_example=k)[0] for k in (0, 4)
+    )
+    together = on_comms(plan_of(all=(0, 8)), lambda comm: comm.uniform(torch.empty(8, 5), draw=0))[0]
+    assert torch.equal(torch.cat([first, second]), together)
+
+
+def test_a_region_draws_what_one_process_draws_in_it() -> None:
+    def region(x: Tensor) -> Tensor:
+        return F.dropout(x * torch.rand(len(x), 1), 0.5) + torch.randn(3)
+
+    def run(comm: RoleComm) -> Tensor:
+        with comm.seeded(draw=2):
+            return region(torch.ones(4, 3))
+
+    with SeededRandom(Draws(0, 0, [(0, 8)])) as mode:
+        torch.rand(1), torch.rand(1)
+        with mode.region():
+            expected = region(torch.ones(8, 3))
+    assert torch.equal(torch.cat(on_comms(plan_of(all=(0, 4, 8)), run)), expected)
 
 
 # -- gradients over turns ----------------------------------------------------------------------------------------------

@@ -140,17 +140,6 @@ def test_dropout_is_repeated_with_its_seed_and_differs_between_steps_and_seeds()
     assert not set(losses(1)) & set(first)
 
 
-def test_a_worker_without_dropout_drops_nothing_in_training() -> None:
-    model = Net(norm=False, drop=0.5)
-    program, batches = compile_net(model), [batch_of(8)]
-
-    def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        return train(worker, batches)
-
-    model.drop.p = 0.0
-    assert on_workers(program, run, dropout=False)[0][0] == pytest.approx(one_process(model, batches)[0], rel=1e-5)
-
-
 def on_the_wire(transport: Transport) -> list[Any]:
     """What `transport` starts from now on: kind, the other ranks, and the shape, of gathers that of the whole."""
     log: list[Any] = []
@@ -242,7 +231,7 @@ def test_an_optimizer_that_needs_the_whole_model_at_once_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("seed", (0, 7)), ("accumulate", (1, 2)), ("clip_norm", (None, 1.0)), ("dropout", (True, False))],
+    [("seed", (0, 7)), ("accumulate", (1, 2)), ("clip_norm", (None, 1.0))],
 )
 def test_ranks_with_different_settings_are_refused_on_each_of_them(name: str, values: tuple[Any, Any]) -> None:
     _, program = plain("data_parallel")

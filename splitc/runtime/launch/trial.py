@@ -52,13 +52,13 @@ def run_trial(
     learning_rate: float,
     momentum: float,
 ) -> Trial:
-    """Train this rank on `feeds` with SGD, without dropout.  weights: what weights.pt holds."""
+    """Train this rank on `feeds` with SGD.  weights: what weights.pt holds."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
 
     tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
-    worker = Worker(load_rank(source, transport.rank), transport, tensors, keys, optimizer, dropout=False)
+    worker = Worker(load_rank(source, transport.rank), transport, tensors, keys, optimizer)
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
     for feed in feeds:

@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the examples that worker.data_rank reads
-plan     3b0026f40c36
+plan     6656c422ce12
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "3b0026f40c36"
+PLAN = "6656c422ce12"
 
 
 def optimizer(params):

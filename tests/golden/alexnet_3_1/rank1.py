@@ -15,7 +15,7 @@ from splitc.runtime import Input, RankSpec, RoleSpec, Route
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "3b0026f40c36"
+PLAN = "6656c422ce12"
 
 rank = RankSpec(
     index=1,

@@ -5,13 +5,13 @@ in       images  (8, 3, 224, 224)       float32  read by this role
 out      loss
 holds    61.1 M parameters, 244 MB
 predicts 33.2 GFLOP, 4.74 ms of compute in a step on v100-10gbe
-plan     14d5145c6908
+plan     6049038bc16c
 """
 
 import torch.nn.functional as F
 from torch import nn
 
-PLAN = "14d5145c6908"
+PLAN = "6049038bc16c"
 
 
 class Stage(nn.Module):
@@ -42,9 +42,9 @@ class Stage(nn.Module):
         features_11 = F.relu(self.features["10"](features_9))                   # (8, 256, 13, 13)
         features_12 = F.max_pool2d(features_11, 3, stride=2)                    # (8, 256, 6, 6)
         flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)         # (8, 9216)         alexnet.py:51
-        classifier_0 = comm.dropout(flatten, 0.5, layer="classifier.0")         # (8, 9216)
+        classifier_0 = comm.dropout(flatten, 0.5, draw=0)                       # (8, 9216)
         classifier_2 = F.relu(self.classifier["1"](classifier_0))               # (8, 4096)
-        classifier_3 = comm.dropout(classifier_2, 0.5, layer="classifier.3")    # (8, 4096)
+        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1)                  # (8, 4096)
         classifier_5 = F.relu(self.classifier["4"](classifier_3))               # (8, 4096)
         classifier_6 = self.classifier["6"](classifier_5)                       # (8, 1000)
         cross_entropy = F.cross_entropy(classifier_6, target, reduction="sum")  # ()                loss

@@ -3,7 +3,7 @@
 run      torchrun --nproc-per-node 2 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the examples that worker.data_rank reads
-plan     14d5145c6908
+plan     6049038bc16c
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 2
-PLAN = "14d5145c6908"
+PLAN = "6049038bc16c"
 
 
 def optimizer(params):

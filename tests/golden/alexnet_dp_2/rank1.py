@@ -13,7 +13,7 @@ from splitc.runtime import Input, RankSpec, RoleSpec
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "14d5145c6908"
+PLAN = "6049038bc16c"
 
 rank = RankSpec(
     index=1,

@@ -4,7 +4,7 @@ Written by splitc 0.1.0; yours to edit.
 run      torchrun --nproc-per-node 4 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
                                   (inputs..., target), of the examples that worker.data_rank reads
-plan     27b3adfa3bb6
+plan     7bf8a28fdc87
 """
 
 import time
@@ -14,7 +14,7 @@ import torch
 from splitc.runtime.launch import main as launch
 
 WORLD = 4
-PLAN = "27b3adfa3bb6"
+PLAN = "7bf8a28fdc87"
 
 
 def optimizer(params):

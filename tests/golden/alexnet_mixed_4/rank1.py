@@ -17,7 +17,7 @@ from splitc.runtime import Input, RankSpec, RoleSpec, Route, Shard
 
 __all__ = ["Stage", "evaluate", "rank", "step"]
 
-PLAN = "27b3adfa3bb6"
+PLAN = "7bf8a28fdc87"
 
 rank = RankSpec(
     index=1,

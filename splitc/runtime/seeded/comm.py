@@ -1,0 +1,68 @@
+"""The random numbers of a rank in one role: what generated code calls in place of dropout and random functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..collectives.model_parallel import Group, feature_widths
+from ..spec import StepContext
+from .draws import Draws, Layout
+from .mode import SeededRandom
+
+
+class SeededComm:
+    """Draws for the examples and features that the rank computes; a `RoleComm` says which they are."""
+
+    _group: Group
+    _context: StepContext
+
+    @property
+    def _draws(self) -> Draws:
+        """Of the running microbatch."""
+        raise NotImplementedError
+
+    def dropout(
+        self,
+        value: Tensor,
+        p: float,
+        *,
+        draw: int,
+        feature_dims: int = 0,
+        dim: int | None = 0,
+        rows: int = 1,
+        features: int | None = None,
+    ) -> Tensor:
+        """Dropout whose mask one process draws too (see `Draws.mask`); the identity outside of training.
+
+        draw: the ordinal of the random call.  dim, rows: the batch dimension, and how many rows of it one example has;
+        None: the mask is the same for all examples.  features: size of the last dim, of which `value` has a shard.
+        """
+        if not self._context.training:
+            return value
+        columns = None
+        if features is not None and not 0 < feature_dims < value.dim():
+            columns = sum(feature_widths(features, self._group.size)[: self._group.index]), features
+        return value * self._draws.mask(value, p, (draw,), Layout(dim, rows, columns), feature_dims)
+
+    def uniform(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> Tensor:
+        """Numbers in [0, 1) that one process draws too, in the shape and dtype of `like`."""
+        return self._draws.uniform(like, (draw,), Layout(dim, rows))
+
+    def normal(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> Tensor:
+        """Numbers of the standard normal distribution that one process draws too, in the shape and dtype of `like`."""
+        return self._draws.normal(like, (draw,), Layout(dim, rows))
+
+    @contextmanager
+    def seeded(self, draw: int) -> Iterator[SeededRandom]:
+        """Around the call of a module that runs the user's own code, whose random calls are labelled (draw, 0), ...
+
+            with comm.seeded(draw=3):
+                y = self.region(x)
+
+        One process draws the same where its `SeededRandom` is told of the call: `with mode.region(): y = region(x)`.
+        """
+        with SeededRandom(self._draws, label=(draw,), dropout=self._context.training) as mode:
+            yield mode

@@ -1,0 +1,163 @@
+"""Seed the random numbers of eager code: a torch mode under which dropout and random functions draw by example.
+
+    with SeededRandom(Draws(seed, step, examples), layouts):
+        loss = loss_function(model(x), target)         # draws what the generated programs draw
+
+Checkpointed functions (torch.utils.checkpoint) run plainly inside, since backward would run them again outside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from .draws import Draws, Label, Layout
+from .table import Unseeded, form_of
+
+_running = threading.local()
+
+
+def running() -> SeededRandom | None:
+    """The innermost SeededRandom that this thread runs in."""
+    stack: list[SeededRandom] = getattr(_running, "stack", [])
+    return stack[-1] if stack else None
+
+
+class SeededRandom(TorchFunctionMode):
+    """Draws the random numbers of eager code as functions of seed, step, call and example.
+
+    draws: of this step.  Entering begins to count the calls, from `label` followed by 0.
+    layouts: label of a draw -> where its examples lie; others have them in dim 0, if it is a multiple of the number of
+    examples.
+    dropout: False makes dropout the identity.
+    `unseeded` collects the names of random functions that no example defines, and that draw from torch's generator.
+    """
+
+    def __init__(
+        self, draws: Draws, layouts: Mapping[Label, Layout] | None = None, label: Label = (), dropout: bool = True
+    ) -> None:
+        super().__init__()
+        self.draws, self.unseeded = draws, set[str]()
+        self._layouts, self._label, self._dropout = layouts or {}, label, dropout
+        self._source = _Eager(self, label)
+
+    def __enter__(self) -> SeededRandom:
+        _make_checkpoints_plain()
+        _running.stack = [*getattr(_running, "stack", []), self]
+        self._source.calls = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _running.stack = _running.stack[:-1]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = form_of(func, args, kwargs)
+        if form is None:
+            return func(*args, **kwargs)
+        try:
+            return form(self._source, *args, **kwargs)
+        except Unseeded as error:
+            self.unseeded.add(str(error))
+            return func(*args, **kwargs)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Around the call of a module that is one node of the graph: one draw outside, with its own count inside."""
+        outer = self._source
+        self._source = _Eager(self, outer.next())
+        try:
+            yield
+        finally:
+            self._source = outer
+
+    def mask(self, value: Tensor, p: float, feature_dims: int, label: Label, layout: Layout | None = None) -> Tensor:
+        """`value` after dropout."""
+        if not self._dropout:
+            return value
+        return value * self.draws.mask(value, p, label, layout or self._layout(value, label), feature_dims)
+
+    def uniform(self, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
+        return self.draws.uniform(like, label, layout or self._layout(like, label))
+
+    def normal(self, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
+        return self.draws.normal(like, label, layout or self._layout(like, label))
+
+    def _layout(self, value: Tensor, label: Label) -> Layout:
+        if label in self._layouts:
+            return self._layouts[label]
+        count = sum(last - first for first, last in self.draws.examples or ())
+        has_examples = bool(count) and value.dim() > 0 and value.shape[0] > 0 and value.shape[0] % count == 0
+        return Layout(0, value.shape[0] // count) if has_examples else Layout(None)
+
+
+@dataclass
+class _Eager:
+    """The source of draws of a SeededRandom: counts them, below `label`."""
+
+    mode: SeededRandom
+    label: Label
+    calls: int = field(default=0)
+
+    def next(self) -> Label:
+        """The label of the next draw."""
+        self.calls += 1
+        return (*self.label, self.calls - 1)
+
+    def dropout(self, value: Tensor, p: float, feature_dims: int) -> Tensor:
+        return self.mode.mask(value, p, feature_dims, self.next())
+
+    def uniform(self, like: Tensor) -> Tensor:
+        return self.mode.uniform(like.detach(), self.next())
+
+    def normal(self, like: Tensor) -> Tensor:
+        return self.mode.normal(like.detach(), self.next())
+
+    def write(self, old: Tensor, new: Tensor) -> Tensor:
+        return old.copy_(new)
+
+    def inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _Again(self.mode):
+            return function(*args, **kwargs)
+
+
+class _Again(TorchFunctionMode):
+    """Lets a SeededRandom, which is off while it handles a call, handle the calls inside."""
+
+    def __init__(self, mode: SeededRandom) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._mode.__torch_function__(func, types, args, kwargs)
+
+
+_LOCK = threading.Lock()
+
+
+def _make_checkpoints_plain() -> None:
+    """Let checkpointed functions run plainly on threads inside a SeededRandom; elsewhere they stay as they are."""
+    with _LOCK:
+        generator = checkpoint._checkpoint_without_reentrant_generator
+        if getattr(generator, "seeded", False):
+            return
+
+        def plain_generator(*args: Any, **kwargs: Any) -> Any:
+            return generator(*args, **kwargs) if running() is None else iter((None,))
+
+        def plain_apply(function: Any, preserve: Any, *args: Any) -> Any:
+            kind: Any = checkpoint.CheckpointFunction
+            return super(kind, kind).apply(function, preserve, *args) if running() is None else function(*args)
+
+        plain_generator.seeded = True  # type: ignore[attr-defined]
+        checkpoint._checkpoint_without_reentrant_generator = plain_generator
+        checkpoint.CheckpointFunction.apply = plain_apply  # type: ignore[method-assign]
