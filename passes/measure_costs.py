@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from splitc.checks.graph import graph_is_sound, has_costs
-from splitc.cost_models.compute.flops import layer_costs
+from splitc.cost_models.compute.cost_cache import cached_layer_costs
 from splitc.cost_models.profiling.measured import measure_layers
 from splitc.errors import CostError
 from splitc.ir.pass_manager import Check, Pass
@@ -36,5 +36,5 @@ class MeasureCosts(Pass[Program, Program]):
     costs: str = COUNTED
 
     def run(self, program: Program) -> Program:
-        counted = layer_costs(program)
+        counted = cached_layer_costs(program)
         return replace(program, costs=measure_layers(program, counted) if self.costs == MEASURED else counted)

@@ -20,17 +20,19 @@ without `global_batch` more readers make a larger one, as in the paper.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.profiling.measured import is_measured, require_this_machine
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
+from splitc.ir.disk_cache import digest_of, keep, recall
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.plan import Placement
+from splitc.ir.plan import Placement, Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
@@ -106,9 +108,23 @@ class Place(Pass[Program, PlacedProgram]):
         return cls(load_cluster(cluster), world, parse_strategy(strategy), pins, global_batch, memory)
 
     def run(self, program: Program) -> PlacedProgram:
-        request = self._request(program)
-        auto = isinstance(self.strategy, Auto)
-        priced = self._priced(request, everything=auto)
+        request, key = self._request(program), self._key(program)
+        kept = None if key is None else recall("plan", key)
+        plan = self._plan(request) if kept is None else Plan.from_json(kept)
+        if key is not None and kept is None and plan.prediction.proof != "gap":  # more time might find a better one
+            keep("plan", key, plan.to_json())
+        compared = None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(request, True))
+        return program.placed(replace(plan, prediction=replace(plan.prediction, all=compared)))
+
+    def _key(self, program: Program) -> str | None:
+        """A digest of what the plan follows from; None if a text does not tell all of it."""
+        graph = graph_text(program)
+        known = {each.name: getattr(program, each.name) for each in fields(Program)} | {"graph": graph, "root": None}
+        return None if graph is None else digest_of(repr(known), repr(self))
+
+    def _plan(self, request: Request) -> Plan:
+        """The plan to take, with its prices."""
+        priced = self._priced(request, isinstance(self.strategy, Auto))
         chosen, bound = self._choose(priced)
         assert chosen.plan is not None, "a feasible strategy has a plan"
         gap = max(0.0, 1 - chosen.samples_per_second / bound) if bound else 0.0
@@ -119,11 +135,10 @@ class Place(Pass[Program, PlacedProgram]):
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.seconds,
             priced=_candidates(priced),
-            all=None if auto else lambda: _candidates(self._priced(request, everything=True)),
             reasons=explain(request, chosen),
             layer_seconds={layer: layer_seconds(request, plan, layer) for layer in plan.placements},
         )
-        return program.placed(replace(plan, prediction=prediction))
+        return replace(plan, prediction=prediction)
 
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
         """The best plan of the strategy asked for, or of every strategy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
 
 
+os.environ["SPLITC_CACHE"] = "off"  # tests see what is computed, and processes that they start do too
 torch.set_num_threads(1)  # simulated ranks are threads already; more of them fight for the cores
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from splitc.cost_models.calibration.rank_timer import no_progress
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_toml
+from splitc.ir.disk_cache import cache_folder, write_cache
 
 THIS_MACHINE = "this-machine"
 _FORMAT = 3  # of the cache; a higher one measures again
@@ -29,9 +28,8 @@ _FORMAT = 3  # of the cache; a higher one measures again
 def measure_this_machine(budget: float = 5.0, cache_dir: Path | None = None) -> Cluster:
     """The cluster "this-machine", from the cache when this machine was measured before.
 
-    budget: seconds that measuring may take, about.  cache_dir: default `$XDG_CACHE_HOME/splitc` or
-    `~/.cache/splitc`. The cache is keyed by processor, cores and torch version; one that cannot be
-    read is measured anew.
+    budget: seconds that measuring may take, about.  cache_dir: default `cache_folder()`.  The cache is keyed by
+    processor, cores and torch version; one that cannot be read is measured anew.
     """
     here = measured_before(cache_dir)
     if here is None:
@@ -54,11 +52,6 @@ def device_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_model()
 
 
-def cache_folder() -> Path:
-    """Where measurements are kept: `$XDG_CACHE_HOME/splitc` or `~/.cache/splitc`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
-
-
 def _cache(cache_dir: Path | None, key: str) -> Path:
     return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
 
@@ -66,15 +59,6 @@ def _cache(cache_dir: Path | None, key: str) -> Path:
 def _key() -> str:
     device = _cuda_names() or f"{cpu_model()}, {cores()} cores"
     return f"{device}, torch {torch.__version__}, measured by splitc (format {_FORMAT})"
-
-
-def write_cache(path: Path, text: str) -> None:
-    """Write a file as a whole, since other ranks may read meanwhile; not at all where it cannot be written."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
 
 
 def _measure(budget: float, key: str) -> Cluster:

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from splitc import units
-from splitc.cost_models.clusters.this_machine import cache_folder, device_name
+from splitc.cost_models.clusters.this_machine import device_name
 from splitc.cost_models.compute.clocks import one_thread, seeded
 from splitc.cost_models.profiling.node_cache import NodeCache, node_keys
 from splitc.cost_models.profiling.node_times import FIRST, LEAST, NodeTimer
@@ -40,6 +40,7 @@ from splitc.cost_models.profiling.random_run import random_inputs, real_root
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
 from splitc.ir.costs import CostLine, LayerCost, Measured
+from splitc.ir.disk_cache import cache_folder
 from splitc.ir.program import Program
 
 _BATCHES = (0.25, 0.5, 1, 2, 4)  # times the example's

@@ -1,0 +1,66 @@
+"""Plans on disk: the second search for the same plan reads the first one's, and any other is searched for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
+from splitc.ir.strategies import Auto, LayerSeparation
+from splitc.passes import place as place_module
+from splitc.passes.place import Place
+from tests.support.small_programs import Row, small_cluster, small_program
+
+ROWS = [
+    Row("conv", ("images",), parameters=100, width=4, flops=1e5),
+    Row("fc", ("conv",), parameters=9999, width=4, flops=1e2),
+    Row("loss", ("fc", "labels")),
+]
+PLACE = Place(small_cluster(1e6), 3, Auto())
+
+
+@pytest.fixture
+def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The strategies of the plans that were searched for."""
+    monkeypatch.setenv("SPLITC_CACHE", str(tmp_path))
+    monkeypatch.setattr(place_module, "graph_text", lambda program: "graph")  # the toy's functions have no names
+    names: list[str] = []
+    real: Callable[[Place, object], Plan] = Place._plan
+    monkeypatch.setattr(Place, "_plan", lambda self, request: names.append(self.strategy.name) or real(self, request))
+    return names
+
+
+def test_a_plan_is_searched_for_once(searched: list[str]) -> None:
+    first, second = (PLACE.run(small_program(ROWS)).plan for _ in range(2))
+    assert searched == ["auto"] and first == second and first.prediction == second.prediction
+    assert first.candidates == second.candidates and first.to_json() == second.to_json()
+
+
+def test_a_recalled_plan_prices_other_strategies_when_they_are_read(searched: list[str]) -> None:
+    named = replace(PLACE, strategy=LayerSeparation())
+    first, second = (named.run(small_program(ROWS)).plan for _ in range(2))
+    assert len(second.prediction.priced) == 1 and first.candidates == second.candidates and len(second.candidates) > 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda program: replace(PLACE, world=2).run(program),
+        lambda program: replace(PLACE, cluster=small_cluster(2e6)).run(program),
+        lambda program: replace(PLACE, strategy=Auto(sync_batchnorm=True)).run(program),
+        lambda program: replace(PLACE, pins={"fc": "head"}).run(program),
+        lambda program: replace(PLACE, memory=1e9).run(program),
+        lambda program: replace(PLACE, global_batch=16).run(program),
+        lambda program: PLACE.run(replace(program, costs={**program.costs, "fc": program.costs["conv"]})),
+        lambda program: PLACE.run(replace(program, in_batch="loss")),
+    ],
+    ids=["world", "cluster", "option", "pins", "memory", "batch", "costs", "whole batch"],
+)
+def test_another_request_is_searched_for(searched: list[str], other: Callable[[Program], object]) -> None:
+    PLACE.run(small_program(ROWS))
+    other(small_program(ROWS))
+    assert len(searched) == 2
