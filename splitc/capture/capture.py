@@ -28,9 +28,10 @@ from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
 from splitc.ir.constructors import construction
-from splitc.ir.graph import changes_statistics, info
+from splitc.ir.graph import changes_statistics, info, rename
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
+from splitc.ir.names import is_ours
 from splitc.ir.program import Input, Program, TensorSpec, under_autocast
 from splitc.ir.value_range import class_bound
 
@@ -65,6 +66,9 @@ def _program(
 ) -> Program:
     root = tracer.root
     tracer.attributes.adopt_constants()
+    for node in graph.find_nodes(op="placeholder"):
+        if is_ours(node.name):
+            rename(graph, node, f"{node.name}_")
     set_specs(graph, tracer.values, tracer.evaluator.probes)
     locate_draws(graph)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node, root))

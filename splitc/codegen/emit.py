@@ -34,22 +34,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which hav
     "avg_pool2d": {"padding": 0, "ceil_mode": False, "count_include_pad": True, "divisor_override": None},
     "gelu": {"approximate": "none"},
 }
-RESERVED = {
-    "comm",
-    "rank",
-    "self",
-    "stage",
-    "step",
-    "evaluate",
-    "torch",
-    "nn",
-    "F",
-    "Stage",
-    "BUCKETS",
-    "SERVED",
-    "EVERY_MICROBATCH",
-    "TIED",
-}
 
 
 class Emitter:

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from splitc.ir.names import printable, prose
+
 WIDTH = 120
 _GAP = "  # "
 
@@ -15,6 +17,7 @@ Line = tuple[str, str]
 
 def aligned(body: Sequence[Line], indent: str) -> list[str]:
     """Statements with their comments in one column; one that is longer is broken inside its longest brackets."""
+    body = [(text, printable(note)) for text, note in body]
     room = WIDTH - len(indent)
     longest = max((len(note) for _, note in body), default=0)
     column = min(max((len(text) for text, note in body if note), default=0), room - len(_GAP) - longest)
@@ -43,8 +46,11 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def docstring(title: str, rest: Sequence[str]) -> list[str]:
-    """A module's docstring: the title, which may take several lines, and what follows after an empty line."""
-    lines = textwrap.wrap(f'"""{title}', WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+    """A module's docstring of any texts: the title, which may take several lines, and lines after an empty one."""
+    lines, rest = (
+        textwrap.wrap(f'"""{prose(title)}', WIDTH - 3, break_long_words=False, break_on_hyphens=False),
+        [*map(prose, rest)],
+    )
     return [*lines, "", *rest, '"""'] if rest else [*lines[:-1], f'{lines[-1]}"""']
 
 

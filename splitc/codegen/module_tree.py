@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from splitc.ir.constructors import construction, literal
 from splitc.ir.graph import info
 from splitc.ir.layers import StateTensor
+from splitc.ir.names import is_attribute
 from splitc.ir.program import Program, Stage
 
 
@@ -50,10 +50,10 @@ class ModuleTree:
             child = f"{parent}.{part}" if parent else part
             kind = self._kinds.get(parent, "nn.Module")
             is_item = kind in ("nn.ModuleDict", "Tree") and child not in self._tensors
-            if is_item or (kind == "nn.ParameterDict" and not _is_attribute(part)):
+            if is_item or (kind == "nn.ParameterDict" and not is_attribute(part)):
                 text += f"[{literal(part)}]"
             else:
-                text = f"{text}.{part}" if _is_attribute(part) else f"getattr({text}, {literal(part)})"
+                text = f"{text}.{part}" if is_attribute(part) else f"getattr({text}, {literal(part)})"
             parent = child
         return text
 
@@ -78,7 +78,7 @@ class ModuleTree:
         """The class of the container at `path`."""
         children = [_last(child) for child in self._children(path)]
         tensors = {_last(tensor): self._tensors[tensor] for tensor in self._tensors_of(path)}
-        if children and (path or not all(map(_is_attribute, children))):
+        if children and (path or not all(map(is_attribute, children))):
             return "Tree" if any(hasattr(nn.ModuleDict, name) for name in (*children, *tensors)) else "nn.ModuleDict"
         only_parameters = all(h.parameter and not hasattr(nn.ParameterDict, name) for name, h in tensors.items())
         return "nn.ParameterDict" if path and only_parameters else "nn.Module"
@@ -132,7 +132,7 @@ class ModuleTree:
             return f"{own}.register_buffer({literal(name)}, {_empty(tensor)}{keep})"
         return (
             f"{own}.{name} = {_empty(tensor)}"
-            if _is_attribute(name)
+            if is_attribute(name)
             else f"{own}.register_parameter({literal(name)}, {_empty(tensor)})"
         )
 
@@ -141,7 +141,11 @@ class ModuleTree:
         for tensor in self._held:
             first = self._first_name(tensor)
             here = [n for n in dict.fromkeys((tensor.name, *tensor.names)) if n in self._tensors or self._in_module(n)]
-            lines += [f"{self.access(name)} = {self.access(first)}" for name in here if name != first]
+            for owner, _, name in (name.rpartition(".") for name in here if name != first):
+                own = self.access(owner) if owner else "self"
+                tied = self.access(first)
+                is_plain = is_attribute(name)
+                lines.append(f"{own}.{name} = {tied}" if is_plain else f"setattr({own}, {literal(name)}, {tied})")
         return lines
 
     def _frozen(self) -> list[str]:
@@ -170,7 +174,3 @@ def _empty(tensor: StateTensor) -> str:
 
 def _last(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _is_attribute(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)

@@ -117,7 +117,7 @@ def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) ->
     lines = [f"{buckets_name(rank_program, stage)} = (  # gradients all-reduced together, in the order of backward"]
     for bucket in stage.buckets:
         lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
-        lines += [f'        "{name}",' for name in bucket]
+        lines += [f"        {literal(name)}," for name in bucket]
         lines.append("    ),")
     return [*lines, ")"]
 
@@ -131,5 +131,5 @@ def _tied(program: PlacedProgram, rank_program: RankProgram) -> list[str]:
 def _every_microbatch(trained: Mapping[str, Sequence[str]]) -> list[str]:
     lines = ["EVERY_MICROBATCH = {  # parameters that are updated after every microbatch, unlike in one process"]
     for role, names in trained.items():
-        lines += [f'    "{role}": (', *(f'        "{name}",' for name in names), "    ),"]
+        lines += [f'    "{role}": (', *(f"        {literal(name)}," for name in names), "    ),"]
     return [*lines, "}"]

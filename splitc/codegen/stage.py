@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import fx
 
 from splitc import units
-from splitc.codegen.emit import RESERVED, Emitter
+from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.graph import assigned, cut_of, info, op_name
-from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
+from splitc.ir.names import RESERVED
+from splitc.ir.program import Cut, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
 _STATEMENT = 72
@@ -37,7 +39,7 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
     lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
     lines += ["    def __init__(self):", *(f"        {line}" for text in tree.lines() for line in _module_lines(text))]
     for stage in stages:
-        name = "forward" if len(stages) == 1 else method_name(stage)
+        name = "forward" if len(stages) == 1 else method_name(program, stage)
         lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
     return lines
 
@@ -53,9 +55,13 @@ def _module_lines(text: str) -> list[str]:
     return [f"{indent}{line}" for line in lines]
 
 
-def method_name(stage: Stage) -> str:
-    """The method that runs a stage, in a class with several stages."""
-    return f"forward_{stage.role}"
+def method_name(program: Program, stage: Stage) -> str:
+    """The method that runs a stage, in a class with several stages: not the name of something that it holds."""
+    held = {name.partition(".")[0] for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)}
+    name = f"forward_{stage.role}"
+    while name in held:
+        name += "_"
+    return name
 
 
 def returned_cuts(stage: Stage) -> list[Cut]:
@@ -87,7 +93,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
             names[node] = names[node.args[0]]
             continue
         name = cut_of(node).name if node.target is comm_ops.recv else node.name
-        while name in taken:
+        while name in taken or keyword.iskeyword(name):
             name += "_"
         taken.add(name)
         names[node] = name

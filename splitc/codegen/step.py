@@ -137,7 +137,7 @@ class _StepWriter:
             value, received = self._cuts.stage_input(cut), self._cuts.received(cut)
             if value != received and not cut.passes("modulo"):
                 lines.append((f"{value} = {received}.detach().requires_grad_()", ""))
-        called = "stage" if len(self.stages) == 1 else f"stage.{method_name(stage)}"
+        called = "stage" if len(self.stages) == 1 else f"stage.{method_name(self._program, stage)}"
         call = f"{called}({', '.join([comm, *forward_inputs(stage), *map(self._cuts.stage_input, stage.receives)])})"
         returned = [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
         line = f"{', '.join(returned)} = {call}" if returned else call

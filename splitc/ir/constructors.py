@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitc.ir.names import quoted
+
 _SKIP = ("device", "dtype", "self")
 _ATTENTION: dict[str, Callable[[Any], Any]] = {  # arguments that nn.MultiheadAttention stores under other names
     "bias": lambda m: m.in_proj_bias is not None,
@@ -122,7 +124,7 @@ def literal(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        return quoted(value)
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     if isinstance(value, tuple):
