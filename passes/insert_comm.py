@@ -49,6 +49,7 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
         graph, _ = copy_graph(program.graph)
         for node in graph.nodes:
             update_info(node, role=_role(program, node))
+        _store_in_each_stage(graph)
         _copy_to_each_stage(graph)
         inputs = {each.name for each in program.inputs}
         names = (name for name in map("cut{}".format, count()) if name not in inputs)
@@ -86,10 +87,32 @@ def _role(program: PlacedProgram, node: fx.Node) -> str:
     return role
 
 
+def _store_in_each_stage(graph: fx.Graph) -> None:
+    """Let each role that reads a buffer store what forward makes of it, and read what that is made of."""
+    stores: dict[fx.Node, set[str]] = {
+        node: set() for node in graph.nodes if node.target is comm_ops.store_buffer and info(node).copied_to_each_stage
+    }
+    before = None
+    while before != stores:
+        before, roles = stores, {}
+        for node in reversed(graph.nodes):
+            readers: set[str] = set().union(*(roles[user] for user in node.users))
+            roles[node] = stores.get(node, readers) if info(node).copied_to_each_stage else {info(node).role}
+        stores = {node: roles[node.args[0]] for node in stores}
+    for node, found in stores.items():
+        own, *others = sorted(found) or [info(node).role]
+        update_info(node, role=own)
+        for role in others:
+            with graph.inserting_after(node):
+                copied = graph.node_copy(node)
+            rename(graph, copied, f"{node.name}_{role}")
+            set_info(copied, info(node), role=role)
+
+
 def _copy_to_each_stage(graph: fx.Graph) -> None:
     """Give each role its own copy of the `copied_to_each_stage` nodes that it reads."""
     for node in reversed(list(graph.nodes)):
-        if not info(node).copied_to_each_stage:
+        if not info(node).copied_to_each_stage or node.target is comm_ops.store_buffer:
             continue
         for role in dict.fromkeys(info(user).role for user in node.users):
             if role == info(node).role:

@@ -24,12 +24,13 @@ class Constants:
     """Evaluates nodes on real tensors.
 
     values: of each node, from the trace.  real: the model's tensor by name, with its data.
-    changing: names of buffers that forward updates.
+    changing: names of buffers that forward updates.  used: names of tensors whose values are in the trace.
     """
 
     def __init__(self, values: Mapping[fx.Node, tuple[Any, ...]], real: Callable[[str], torch.Tensor]) -> None:
         self._values, self._real = values, real
-        self.changing: set[str] = set()
+        self.changing: dict[str, None] = {}
+        self.used: set[str] = set()
 
     def value(self, node: fx.Node) -> Any:
         """The node's value.  Raises NotConstant."""
@@ -40,6 +41,7 @@ class Constants:
             tensor = self._real(str(node.target))
             if tensor.requires_grad or node.target in self.changing:
                 raise NotConstant(f"{node.target} changes while the model trains")
+            self.used.add(str(node.target))
             return tensor
         if node.op in ("placeholder", "call_module") or node.target in comm_ops.DRAWS:
             raise NotConstant(f"{node.name} differs from batch to batch")

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from splitc.capture.in_batch import LAYER
+from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, SizeSpec
@@ -125,17 +126,21 @@ def _is_frozen(program: Program, layer: Layer) -> bool:
     return bool(parameters) and not any(parameter.trainable for parameter in parameters)
 
 
-def _mark_copied(graph: fx.Graph, parameters: set[str]) -> None:
+def _mark_copied(graph: fx.Graph, own: set[str]) -> None:
+    """Set `copied_to_each_stage` of every node.  own: tensors that one role has: parameters, what is made of them."""
     for node in graph.nodes:
         if node.op == "get_attr":
-            copied = node.target not in parameters
-        elif info(node).side_effect or node.op in ("placeholder", "output", "call_module"):
+            copied = node.target not in own
+        elif node.op in ("placeholder", "output", "call_module"):
             copied = False
         elif isinstance(info(node).spec, SizeSpec) or _is_device(node):
             copied = True
         else:
             copied = all(info(n).copied_to_each_stage for n in node.all_input_nodes)
         update_info(node, copied_to_each_stage=copied)
+    stored = [node for node in graph.nodes if node.target is store_buffer and not info(node).copied_to_each_stage]
+    if found := {str(node.args[0].target) for node in stored} - own:
+        _mark_copied(graph, own | found)
 
 
 def _is_device(node: fx.Node) -> bool:

@@ -28,7 +28,6 @@ from splitc.capture.refusals import Unsupported
 from splitc.ir.graph import assigned, info
 
 _FILLS = ("zero_", "fill_", "copy_")
-_COUNTER_METHODS = {operator.iadd: "add_", operator.isub: "sub_", operator.imul: "mul_"}
 
 
 def functional(call: Call) -> Call:
@@ -51,14 +50,6 @@ def functional(call: Call) -> Call:
     if call.name.endswith("_") and not call.name.endswith("__") and call.target not in BINARY.values():
         return replace(call, target=_out_of_place(call), written=first)
     return _without_inplace(call, first)
-
-
-def counter_update(call: Call) -> Call | None:
-    """The call as an in-place method on a buffer, such as `add_`; None for other calls."""
-    if call.target in _COUNTER_METHODS:
-        return replace(call, op="call_method", target=_COUNTER_METHODS[call.target])
-    is_method = call.op == "call_method" and call.name.endswith("_")
-    return call if is_method else None
 
 
 def _out_of_place(call: Call) -> Any:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from splitc.capture.attributes import identifier
 from splitc.capture.proxy import is_proxy, leaves
 from splitc.capture.refusals import Unsupported, hook_text
-from splitc.capture.tracer import Tracer, identifier
+from splitc.capture.tracer import Tracer
 
 _FACTORIES = (
     "arange", "as_tensor", "bartlett_window", "blackman_window", "empty", "eye", "full", "hamming_window",

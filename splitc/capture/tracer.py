@@ -16,17 +16,18 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from splitc.capture.attributes import Attributes
+from splitc.capture.attributes import Attributes, identifier
 from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
-from splitc.capture.inplace import Aliasing, counter_update, functional
+from splitc.capture.inplace import Aliasing, functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, like, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
 from splitc.capture.refusals import DATA, Failed, Unsupported, writes_text
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
+from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import assigned, info, set_info, update_info
 
 
@@ -55,6 +56,7 @@ class Tracer:
         self._aliasing = Aliasing()
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
+        self._owned: dict[int, str] = {}  # `id` of a proxy -> the parameter or buffer that it stands for
         self._batched: set[fx.Node] = set()
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
@@ -77,6 +79,8 @@ class Tracer:
         self.origin = "loss"
 
     def output(self, value: Any) -> None:
+        for name in self._constants.changing:
+            self._store(self._attribute_nodes[name])
         update_info(self.graph.output(map_tree(value, self._argument)), source="output")
 
     def record(
@@ -103,8 +107,8 @@ class Tracer:
             return self.random.run(form, call)
         self.evaluator.unrecorded(lambda: require_recordable(call))
         new = functional(normalized(call))
-        if new.written is not None and new.written._node.op == "get_attr":
-            return self._update_counter(call, new.written)
+        if id(new.written) in self._owned:
+            self._require_counter(call, new.written)
         if new.target is assigned and self._is_assigned(new):
             return new.written
         try:
@@ -181,7 +185,7 @@ class Tracer:
             key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
             self.record("call_function", operator.setitem, (base, key, new), {})
         owner = self._aliasing.owner(self._storage(before))
-        if owner is not None:
+        if owner is not None and id(old) not in self._owned:
             raise Unsupported(writes_text("this", str(owner.target)))
         self._aliasing.write(node, self._storage(before), self.source())
         old.__dict__.update(_node=new._node, _values=new._values)
@@ -194,17 +198,21 @@ class Tracer:
         parts = map_tree(call.args[1:], lambda value: value._node if is_proxy(value) else value)
         return node.target is assigned and node.args[1:] == parts
 
-    def _update_counter(self, call: Call, buffer: TracedTensor) -> TracedTensor:
-        """Record an in-place update of a buffer that counts steps.  Raises Unsupported when it depends on the batch."""
-        name, method = str(buffer._node.target), counter_update(call)
-        from_batch = any(value._node in self._batched for value in call.inputs)
-        if method is None or isinstance(buffer, nn.Parameter) or from_batch:
+    def _require_counter(self, call: Call, tensor: TracedTensor) -> None:
+        """Raise Unsupported for a write into a parameter, and into a buffer other than one that counts steps."""
+        name = self._owned[id(tensor)]
+        if isinstance(tensor, nn.Parameter) or any(value._node in self._batched for value in call.inputs):
             raise Unsupported(writes_text(call.name, name))
-        node = self._node(method)
-        update_info(node, side_effect=name)
-        self.values[node] = buffer._values
-        self._constants.changing.add(name)
-        return buffer
+        if name in self._constants.used:
+            raise Unsupported(f"{call.name} changes {name}, whose value forward has used as a plain number or a branch")
+        self._constants.changing[name] = None
+
+    def _store(self, buffer: fx.Node) -> None:
+        """Record that the buffer has another value from the next step on."""
+        value = self._proxies[buffer]._node
+        with self.graph.inserting_after(value):
+            node = self.graph.call_function(store_buffer, (buffer, value))
+        set_info(node, info(value), side_effect=True)
 
     def _storage(self, tensor: torch.Tensor) -> int:
         """The identity of a tensor's storage, which all its views share."""
@@ -261,7 +269,7 @@ class Tracer:
             tensor = self.evaluator.unrecorded(lambda: self.fake.from_tensor(self.attributes.traced(name)))
             self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
             update_info(node, source=self.source(), module=name.rpartition(".")[0])
-            self._proxy(node, (tensor, tensor))
+            self._owned[id(self._proxy(node, (tensor, tensor)))] = name
         return self._proxies[self._attribute_nodes[name]]
 
     def source(self) -> str:
@@ -287,11 +295,3 @@ class Tracer:
         raise self.refused(
             Unsupported(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")
         )
-
-
-def identifier(path: str, module: nn.Module | None = None) -> str:
-    """A path as a Python name: `features.0` -> `features_0`; `0` of a Sequential -> `conv2d_0`."""
-    name = "".join(c if c.isalnum() else "_" for c in path)
-    if name and not name[0].isdigit():
-        return name
-    return f"{'value' if module is None else type(module).__name__.lower()}_{name}"

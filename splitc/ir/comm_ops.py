@@ -136,6 +136,10 @@ DRAWS = (dropout, uniform, normal)
 """The operations that draw random numbers."""
 
 
+def store_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a buffer of the model have `value` from the next training step on; all ranks that hold it compute it."""
+
+
 class Collective(StrEnum):
     """What an operation does on the wire."""
 
@@ -230,6 +234,7 @@ OPS = {
         CommOp("dropout", Collective.NONE, None, None, "dropout", in_stage=True),
         CommOp("uniform", Collective.NONE, in_stage=True),
         CommOp("normal", Collective.NONE, in_stage=True),
+        CommOp("store_buffer", Collective.NONE, in_stage=True),
         CommOp("pull", Collective.RECV, Over.SERVERS, None, "push", in_stage=True),
         CommOp("push", Collective.SEND, Over.SERVERS, None, "pull"),
         CommOp("send_parameters", Collective.SEND, Over.SERVERS, None, "reduce_gradients"),
@@ -260,6 +265,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
         global_weight,
         scale_by_share,
         *DRAWS,
+        store_buffer,
     )
 }
 """The operations that are nodes of a graph, by their function."""

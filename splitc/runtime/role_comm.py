@@ -221,6 +221,10 @@ class RoleComm(SeededComm):
         examples = [(before + a, before + b) for a, b in self._group_examples(self._microbatch)]
         return Draws(self._context.seed, self._context.number, examples)
 
+    def store_buffer(self, buffer: Tensor, value: Tensor) -> None:
+        """Let a buffer have `value` after the step; all microbatches and roles of a rank compute the same one."""
+        self._context.stored.append((buffer, value.detach()))
+
     def autocast(self, dtype: torch.dtype) -> torch.autocast:
         """Around a stage's forward: the mixed precision that the program was captured with."""
         return torch.autocast(self._transport.device.type, dtype)

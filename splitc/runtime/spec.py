@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Route(NamedTuple):
     """A rank of another role, and the examples of the compiled batch that both ranks work on."""
@@ -141,6 +143,7 @@ class StepContext:
     training: False makes dropout the identity.
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
+    stored: buffers, and their values from the next training step on.
     """
 
     compiled_offsets: tuple[int, ...]
@@ -151,6 +154,7 @@ class StepContext:
     is_first: bool = True
     is_last: bool = True
     first_example: int = 0
+    stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
 
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""

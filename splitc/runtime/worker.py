@@ -109,10 +109,13 @@ class Worker:
             for parameter in self._state.leaves:
                 parameter.grad = None
             self._examples = 0
-        with self.rank.step(self._context(True, is_first, is_last)) as comms:
+        context = self._context(True, is_first, is_last)
+        with self.rank.step(context) as comms:
             loss: Tensor = self._program.step(*comms, self.stage, *self._on_device(batch))
             if is_last:
                 self._finish_gradients()
+        for buffer, value in context.stored:
+            buffer.copy_(value)
         self._steps += 1
         self._examples += self.batch_offsets[-1]
         if is_last and self.optimizer is not None:

@@ -122,12 +122,22 @@ def test_positions_on_the_inputs_device_can_be_computed_everywhere() -> None:
     assert info(node(program, "arange")).copied_to_each_stage and info(device).copied_to_each_stage
 
 
-def test_a_counter_belongs_to_the_module_that_counts_and_is_not_copied() -> None:
+def test_a_counter_belongs_to_the_module_that_counts() -> None:
     model = made(lambda m, x: m.fc(m.norm(m.a(x))), a=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
     model.norm.register_forward_hook(lambda module, inputs, output: output)
     program = capture(model, vectors()(), labels()(), F.cross_entropy)
     counters = [n for n in program.graph.nodes if info(n).side_effect]
-    assert [info(n).layer for n in counters] == ["norm"] and not info(counters[0]).copied_to_each_stage
+    assert [info(n).layer for n in counters] == ["norm"] and info(counters[0]).copied_to_each_stage
+
+
+def test_a_buffer_that_is_made_of_a_parameter_cannot_be_copied_with_what_reads_it() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        m.mean.mul_(0.9).add_(0.1 * m.a.weight.detach().mean(0))
+        return m.fc(m.a(x) * m.mean)
+
+    model = made(run, a=nn.Linear(8, 8), mean=nn.Buffer(torch.ones(8)), fc=nn.Linear(8, CLASSES))
+    program = capture(model, vectors()(), labels()(), F.cross_entropy)
+    assert not any(info(n).copied_to_each_stage for n in program.graph.nodes if n.op == "get_attr")
 
 
 def test_layers_without_anything_to_train_are_frozen() -> None:

@@ -125,6 +125,24 @@ def own_operator(m: Any, x: Tensor) -> Tensor:
     return m.fc(torch.ops.aten.relu(x))  # here
 
 
+def counter_from_batch(m: Any, x: Tensor) -> Tensor:
+    m.mean.mul_(0.9)
+    m.mean[0] = x.mean()  # here
+    return m.fc(x - m.mean)
+
+
+def counter_in_a_branch(m: Any, x: Tensor) -> Tensor:
+    y = m.fc(x) if m.mean[0] > 0 else m.fc(2 * x)
+    m.mean.add_(1)  # here
+    return y
+
+
+def counter_in_an_old_view(m: Any, x: Tensor) -> Tensor:
+    first = m.mean[:1]
+    m.mean.add_(1)
+    return m.fc(x * first)  # here
+
+
 def swallowed(m: Any, x: Tensor) -> Tensor:
     with contextlib.suppress(Exception):
         if x.mean() > 0:  # here
@@ -183,6 +201,9 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (parameter_written_by_data, "writes into fc.weight while the model runs", {}),
     (array_factor, "mul is given a ndarray, which a graph cannot hold", {}),
     (own_operator, "relu is no function of torch, so generated code cannot call it", {}),
+    (counter_from_batch, "setitem writes into mean while the model runs", {"mean": nn.Buffer(torch.ones(8))}),
+    (counter_in_a_branch, "add_ changes mean, whose value forward has used", {"mean": nn.Buffer(torch.ones(8))}),
+    (counter_in_an_old_view, "shares memory with mean, into which HERE - 1", {"mean": nn.Buffer(torch.ones(8))}),
     (swallowed, f"a branch needs the value of gt (HERE); its value {DATA}", {}),
     (swallowed_first, f"float() needs the value of mean (HERE); its value {DATA}", {}),
     (raw_norm, "batch_norm may change tensors that it is given", {"mean": nn.Buffer(torch.zeros(8))}),

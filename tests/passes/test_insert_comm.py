@@ -87,6 +87,25 @@ def test_values_that_another_role_reads_are_sent_and_received() -> None:
     """)
 
 
+def test_a_counter_is_stored_in_every_role_that_reads_it() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.count.add_(1)
+
+    model = nn.Sequential(nn.Linear(8, 6), steps := Steps(), nn.Linear(6, 6), steps, nn.Linear(6, 5))
+    program = placed(model, 2, "layer_separation", pins={"0": "trunk", "2": "head", "4": "head"})
+    lines = [line.split("#")[0].strip() for line in printed(program_after(InsertComm, program)).splitlines()]
+    stores = [line for line in lines if "store_buffer(" in line]
+    assert stores == [
+        "store_buffer = store_buffer(value_1_count_head, steps_3_head)",
+        "store_buffer_trunk = store_buffer(value_1_count, steps_3)",
+    ]
+
+
 def test_the_check_finds_a_recv_of_another_cut() -> None:
     program = program_after(InsertComm, placed(two_layers(), 3, "layer_separation(n_c=2, n_f=1)"))
     received = next(node for node in program.graph.nodes if node.target is comm_ops.recv and node.name == "cut0")

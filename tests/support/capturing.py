@@ -18,6 +18,7 @@ import splitc.capture.capture
 from splitc.capture.example import Example
 from splitc.capture.validate import NoDropout, real_root, validate_capture
 from splitc.errors import CaptureError
+from splitc.ir.comm_ops import store_buffer
 from splitc.ir.interpreter import NodeRunner, shapes_at
 from splitc.ir.program import Program
 from tests.support.compiled import compiled
@@ -39,9 +40,13 @@ def assert_same_training(program: Program, model: nn.Module, example: Example, b
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     with NoDropout():
         expected = example.loss_of(example.output(theirs, values), values)
-        got = NodeRunner(real_root(program, ours, example), program.graph).run_named(values)
+        runner = NodeRunner(real_root(program, ours, example), program.graph, lambda node, run: run())
+        got = runner.run_named(values)
     expected.backward()
     got.backward()
+    for stored in (n for n in program.graph.nodes if n.target is store_buffer):
+        buffer, value = (runner.env[n] for n in stored.all_input_nodes)
+        buffer.data.copy_(value)
     torch.testing.assert_close(got, expected)
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), f"only one of the two has a gradient of {name}"
