@@ -14,7 +14,6 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,10 +119,9 @@ def measure(name: str, strategy: str, profiled: str | None = None, validate: boo
     example = Example.bind(model, inputs, target, loss)
     settings = Settings(WORLD, cluster=CLUSTER, strategy=parse_strategy(strategy))
     phases = _Phases(profiled)
-    program = phases.run("capture", lambda: capture(model, example))
+    program = captured = phases.run("capture", lambda: capture(model, example))
     if validate:
-        terms = phases.run("validate", lambda: validate_capture(program, model, example))
-        program = replace(program, loss_terms=terms)
+        program = phases.run("validate", lambda: validate_capture(captured, model, example))
     program = phases.run("costs", lambda: run_pass(MeasureCosts(), program))
     phases.run("specialise", lambda: specialise(program, settings))
     return phases.seconds

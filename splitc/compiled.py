@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from splitc.capture.capture import capture
 from splitc.capture.example import LOSS, Example
-from splitc.capture.validate import validate_capture
+from splitc.capture.validate import require_uncoupled, validate_capture
 from splitc.codegen.generate import generate
 from splitc.codegen.save import save_build
 from splitc.cost_models.clusters.named import load_cluster
@@ -89,7 +89,8 @@ def analyse(
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers."""
     program = capture(model, example, name, autocast)
-    program = replace(program, loss_terms=validate_capture(program, model, example))
+    program = validate_capture(program, model, example)
+    require_uncoupled(program)
     return run_pass(MeasureCosts(costs), program, watch)
 
 

@@ -3,43 +3,43 @@
     loss = cross_entropy(out, target) + 0.1 * activations.mean()     two terms
     loss = (per_example * mask).sum() / mask.sum()                   a term and its denominator
 
-Whether a term is a sum or a mean is measured: on three examples, on the first and on the other two (see `loss_parts`).
+An aggregate is a value that depends on the batch and has no batch dimension.  It must lie on a path of linear
+operations to the loss, or belong to a denominator: a scalar without gradient by which such a path is divided or
+multiplied.  All else couples examples, whatever it computes on a few of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import fx
 
-from splitc.capture.example import Example
-from splitc.capture.loss_parts import EXAMPLES, LossPart, Steady, is_weighted_mean, measure, sum_errors, tolerance
-from splitc.errors import CaptureError
-from splitc.ir.graph import info, op_name, set_info, tensor_spec
-from splitc.ir.layers import LossTerm
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.graph import info, op_name, set_info
+from splitc.ir.program import Program, SizeSpec, TensorSpec
 
-_SUMS = {"add", "sub", "rsub"}
-_SCALED = {"mul", "truediv", "div", "neg"}
-_SAME = {"clone", "contiguous", "double", "float", "mean", "reshape", "squeeze", "sum", "to", "view"}
-_DENOMINATORS = {"clamp", "clamp_min", "add", "max", "maximum", "float", "to", "double"}
-_NONLINEAR = {
-    "exp", "expm1", "log", "log1p", "pow", "reciprocal", "rsqrt", "sigmoid", "softplus", "sqrt", "square", "tanh",
+_QUOTIENTS = {"div", "divide", "true_divide", "truediv"}
+_PRODUCTS = {"mul", "multiply"}
+_SUMS = {"add", "rsub", "sub", "subtract"}
+_SCALED = _QUOTIENTS | _PRODUCTS | {"neg", "negative"}
+_SAME = {
+    "bfloat16", "clone", "contiguous", "detach", "double", "flatten", "float", "half", "mean", "reshape", "squeeze",
+    "sum", "to", "type", "unsqueeze", "view",
 }  # fmt: skip
-
-
-def loss_terms(program: Program, root: nn.Module, example: Example, steady: Steady) -> tuple[LossTerm, ...]:
-    """The terms of the loss, measured on rows of `example` with the modules of `root`, under `steady()`.
-
-    Raises CaptureError for a term that is neither a sum nor a mean over examples.
-    """
-    terms = _Terms(program.graph, program.loss)
-    terms.require_apart()
-    whole, first, rest = measure(program, root, example, terms.uses, steady)
-    return tuple(
-        LossTerm(node.name, _kind(node, use, terms.batched, whole[node], first[node], rest[node]))
-        for node, use in terms.uses.items()
-    )
+_MOVED = {
+    "T", "broadcast_to", "cat", "chunk", "concat", "diag", "diagonal", "dot", "einsum", "expand", "expand_as", "flip",
+    "getitem", "hstack", "index_select", "inner", "linear", "matmul", "mm", "movedim", "mv", "narrow", "permute",
+    "repeat", "roll", "select", "split", "stack", "swapaxes", "t", "tensordot", "tile", "trace", "transpose", "unbind",
+    "unflatten", "view_as", "vstack",
+}  # fmt: skip
+_OF_SEVERAL = _SUMS | {"cat", "concat", "hstack", "stack", "vstack"}
+_REDUCTIONS = {
+    "addmm", "baddbmm", "bincount", "bmm", "count_nonzero", "cross_entropy", "dot", "einsum", "index_add", "inner",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "linear", "matmul", "mean", "mm", "mv",
+    "nansum", "scatter_add", "sum", "tensordot", "trace", "vdot",
+}  # fmt: skip
+_OF_SIZES = ("new_", "empty", "full", "ones", "zeros")
+_NO_TENSOR = {"device", "dtype", "shape", "size"}
 
 
 def isolate_terms(graph: fx.Graph) -> None:
@@ -47,8 +47,7 @@ def isolate_terms(graph: fx.Graph) -> None:
 
     loss = task * exp(-s) + s   ->   loss = task * exp(-s) + s.clone()
     """
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    terms = _Terms(graph, output.all_input_nodes[0])
+    terms = LossTerms(graph)
     for node in terms.sums:
         for value in node.all_input_nodes:
             if value not in terms.batched and len(value.users) > 1:
@@ -58,40 +57,99 @@ def isolate_terms(graph: fx.Graph) -> None:
                 node.replace_input_with(value, copy)
 
 
-class _Terms:
-    """The decomposition of a loss.
+class LossTerms:
+    """The decomposition of the loss of a graph.
 
-    uses: its terms, and the denominators of quotients, each "term" or "denominator".  sums: nodes that add or subtract
-    terms.  batched: nodes that depend on the batch.
+    uses: its terms and the denominators, each "term" or "denominator".  sums: nodes that add or subtract terms.
+    couplings: nodes where examples begin to depend on each other, and why.
+    data: nodes whose values depend on the inputs' data.  batched: those, and what depends on the batch size.
+    upstream: the loss and what it depends on.  tail: nodes of which the loss is a linear function.
     """
 
-    def __init__(self, graph: fx.Graph, loss: fx.Node) -> None:
-        self.batched = _batched(graph)
+    def __init__(self, graph: fx.Graph) -> None:
+        self.data, self.batched = _dependent(graph)
         self.uses: dict[fx.Node, str] = {}
         self.sums: dict[fx.Node, None] = {}
+        self.couplings: dict[fx.Node, str] = {}
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        (loss,) = output.all_input_nodes
+        upstream = {loss, *_ancestors(loss)}
+        self.upstream = {node: None for node in graph.nodes if node in upstream}
         self._linear: set[fx.Node] = set()
+        self._denominators: dict[fx.Node, None] = {}
+        self._globals: set[fx.Node] = set()  # computed from denominators alone, so every rank has the whole batch's
+        self.tail = self._tail(loss)
         self._walk(loss)
+        for node in self._denominators:
+            if self.uses.setdefault(node, "denominator") == "term":
+                self._couples(node, f"{node.name} is a term of the loss and a denominator of another one")
+        self._find_couplings()
 
-    def require_apart(self) -> None:
-        """Raise CaptureError for a term that a node other than its sum reads."""
-        for node in self.uses:
-            others = [user for user in node.users if user not in self._linear and user.op != "output"]
-            if others:
-                raise CaptureError(
-                    f"{info(others[0]).source}: {others[0].name} reads {node.name} ({info(node).source}), which is "
-                    f"also a term of the loss, and a rank knows only its part of a term; compute the two apart"
-                )
+    def is_scaling(self, node: fx.Node) -> bool:
+        """Whether the node is a linear function, of each example for itself, of what it reads in the tail."""
+        return node in self.tail and op_name(node) in _SCALED | _SAME | _SUMS
+
+    def _tail(self, loss: fx.Node) -> set[fx.Node]:
+        tail = {loss}
+        for node in reversed(self.upstream):
+            users = [user for user in node.users if user in self.upstream]
+            if users and all(user in tail and self._is_linear(user, node) for user in users):
+                tail.add(node)
+        for node in self.upstream:
+            if node in tail and (factor := self._factor(node)) is not None:
+                self._denominator(factor)
+        return tail
+
+    def _is_linear(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether `node` is linear in `value`; in all that depends on the batch, where it sums several."""
+        name, operands = op_name(node), self._operands(node)
+        if name not in _SUMS | _SCALED | _SAME | _MOVED or "rounding_mode" in node.kwargs or value not in operands:
+            return False
+        if (name in _QUOTIENTS and node.args[1] is value) or value is self._factor(node):
+            return False
+        if name in _MOVED and node.args[0] is not value and name not in ("einsum", "linear", "matmul", "mm"):
+            return name in _OF_SEVERAL
+        others = [n for n in operands if n is not self._factor(node)]
+        others.remove(value)
+        if name in _PRODUCTS and not is_aggregate(value):  # by other data of the same example
+            return not any(is_aggregate(n) or n is value or value in _ancestors(n) for n in others)
+        return name in _OF_SEVERAL or not others
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that depend on the batch, but for numbers; one that is read twice is there twice."""
+        found: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), found.append)
+        return [n for n in found if n in self.batched and not isinstance(info(n).spec, SizeSpec)]
+
+    def _factor(self, node: fx.Node) -> fx.Node | None:
+        """The scalar without gradient, of the whole batch, by which `node` divides or multiplies what it reads."""
+        name = op_name(node)
+        if name not in _QUOTIENTS | _PRODUCTS or len(node.args) != 2 or "rounding_mode" in node.kwargs:
+            return None
+        value, factor = node.args
+        if name in _PRODUCTS and not self._may_divide(factor):
+            value, factor = factor, value
+        if not self._may_divide(factor) or not isinstance(value, fx.Node):
+            return None
+        is_scaled = value in self.batched or name in _QUOTIENTS or _requires_grad(value)
+        return factor if is_scaled and value is not factor and isinstance(factor, fx.Node) else None
+
+    def _may_divide(self, node: object) -> bool:
+        if not isinstance(node, fx.Node) or node not in self.batched or isinstance(info(node).spec, SizeSpec):
+            return False
+        return _is_scalar(node) and not _requires_grad(node)
 
     def _walk(self, node: fx.Node) -> None:
         name, inputs = op_name(node), node.all_input_nodes
-        parts = [n for n in inputs if n in self.batched]
-        linear = node in self.batched and all(map(_is_scalar, inputs))
-        if linear and name in _SUMS and not _added_number(node):
+        parts = self._operands(node)
+        linear = bool(parts) and all(_is_scalar(n) or _is_stack(n) for n in inputs if n not in self._globals)
+        factor = self._factor(node) if linear else None
+        if factor is not None and len(parts) == 2:
+            terms = [n for n in parts if n is not factor]
+        elif linear and name in _OF_SEVERAL and not _added_number(node):
             self.sums[node] = None
             terms = inputs
-        elif linear and self._is_quotient(node):
-            terms = parts[:1] if node.args[0] in parts else []
-        elif linear and ((name in _SCALED and len(parts) == 1) or (name in _SAME and len(inputs) == 1)):
+        elif linear and name in _SCALED | _SAME and len(parts) == 1 and self._is_linear(node, parts[0]):
             terms = parts
         else:
             self._term(node)
@@ -99,78 +157,98 @@ class _Terms:
         self._linear.add(node)
         for value in terms:
             self._walk(value)
-        if self._is_quotient(node):
-            self._denominator(parts[-1])
 
     def _term(self, node: fx.Node) -> None:
-        hidden = next((n for n in _ancestors(node) if is_weighted_mean(n) or self._is_quotient(n)), None)
+        hidden = next((n for n in _ancestors(node) if is_weighted_mean(n) and n not in self._globals), None)
         if hidden is not None:
             number = _added_number(node)
-            what = f"{node.name} adds {number:g} to" if number else f"{node.name} is no sum of"
-            raise CaptureError(
-                f"{info(node).source}: {hidden.name} ({info(hidden).source}) divides by a sum over the whole "
-                f"batch, and {what} it: write the loss as a sum of such terms, without numbers added"
+            what = f"adds {number:g} to" if number else "is no sum of"
+            self._couples(
+                node,
+                f"{node.name} {what} {hidden.name} ({info(hidden).source}), which divides by a sum over the whole "
+                f"batch: write the loss as a sum of such terms, without numbers added",
             )
-        whole = next((n for n in node.all_input_nodes if n in self.batched and _is_scalar(n)), None)
-        if whole is not None and op_name(node) in _NONLINEAR:
-            raise CaptureError(
-                f"{info(node).source}: the loss couples examples: {node.name} is no linear function of {whole.name} "
-                f"({info(whole).source}), which is over the whole batch; a rank that sees a part of the batch cannot "
-                f"compute it (take {op_name(node)} of each example, or leave it out)"
-            )
-        self.uses.setdefault(node, "term")
+        self.uses[node] = "term"
 
-    def _is_quotient(self, node: fx.Node) -> bool:
-        divisor = node.args[-1] if op_name(node) in ("truediv", "div") else None
-        return isinstance(divisor, fx.Node) and divisor in self.batched and _is_scalar(divisor)
+    def _require_sum(self, node: fx.Node) -> None:
+        """Note a reduction over examples that is not known to be a sum or a mean."""
+        name = op_name(node)
+        if name not in _REDUCTIONS and not name.endswith("_loss"):
+            self._couples(node, f"{node.name} is not known to be a sum or a mean over examples")
 
     def _denominator(self, node: fx.Node) -> None:
-        parts = [n for n in node.all_input_nodes if n in self.batched]
-        if op_name(node) in _DENOMINATORS and len(parts) == 1 and _is_scalar(parts[0]):
-            self._linear.add(node)
-            self._denominator(parts[0])
-        elif tensor_spec(node).requires_grad:
-            raise CaptureError(
-                f"{info(node).source}: the loss divides by {node.name}, which depends on parameters and on the whole "
-                f"batch; splitc sums denominators without gradient only; detach it"
-            )
+        parts = self._operands(node)
+        if parts and all(_is_scalar(n) for n in parts):
+            self._globals.add(node)
+            for value in parts:
+                self._denominator(value)
         else:
-            self.uses[node] = "denominator"
+            self._denominators[node] = None
+            self._globals.add(node)
+
+    def _find_couplings(self) -> None:
+        for node in self.upstream:
+            if node not in self.batched or not is_aggregate(node):
+                continue
+            if not any(map(is_aggregate, self._operands(node))):
+                self._require_sum(node)
+            readers = [user for user in node.users if user in self.upstream]
+            if node in self._globals:
+                readers = [u for u in readers if u not in self._globals and self._factor(u) is not node]
+            for user in readers:
+                if user not in self.tail or not self._is_linear(user, node):
+                    self._couples(
+                        user,
+                        f"{user.name} is no linear function of {node.name} ({info(node).source}), which is over the "
+                        f"whole batch; a rank that sees a part of the batch cannot compute it",
+                    )
+                elif node in self.uses and user not in self._linear:
+                    self._couples(
+                        user, f"{user.name} reads {node.name} ({info(node).source}), which is also a term of the loss"
+                    )
+
+    def _couples(self, node: fx.Node, why: str) -> None:
+        self.couplings.setdefault(node, f"{info(node).source}: the loss couples examples: {why}")
 
 
-def _kind(node: fx.Node, use: str, batched: set[fx.Node], whole: LossPart, first: LossPart, rest: LossPart) -> str:
-    """`LossTerm.kind` of a term, from its measurements on three examples, the first and the other two."""
-    if node not in batched:
-        return "mean"  # the same on every rank, which counts by its share of the batch
-    allowed = tolerance(tensor_spec(node).dtype)
-    suffix = "" if use == "term" else " denominator"
-    if is_weighted_mean(node):
-        total, *parts = (p.scaled(p.weight) if p.weight else LossPart(0.0, 0.0, None) for p in (whole, first, rest))
-        errors = {"weighted": sum_errors(total, parts[0], parts[1], allowed)}
-    elif whole.value == first.value == rest.value == 0 == whole.gradient_norm:
-        return ("sum" if op_name(node) == "sum" or node.kwargs.get("reduction") == "sum" else "mean") + suffix
-    else:
-        shares = first.scaled(1 / EXAMPLES), rest.scaled(1 - 1 / EXAMPLES)
-        errors = {"mean": sum_errors(whole, *shares, allowed), "sum": sum_errors(whole, first, rest, allowed)}
-    kind = min(errors, key=lambda name: max(errors[name]))
-    if max(errors[kind]) <= 1:
-        return kind + suffix
-    a, b, c = whole.value, first.value, rest.value
-    raise CaptureError(
-        f"{info(node).source}: the loss couples examples: {node.name} is {a:.6g} over 3 examples, {b:.6g} over the "
-        f"first and {c:.6g} over the other two, {'' if errors[kind][0] > 1 else 'and its gradient is '}neither their "
-        f"sum nor their mean; a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean "
-        f"or a weighted mean over examples)"
-    )
+def is_weighted_mean(node: fx.Node) -> bool:
+    """Whether `node` is a cross_entropy or nll_loss that divides by the weights of its targets."""
+    if node.target not in (F.cross_entropy, F.nll_loss) or node.kwargs.get("reduction", "mean") != "mean":
+        return False
+    target = node.args[1]
+    assert isinstance(target, fx.Node)
+    spec = info(target).spec
+    return isinstance(spec, TensorSpec) and not spec.dtype.is_floating_point
 
 
-def _batched(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on the batch."""
-    found: set[fx.Node] = set()
+def is_known(program: Program) -> bool:
+    """Whether every node is torch's own, so that what treats examples apart has a gradient that does."""
+    modules = (program.root.get_submodule(str(n.target)) for n in program.graph.nodes if n.op == "call_module")
+    return all(type(module).__module__.startswith("torch.nn.") for module in modules)
+
+
+def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes whose values depend on the inputs' data, and those that depend on the batch in any way."""
+    data: set[fx.Node] = set()
+    batched: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        name, spec = op_name(node), info(node).spec
+        if node.op == "placeholder":
+            data.add(node)
+            batched.add(node)
+        elif name in _NO_TENSOR or (name == "getattr" and node.args[1] in _NO_TENSOR) or isinstance(spec, SizeSpec):
+            if isinstance(spec, SizeSpec) and spec.scale:
+                batched.add(node)
+        elif name.startswith(_OF_SIZES):
+            has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
+            if has_examples or any(n in batched for n in node.all_input_nodes[1:]):
+                batched.add(node)
+        else:
+            if not data.isdisjoint(node.all_input_nodes):
+                data.add(node)
+            if not batched.isdisjoint(node.all_input_nodes):
+                batched.add(node)
+    return data, batched
 
 
 def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
@@ -190,6 +268,22 @@ def _added_number(node: fx.Node) -> float:
     return float(numbers[0]) if numbers and op_name(node) in _SUMS else 0.0
 
 
+def is_aggregate(node: fx.Node) -> bool:
+    """Whether a node that depends on the batch is a tensor without a batch dimension."""
+    spec = info(node).spec
+    parts = spec if isinstance(spec, tuple) and spec else (spec,)
+    return all(isinstance(part, TensorSpec) and part.batch_dim is None for part in parts)
+
+
+def _is_stack(node: fx.Node) -> bool:
+    return op_name(node) == "stack" and all(map(_is_scalar, node.all_input_nodes))
+
+
 def _is_scalar(node: fx.Node) -> bool:
     spec = info(node).spec
-    return isinstance(spec, TensorSpec) and spec.shape == ()
+    return isinstance(spec, SizeSpec) or (isinstance(spec, TensorSpec) and spec.shape == ())
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    spec = info(node).spec
+    return isinstance(spec, TensorSpec) and spec.requires_grad

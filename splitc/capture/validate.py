@@ -1,221 +1,256 @@
 """Compare a captured graph with its model, and find how the loss adds up over parts of the batch.
 
-Both run on a few real examples, with dropout off and BatchNorm in evaluation mode: a tracer that loses a gradient, or a
-loss that couples examples, is found here and not after a week of training.
+On three generic examples, on private copies in float64, with dropout off: the loss, every gradient and every buffer
+must agree, run after run without restoring anything in between, and no Python state may change.  Then the graph alone
+runs on parts of the batch, with BatchNorm in evaluation mode (`apart`).
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
+from splitc.capture.apart import EXAMPLES, PARTS, Apart, NotFinite, rows_of
 from splitc.capture.example import Example
-from splitc.capture.loss_parts import tolerance
-from splitc.capture.loss_terms import loss_terms
-from splitc.capture.proxy import map_tree
-from splitc.capture.random_calls import draw_layouts
-from splitc.capture.source_lines import line_of
+from splitc.capture.generic_data import Draw, GenericData
+from splitc.capture.gradients import Gradients, differing, gradients
+from splitc.capture.loss_terms import LossTerms, is_known
+from splitc.capture.python_state import changed, is_tensor_state, python_state
+from splitc.capture.source_lines import first_line, line_of
+from splitc.capture.twins import Twin
 from splitc.errors import CaptureError
+from splitc.ir.comm_ops import store_buffer
+from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
-from splitc.ir.layers import LossTerm
-from splitc.ir.program import Program, under_autocast
-from splitc.runtime.seeded.draws import Draws
-from splitc.runtime.seeded.mode import SeededRandom
+from splitc.ir.layers import Coupling
+from splitc.ir.program import Program
+
+_SEEDS = 4  # tried where a loss is not finite
+_LARGE = 1 << 28  # parameters; more are not copied in float64
 
 
-class NoDropout(SeededRandom):
-    """Makes dropout the identity; other random functions draw the same numbers for all examples, as `graph` does."""
-
-    def __init__(self, graph: fx.Graph | None = None) -> None:
-        super().__init__(Draws(0, 0, None), {} if graph is None else draw_layouts(graph), dropout=False)
+class _Fails(Exception):
+    """The model does not run on what was drawn, or differs from its graph there in float64."""
 
 
-class _Steady(NoDropout):
-    """Also makes BatchNorm use running statistics, or none, so that examples are independent of each other."""
+def validate_capture(program: Program, model: nn.Module, example: Example) -> Program:
+    """Check that the captured graph computes the model's loss, gradients and buffers; return it with what was found.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.batch_norm:
-            return super().__torch_function__(func, types, args, kwargs)
-        bound = inspect.signature(func).bind(*args, **(kwargs or {}))
-        bound.apply_defaults()
-        options = {**bound.arguments, "training": False}
-        channels = options["input"].shape[1]
-        if options["running_mean"] is None:
-            options.update(
-                running_mean=options["input"].new_zeros(channels), running_var=options["input"].new_ones(channels)
-            )
-        return func(**options)
-
-
-class _InFloat32(TorchFunctionMode):
-    """Turns casts to the dtype of autocast into casts to float32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = (map_tree(part, self._widened) for part in (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def _widened(self, value: Any) -> Any:
-        return torch.float32 if value is self._dtype else value
-
-
-@contextmanager
-def steady(model: nn.Module, graph: fx.Graph | None = None) -> Iterator[None]:
-    """Turn dropout off and let BatchNorm use running statistics; restore attributes and buffers afterwards.
-
-    graph: of the model, which draws what the model draws.
+    That is the terms of the loss, or where examples are coupled, and what could not be checked as it should.
+    Raises CaptureError where the two differ, and for Python state that forward changes.
     """
-    tensors = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            module.training = False
+    data = GenericData.of(program, example.tensors)
+    dtypes = (True, False) if sum(p.numel() for p in model.parameters()) <= _LARGE else (False,)
+    failures: list[Exception] = []
+    for how in Draw:
+        for wide in dtypes:
+            for seed in range(_SEEDS):
+                batches = [data.draw(EXAMPLES, seed + _SEEDS * k, how) for k in range(2)]
+                try:
+                    with _untouched():
+                        _compare(program, Twin(program, model, example, wide), batches)
+                        apart = _apart(program, model, example, batches[0], (True, False) if True in dtypes else dtypes)
+                except NotFinite as error:
+                    failures.append(error)
+                    continue
+                except _Fails as error:
+                    failures.append(error)
+                    break
+                return _with(program, apart, _notes(how, wide, failures))
+    raise CaptureError(str(failures[-1])) from failures[-1].__cause__
+
+
+def require_uncoupled(program: Program) -> None:
+    """Raise CaptureError where examples depend on each other."""
+    if program.coupled:
+        raise CaptureError(program.coupled[0].why)
+
+
+def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
+    """The program with what was found."""
+    terms = apart.loss_terms()
+    order = {node: k for k, node in enumerate(program.graph.nodes)}
+    couplings = sorted(apart.couplings.items(), key=lambda each: order[each[0]])
+    return replace(
+        program,
+        loss_terms=terms,
+        coupled=tuple(Coupling(node.name, why) for node, why in couplings),
+        notes=(*program.notes, *notes),
+    )
+
+
+def _notes(how: Draw, wide: bool, failures: list[Exception]) -> Iterator[str]:
+    if how is not Draw.GENERIC:
+        yield f"Validated on {how.text}, since it does not run on generic data: {failures[0]}."
+    if not wide:
+        why = f", since in float64: {failures[-1]}" if failures else " for its size"
+        yield f"Validated without float64{why}."
+
+
+def _apart(
+    program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], dtypes: tuple[bool, ...]
+) -> Apart:
+    """Run the graph on parts of the batch, in float64 if it runs there.  Raises NotFinite."""
+    for wide in dtypes:
+        twin = Twin(program, model, example, wide)
+        apart = Apart(program, LossTerms(program.graph), twin.tolerance)
+        try:
+            apart.run(twin, tensors)
+            if not apart.couplings and apart.unseen:
+                apart = Apart(program, apart.terms, twin.tolerance)
+                apart.run(twin, tensors, noise=True)
+            break
+        except CaptureError:
+            if wide is dtypes[-1]:
+                raise
+    if not apart.couplings and apart.loss_terms() and not is_known(program):
+        _require_gradients_apart(program, twin, tensors, apart)
+    return apart
+
+
+def _compare(program: Program, twin: Twin, batches: list[dict[str, Tensor]]) -> None:
+    """Run the model and its graph on one batch, and again on another one.
+
+    Raises CaptureError where they differ, or _Fails in float64.
+    """
     try:
-        with _Steady(graph), torch.enable_grad():
-            yield
-    finally:
-        for module, plain, buffers in attributes:
-            module.__dict__.clear()
-            module.__dict__.update(plain)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, before in tensors:
-                buffer.copy_(before)
-
-
-def validate_capture(program: Program, model: nn.Module, example: Example) -> tuple[LossTerm, ...]:
-    """Check that the captured graph computes the model's loss and gradients; return the terms of the loss.
-
-    Raises CaptureError when the loss or a gradient differs, or for a term that is no sum or mean over examples.
-    """
-    root = real_root(program, model, example)
-    _compare(program, root, model, example)
-    return loss_terms(program, root, example, lambda: _steady_float32(program, model))
-
-
-def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:
-    """The modules and tensors that the captured graph reads, with their data."""
-    root = example.root(model)
-    for name, constant in program.root.named_buffers(recurse=False):
-        if name not in root._buffers and not hasattr(model, name):
-            root._buffers = {**root._buffers, name: constant}
-    return root
-
-
-@contextmanager
-def _steady_float32(program: Program, model: nn.Module) -> Iterator[None]:
-    """`steady` without autocast: how terms add up is algebra, which rounding to 8 bits would blur."""
-    widened = nullcontext() if program.autocast is None else _InFloat32(program.autocast)
-    with steady(model), under_autocast(model, None), widened:
-        yield
-
-
-def _compare(program: Program, root: nn.Module, model: nn.Module, example: Example) -> None:
-    """Run the model and its graph on two examples.  Raises CaptureError when loss or gradients differ."""
-    values = example.rows(slice(2))
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-    def model_loss() -> torch.Tensor:
-        loss: torch.Tensor = example.loss_of(example.output(model, values), values)
-        return loss
-
-    with steady(model, program.graph):
-        with under_autocast(model, program.autocast):
-            own = _without_counting(model, model_loss)
-        expected = _gradients(program.name, own, list(parameters.values()))
-    with steady(model):
-        with under_autocast(model, program.autocast):
-            captured = NodeRunner(root, program.graph).run_named(values)
-        got = _gradients(program.name, captured, list(parameters.values()))
-    allowed, noise = tolerance(program.autocast or own.dtype), _noise(expected, program.autocast)
-    if not torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
-        raise CaptureError(
-            f"the captured graph computes a loss of {captured.item():.6g} where the model computes {own.item():.6g}: "
-            f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"
-        )
-    for name, a, b in zip(parameters, expected, got, strict=True):
-        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b, 5 * allowed, noise)):
+        expected, own_gradients = _model_run(program, twin, batches[0])
+        state = python_state(twin.model, twin.example.loss)
+        got, captured = _graph_run(program, twin, batches[0])
+        _require_equal(program, expected, got, twin.tolerance, ())
+        for name in differing(own_gradients, captured, twin.tolerance):
             raise CaptureError(
                 f"the gradient of {name} differs between the model and its captured graph: something between {name} "
                 f"and the loss has a backward of its own; write it with torch operations"
             )
+        for batch in (batches[1], batches[1]):
+            expected, _ = _model_run(program, twin, batch, backward=False)
+            before, state = state, python_state(twin.model, twin.example.loss)
+            names = changed(before, state)
+            _refuse_counting(twin, [n for n in names if not is_tensor_state(state.get(n, before.get(n)))])
+            got, _ = _graph_run(program, twin, batch, backward=False)
+            _require_equal(program, expected, got, twin.tolerance, names)
+            if not names:
+                break
+        else:
+            _refuse_counting(twin, names)  # the same batch twice: they depend on what came before
+        _require_same_buffers(twin)
+    except CaptureError as error:
+        if twin.wide:
+            raise _Fails(str(error)) from error
+        raise
 
 
-def _gradients(name: str, loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def _model_run(
+    program: Program, twin: Twin, tensors: Mapping[str, Tensor], backward: bool = True
+) -> tuple[Tensor, Gradients]:
     try:
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
-    except RuntimeError as error:
-        raise CaptureError(f"the backward of {name} fails: {error}") from error
-
-
-def _without_counting(model: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call `run`.  Raises CaptureError when it fails, or when every call changes a number of the model."""
-    before = _numbers(model)
-    try:
-        value = run()
-        first = _numbers(model)
-        if first == before:
-            return value
-        with torch.no_grad():
-            run()
+        loss = twin.loss(twin.values(tensors))
     except CaptureError:
         raise
     except Exception as error:
-        where = line_of(error) or type(model).__name__
-        text = f"{where}: the model fails on two examples of its batch: {type(error).__name__}: {error}"
-        raise CaptureError(text) from error
-    counting = [name for name, number in _numbers(model).items() if number != first.get(name)]
-    if counting:
-        raise CaptureError(
-            f"every call of {type(model).__name__} changes {', '.join(counting)}, and a graph would keep the number of "
-            f"one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
+        where = line_of(error) or type(twin.model).__name__
+        raise _Fails(
+            f"{where}: the model fails on {EXAMPLES} examples of its batch: {type(error).__name__}: {error}"
+        ) from error
+    if not bool(loss.isfinite()):
+        raise NotFinite(
+            f"{info(program.loss).source}: the loss is not finite on the example; give an example on which it is"
         )
-    return value
+    return loss.detach(), gradients(program.name, twin.root, loss) if backward else {}
 
 
-def _numbers(model: nn.Module) -> dict[str, object]:
-    """Python numbers that are attributes of the model's modules."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float)) and name != "training"
-    }
+class _Run(NodeRunner):
+    """Notes which buffers get which values."""
+
+    def __init__(self, twin: Twin, program: Program) -> None:
+        super().__init__(twin.root, program.graph)
+        self.stored: list[tuple[Any, ...]] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is store_buffer:
+            self.stored.append(args)
+        return super().call_function(target, args, kwargs)
 
 
-def _noise(gradients: tuple[torch.Tensor | None, ...], autocast: torch.dtype | None) -> float:
-    """The absolute rounding error allowed in each element of a gradient.
-
-    A gradient that is mathematically zero (of an attention's key bias) is a rounding error of terms that cancel; the
-    RMS of all gradients stands for the size of those terms.
-    """
-    found = [g for g in gradients if g is not None]
-    if not found:
-        return 0.0
-    rms = math.sqrt(sum(_norm(g) ** 2 for g in found) / max(sum(g.numel() for g in found), 1))
-    return 8 * max(torch.finfo(autocast or g.dtype).eps for g in found) * rms
-
-
-def _close(a: torch.Tensor, b: torch.Tensor, relative: float, noise: float) -> bool:
-    """Whether two gradients agree up to rounding, and are not finite at the same elements."""
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return False
-    return _norm(a - b) <= relative * _norm(a) + noise * math.sqrt(a.numel())
+def _graph_run(
+    program: Program, twin: Twin, tensors: Mapping[str, Tensor], backward: bool = True
+) -> tuple[Tensor, Gradients]:
+    runner = _Run(twin, program)
+    try:
+        with twin.running():
+            loss: Tensor = runner.run_named(twin.values(tensors))
+    except Exception as error:
+        raise CaptureError(f"the captured graph fails where the model runs: {first_line(error)}") from error
+    found = gradients(program.name, twin.root, loss) if backward else {}
+    with torch.no_grad():
+        for buffer, value in runner.stored:
+            buffer.copy_(value)
+    return loss.detach(), found
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    """The L2 norm of the finite elements, summed in float32 at least."""
-    finite = torch.where(tensor.isfinite(), tensor, 0)
-    return float(torch.linalg.vector_norm(finite, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+def _require_equal(program: Program, own: Tensor, captured: Tensor, allowed: float, names: Sequence[str]) -> None:
+    if torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
+        return
+    where = f" ({', '.join(names[:4])} changed)" if names else ""
+    raise CaptureError(
+        f"the captured graph computes a loss of {captured.item():.10g} where the model computes {own.item():.10g}: "
+        f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"
+        f"{where}, or numbers from a generator of its own"
+    )
+
+
+def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str, Tensor], apart: Apart) -> None:
+    """Note a coupling where the gradients of parts of the batch do not add up: in a backward of the user's own."""
+    runs = []
+    for k in range(3):
+        runner = NodeRunner(twin.root, program.graph, apart.scaled(k))
+        with twin.running(apart=True):
+            loss = runner.run_named(twin.values(rows_of(program, tensors, PARTS[k])))
+        del runner
+        runs.append(gradients(program.name, twin.root, loss))
+    whole, first, rest = runs
+    both = {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
+    wrong = list(differing(whole, both, twin.tolerance))
+    if wrong:
+        apart.couple(
+            program.loss,
+            f"the gradients of {', '.join(wrong[:4])} over parts of the batch do not add up to those over the whole",
+        )
+
+
+def _refuse_counting(twin: Twin, names: list[str]) -> None:
+    if names:
+        raise CaptureError(
+            f"every call of {type(twin.model).__name__} changes {', '.join(names[:6])}, and a graph would keep what it "
+            f"was in one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
+        )
+
+
+def _require_same_buffers(twin: Twin) -> None:
+    captured = dict(twin.root.named_buffers())
+    for name, buffer in twin.model.named_buffers():
+        other = captured.get(name)
+        if other is not None and not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
+            raise CaptureError(f"the buffer {name} differs between the model and its captured graph after some runs")
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Give the random generators of torch, Python and NumPy back as they were."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])

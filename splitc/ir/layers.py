@@ -62,3 +62,15 @@ class LossTerm:
 
     node: str
     kind: str
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """A node at which examples of a batch begin to depend on each other.
+
+    node    its name
+    why     what couples them, with the user's lines
+    """
+
+    node: str
+    why: str

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from splitc.ir.actions import PRODUCER_VERBS, Action
 from splitc.ir.costs import CostLine
-from splitc.ir.layers import Layer, LossTerm, StateTensor
+from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
 
 
@@ -179,6 +179,8 @@ class Program:
     root: the model's modules as fake tensors (shapes without memory), under their original names.
     batch: examples in the user's example batch.  in_batch: the layer that needs the whole global batch; "": none does.
     autocast: the dtype that every stage's forward runs under; None: none.
+    coupled: where examples begin to depend on each other; the loss has no terms then.
+    notes: sentences for the report, such as what could not be checked.
     """
 
     name: str
@@ -189,10 +191,11 @@ class Program:
     layers: tuple[Layer, ...]
     tensors: Mapping[str, StateTensor]
     loss_terms: tuple[LossTerm, ...] = ()
+    coupled: tuple[Coupling, ...] = ()
+    notes: tuple[str, ...] = ()
     frozen_layers: tuple[str, ...] = ()
     in_batch: str = ""
     autocast: torch.dtype | None = None
-    notes: tuple[str, ...] = ()
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def layer(self, name: str) -> Layer:

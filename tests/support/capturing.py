@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from torch import fx, nn
 
 import splitc.capture.capture
 from splitc.capture.example import Example
-from splitc.capture.validate import NoDropout, real_root, validate_capture
+from splitc.capture.twins import NoDropout, real_root
+from splitc.capture.validate import require_uncoupled, validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.interpreter import NodeRunner, shapes_at
@@ -65,7 +65,9 @@ def validated(model: nn.Module, example: Any, target: Any = None, loss: Any = No
     """The program of a model, with the terms of its loss, validated as `splitc.compile` does."""
     bound = Example.bind(model, example, target, loss)
     program = splitc.capture.capture.capture(model, bound)
-    return replace(program, loss_terms=validate_capture(program, model, bound))
+    program = validate_capture(program, model, bound)
+    require_uncoupled(program)
+    return program
 
 
 def refusal(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> str:

@@ -1,0 +1,268 @@
+"""Run a captured graph on three examples and on parts of them, node by node.
+
+What holds examples must hold the same ones in the parts; a node that does not couples examples.  From there on nothing
+is compared.  Where nothing couples, the terms of the loss are sums and means, as measured.  Values are freed as soon as
+nothing reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
+from splitc.capture.source_lines import first_line
+from splitc.capture.twins import Twin
+from splitc.errors import CaptureError
+from splitc.ir.graph import info
+from splitc.ir.interpreter import NodeHook, NodeRunner
+from splitc.ir.layers import LossTerm
+from splitc.ir.program import Program, TensorSpec
+from splitc.runtime.collectives.loss import target_weight
+
+EXAMPLES = 3
+PARTS = ((0, 1, 2), (0,), (1, 2), (1,), (0, 2))
+_CHOICES = ((1, 2), (3, 4))  # of PARTS: these two make the whole
+_ORDERS = ((0, 1, 2), (1, 0, 2))
+
+
+class NotFinite(Exception):
+    """A term of the loss is not finite, or all targets are ignored."""
+
+
+@dataclass
+class Apart:
+    """What the run of a graph on parts has shown.
+
+    couplings: nodes where examples begin to depend on each other, and why.  values, weights: of each term and
+    denominator, on the whole and on the parts; the weight is the sum of the targets' weights in a weighted mean.
+    """
+
+    program: Program
+    terms: LossTerms
+    allowed: float
+    couplings: dict[fx.Node, str] = field(default_factory=dict)
+    values: dict[fx.Node, list[float]] = field(default_factory=dict)
+    weights: dict[fx.Node, list[float]] = field(default_factory=dict)
+    _changing: set[fx.Node] = field(default_factory=set)  # differ, which what reads them must make good
+    _peaks: dict[fx.Node, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.couplings.update(self.terms.couplings)
+
+    def run(self, twin: Twin, tensors: Mapping[str, Tensor], noise: bool = False) -> None:
+        """noise: is added to what is summed over examples, where a term is 0 without it."""
+        runners = [NodeRunner(twin.root, self.program.graph) for _ in PARTS]
+        for runner, rows in zip(runners, PARTS, strict=True):
+            values = twin.values(rows_of(self.program, tensors, rows))
+            placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+            runner.args_iter = iter([values[str(n.target)] for n in placeholders])
+        tainted = set(self.couplings)
+        with twin.running(apart=True), torch.no_grad():
+            for node in self.program.graph.nodes:
+                if node.op == "output":
+                    return
+                if not tainted.isdisjoint((node, *node.all_input_nodes)):
+                    tainted.add(node)
+                    continue
+                self._run_node(node, runners, noise)
+                if node in self.couplings:
+                    tainted.add(node)
+                for runner in runners:
+                    for dead in runner.user_to_last_uses.get(node, []):
+                        runner.env.pop(dead, None)
+
+    def _run_node(self, node: fx.Node, runners: list[NodeRunner], noise: bool) -> None:
+        values: list[Any] = []
+        for k, runner in enumerate(runners):
+            try:
+                value = runner.run_node(node)
+            except Exception as error:
+                what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
+                if k == 0:
+                    raise CaptureError(what) from error
+                self.couplings[node] = f"{what}; ranks may have as few"
+                return
+            self._note(node, runner, value)
+            values.append(value)
+            runner.env[node] = values[0] if self.terms.uses.get(node) == "denominator" else value  # as ranks have it
+        if len(values) == len(PARTS) and node in self.terms.upstream:
+            self._compare(node, values)
+            if noise and isinstance(values[0], Tensor) and self._is_summed(node):
+                for runner, value in zip(runners, _noisy(node, values), strict=True):
+                    runner.env[node] = value
+
+    def _note(self, node: fx.Node, runner: NodeRunner, value: Any) -> None:
+        if node not in self.terms.uses:
+            return
+        weight = 1.0
+        if is_weighted_mean(node):
+            options: Any = runner.map_nodes_to_values(dict(node.kwargs), node)
+            target = runner.env[node.all_input_nodes[1]]
+            weight = float(target_weight(target, options.get("weight"), options.get("ignore_index", -100)))
+        self.values.setdefault(node, []).append(float(value))
+        self.weights.setdefault(node, []).append(weight)
+
+    def _is_summed(self, node: fx.Node) -> bool:
+        spec = info(node).spec
+        has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None and spec.dtype.is_floating_point
+        return has_examples and any(is_aggregate(user) for user in node.users)
+
+    def _compare(self, node: fx.Node, values: list[Any]) -> None:
+        spec, whole = info(node).spec, values[0]
+        if not isinstance(whole, Tensor):
+            return
+        is_number = not (whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool)
+        if node not in self.terms.data:
+            if is_number and (spec is None or (isinstance(spec, TensorSpec) and spec.batch_dim is not None)):
+                self._changing.add(node)  # positions of examples
+            return
+        if spec is None:
+            self.couplings[node] = (
+                f"{info(node).source}: the loss couples examples: {node.name} has the batch in several dimensions, or "
+                f"in a part of one"
+            )
+        if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
+            return
+        self._peaks[node] = _peak(whole)
+        inputs = max((self._peaks.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
+        allowed = self.allowed * (self._peaks[node] + 1e-3 * inputs)
+        if all(
+            _same(whole, [values[k] for k in choice], order, spec, allowed)
+            for choice, order in zip(_CHOICES, _ORDERS, strict=True)
+        ):
+            return
+        if (is_number and not self._changing.isdisjoint(node.all_input_nodes)) or (
+            self.terms.is_scaling(node) and self._reads_change(node)
+        ):
+            self._changing.add(node)
+        else:
+            self.couplings[node] = (
+                f"{info(node).source}: the loss couples examples: what {node.name} makes of an example depends on the "
+                f"other examples of its batch; a rank that sees a part of the batch cannot compute it"
+            )
+
+    def _reads_change(self, node: fx.Node) -> bool:
+        """Whether the node reads the batch size, or what was scaled by it."""
+        return any(n in self._changing or n not in self.terms.data for n in node.all_input_nodes)
+
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        """The terms and their kinds; notes a coupling for each that is neither a sum nor a mean.
+
+        Raises NotFinite.
+        """
+        if self.couplings:
+            return ()
+        found = tuple(LossTerm(node.name, self._kind(node, use)) for node, use in self.terms.uses.items())
+        return found if not self.couplings else ()
+
+    def scaled(self, part: int) -> NodeHook:
+        """A hook that scales the terms over a part of the batch as a rank that has it does."""
+        kinds = {term.node: term.kind for term in self.loss_terms()}
+
+        def scale(node: fx.Node, run: Callable[[], Any]) -> Any:
+            value, kind = run(), kinds.get(node.name, "")
+            if not isinstance(value, Tensor) or node.name not in kinds:
+                return value
+            if kind.endswith("denominator"):
+                return torch.full_like(value, self.values[node][0])
+            weights = self.weights[node]
+            factor = {
+                "mean": len(PARTS[part]) / EXAMPLES,
+                "weighted": weights[part % len(weights)] / weights[0],
+                "sum": 1.0,
+            }
+            return value if factor[kind] == 1.0 else value * factor[kind]
+
+        return scale
+
+    def couple(self, node: fx.Node, why: str) -> None:
+        """Note that the node couples examples."""
+        self.couplings.setdefault(node, f"{info(node).source}: the loss couples examples: {why}")
+
+    @property
+    def unseen(self) -> list[fx.Node]:
+        """Terms that are 0 on the whole and on every part."""
+        terms = self.terms.batched & self.values.keys()
+        return [n for n in terms if not is_weighted_mean(n) and not any(self.values[n])]
+
+    def _kind(self, node: fx.Node, use: str) -> str:
+        if node not in self.terms.batched:
+            return "mean"  # the same on every rank, which counts by its share of the batch
+        values, weights = self.values[node], self.weights[node]
+        if not all(math.isfinite(v) for v, w in zip(values, weights, strict=True) if w) or not weights[0]:
+            raise NotFinite(node.name)
+        suffix = "" if use == "term" else " denominator"
+        for kind in ("weighted",) if is_weighted_mean(node) else ("mean", "sum"):
+            examples = [float(len(part)) for part in PARTS]
+            shares = {"weighted": weights, "mean": examples, "sum": [1.0] * len(PARTS)}[kind]
+            scaled = [v * w if w else 0.0 for v, w in zip(values, shares, strict=True)]
+            largest = max(map(abs, scaled))
+            if all(abs(scaled[0] - scaled[a] - scaled[b]) <= self.allowed * largest for a, b in _CHOICES):
+                return kind + suffix
+        self.couplings[node] = (
+            f"{info(node).source}: the loss couples examples: {node.name} is {values[0]:.6g} over 3 examples, "
+            f"{values[1]:.6g} over the first and {values[2]:.6g} over the other two, neither their sum nor their mean; "
+            f"a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean or a weighted "
+            f"mean over examples)"
+        )
+        return ""
+
+
+def rows_of(program: Program, tensors: Mapping[str, Tensor], rows: tuple[int, ...]) -> dict[str, Tensor]:
+    """These examples of every tensor."""
+    dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
+    return {
+        name: tensor.index_select(dims.get(name, 0), torch.tensor(rows, device=tensor.device))
+        for name, tensor in tensors.items()
+    }
+
+
+def _same(whole: Tensor, parts: list[Tensor], order: tuple[int, ...], spec: TensorSpec, allowed: float) -> bool:
+    """Whether the parts hold the examples of the whole.
+
+    The rows of an example may be apart, (a, examples, b) flattened: of sequences that are flattened time first.
+    """
+    dim = spec.batch_dim
+    assert dim is not None
+    if any(part.dim() != whole.dim() or part.shape[dim] % spec.rows for part in (whole, *parts)):
+        return False
+    for a in range(1, spec.rows + 1):
+        if spec.rows % a:
+            continue
+        split = [x.unflatten(dim, (a, x.shape[dim] // spec.rows, spec.rows // a)) for x in (whole, *parts)]
+        joined = torch.cat(split[1:], dim + 1)
+        expected = split[0].index_select(dim + 1, torch.tensor(order, device=whole.device))
+        if joined.shape == expected.shape and _close(expected, joined, allowed):
+            return True
+    return False
+
+
+def _close(a: Tensor, b: Tensor, allowed: float) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return bool((same | ((a - b).abs() <= allowed)).all())
+
+
+def _peak(value: Tensor) -> float:
+    """The largest finite magnitude."""
+    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+        return 0.0
+    return float(torch.nan_to_num(value.abs(), 0.0, 0.0, 0.0).max())
+
+
+def _noisy(node: fx.Node, values: list[Tensor]) -> list[Tensor]:
+    """The values with the same noise for the same example."""
+    spec = info(node).spec
+    assert isinstance(spec, TensorSpec) and spec.batch_dim is not None
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(values[0].shape, generator=generator, dtype=torch.float64).to(values[0])
+    split = noise.unflatten(spec.batch_dim, (EXAMPLES, spec.rows))
+    parts = [split.index_select(spec.batch_dim, torch.tensor(rows, device=noise.device)) for rows in PARTS]
+    return [value + part.reshape(value.shape) for value, part in zip(values, parts, strict=True)]

@@ -1,0 +1,153 @@
+"""Run a model, its loss and its captured graph on private copies: the user's objects stay as they are.
+
+A twin computes in float64, where sums and means over examples are exact to 1e-9: tensors are copied in that dtype, and
+casts to a narrower one go there too.  Dropout is off.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from splitc.capture.example import Example
+from splitc.capture.proxy import map_tree
+from splitc.capture.random_calls import draw_layouts
+from splitc.ir.program import Program, under_autocast
+from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.mode import SeededRandom
+
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64) | {
+    torch.complex64: torch.complex128
+}
+
+
+class NoDropout(SeededRandom):
+    """Makes dropout the identity; other random functions draw the same numbers for all examples, as `graph` does."""
+
+    def __init__(self, graph: fx.Graph | None = None) -> None:
+        super().__init__(Draws(0, 0, None), {} if graph is None else draw_layouts(graph), dropout=False)
+
+
+class _Standing(NoDropout):
+    """Also puts tensors in the place of others, by id, and float64 in the place of narrower dtypes where `wide`.
+
+    apart: BatchNorm uses running statistics, or none, so that examples do not depend on each other.
+    """
+
+    def __init__(self, graph: fx.Graph, tensors: Mapping[int, Tensor], wide: bool, apart: bool) -> None:
+        super().__init__(graph)
+        self._tensors, self._wide, self._apart = tensors, wide, apart
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (map_tree(part, self._replaced) for part in (args, kwargs or {}))
+        if self._wide and func in _CASTS:
+            func = Tensor.double
+        if func is not F.batch_norm or not self._apart:
+            return super().__torch_function__(func, types, args, kwargs)
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = {**bound.arguments, "training": False}
+        value = options["input"]
+        if options["running_mean"] is None:
+            channels = value.shape[1]
+            options.update(running_mean=value.new_zeros(channels), running_var=value.new_ones(channels))
+        return func(**options)
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensors.get(id(value), value)
+        return _WIDE.get(value, value) if self._wide and isinstance(value, torch.dtype) else value
+
+
+class Twin:
+    """A copy of a model with its loss, and of the modules that the captured graph reads.
+
+    model, example: the copies.  root: further copies, with buffers of their own.  wide: computes in float64.
+    tolerance: the relative rounding error allowed.
+    """
+
+    def __init__(self, program: Program, model: nn.Module, example: Example, wide: bool) -> None:
+        self.wide, self._autocast = wide, None if wide else program.autocast
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.tolerance = 1e-9 if wide else 2e-2 if (program.autocast or own).itemsize == 2 else 1e-4
+        shared: dict[int, Any] = {}
+        (self.model, loss), self._tensors = _copied((model, example.loss), wide, shared)
+        self.example = replace(example, loss=loss)
+        parameters = {key: value for key, value in self._tensors.items() if isinstance(value, nn.Parameter)}
+        (other, loss), self._root_tensors = _copied((model, example.loss), wide, parameters)
+        self.root = real_root(program, other, replace(example, loss=loss))
+        for name, constant in program.root.named_buffers(recurse=False):
+            if not hasattr(model, name):
+                self.root._buffers[name] = self._tensors[id(constant)] = _converted(constant, wide)
+        self._graph = program.graph
+        self._alive = model, example, program  # ids stay theirs
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of `tensors`, in the dtypes that the twin computes in."""
+        return {name: _converted(tensor, self.wide) for name, tensor in tensors.items()}
+
+    def loss(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The loss of the model."""
+        with self.running(self._tensors):
+            loss: Tensor = self.example.loss_of(self.example.output(self.model, values), values)
+        return loss
+
+    @contextmanager
+    def running(self, tensors: Mapping[int, Tensor] | None = None, apart: bool = False) -> Iterator[None]:
+        """Run the graph inside.  apart: see `_Standing`."""
+        held = self._root_tensors if tensors is None else tensors
+        with ExitStack() as stack:
+            if self.wide:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # some functions warn about a single example, std() for one
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(under_autocast(self.model, self._autocast))
+            stack.enter_context(_Standing(self._graph, held, self.wide, apart))
+            yield
+
+
+def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:
+    """The modules and tensors that the captured graph reads, with their data."""
+    root = example.root(model)
+    for name, constant in program.root.named_buffers(recurse=False):
+        if name not in root._buffers and not hasattr(model, name):
+            root._buffers = {**root._buffers, name: constant}
+    return root
+
+
+def _copied(value: Any, wide: bool, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Tensor]]:
+    """A deep copy, and its tensors by the ids of the originals.  memo: copies that exist."""
+    found: dict[int, Any] = dict(memo)
+
+    def copy_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _converted(tensor, wide)
+        copied: Tensor = memo[id(tensor)]
+        return copied
+
+    patches = [mock.patch.object(kind, "__deepcopy__", copy_tensor) for kind in (Tensor, nn.Parameter)]
+    with patches[0], patches[1]:
+        copied = copy.deepcopy(value, found)
+    return copied, {key: tensor for key, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _converted(tensor: Tensor, wide: bool) -> Tensor:
+    """A leaf with the same data, in float64 where `wide`."""
+    data = tensor.detach().clone()
+    data = data.to(_WIDE.get(data.dtype, data.dtype)) if wide else data
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)
