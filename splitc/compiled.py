@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from splitc.capture.capture import capture
 from splitc.capture.example import LOSS, Example
 from splitc.capture.validate import require_uncoupled, validate_capture
+from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
 from splitc.codegen.save import save_build
 from splitc.cost_models.clusters.named import load_cluster
@@ -88,8 +89,7 @@ def analyse(
     costs: str = COUNTED,
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers."""
-    program = capture(model, example, name, autocast)
-    program = validate_capture(program, model, example)
+    program = validate_capture(capture(model, example, name, autocast), model, example)
     require_uncoupled(program)
     return run_pass(MeasureCosts(costs), program, watch)
 
@@ -115,6 +115,7 @@ def specialise(
             cluster = place.cluster
             lowered = lower(run_pass(replace(place, model=model), program, watch), watch)
             lowered = run_pass(Predict(cluster), lowered, watch)
+    require_batch_sizes(lowered)
     _require_memory(lowered, settings.memory, cluster)
     return lowered
 
@@ -206,6 +207,8 @@ class CompiledProgram:
         """
         compiled = self if dtype is None else self._in_dtype(dtype)
         sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
+        if examples is None and not all(map(self.program.allows, (sum(sizes), *sizes))):
+            sizes = self.plan.local_batches
         result = verify_program(
             compiled.program,
             compiled.files,

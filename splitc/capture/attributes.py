@@ -69,6 +69,14 @@ class Attributes:
         return name
 
 
+def identifier(path: str, module: nn.Module | None = None) -> str:
+    """A path as a Python name: `features.0` -> `features_0`; `0` of a Sequential -> `conv2d_0`."""
+    name = "".join(c if c.isalnum() else "_" for c in path)
+    if name and not name[0].isdigit():
+        return name
+    return f"{'value' if module is None else type(module).__name__.lower()}_{name}"
+
+
 def _names(root: nn.Module) -> dict[int, str]:
     """`id` -> name of every tensor that belongs to a module: parameters, buffers and plain attributes."""
     names: dict[int, str] = {}
@@ -85,11 +93,3 @@ def _get(root: nn.Module, name: str) -> torch.Tensor:
     owner, _, last = name.rpartition(".")
     tensor: torch.Tensor = getattr(root.get_submodule(owner), last)
     return tensor
-
-
-def identifier(path: str, module: nn.Module | None = None) -> str:
-    """A path as a Python name: `features.0` -> `features_0`; `0` of a Sequential -> `conv2d_0`."""
-    name = "".join(c if c.isalnum() else "_" for c in path)
-    if name and not name[0].isdigit():
-        return name
-    return f"{'value' if module is None else type(module).__name__.lower()}_{name}"

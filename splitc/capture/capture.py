@@ -83,11 +83,12 @@ def _program(
         tensors=_state_tensors(model, root, graph, reached),
         autocast=autocast,
         notes=tuple(tracer.notes),
+        guards=tuple(tracer.guards.found),
     )
     _require_loss(program)
     isolate_terms(graph)
     require_whole_batch(graph)
-    _require_any_batch(program, tracer.evaluator.probes[2])
+    _require_any_batch(program, tracer.evaluator.probes)
     return replace(program, **group_layers(program))
 
 
@@ -208,8 +209,10 @@ def _require_loss(program: Program) -> None:
         )
 
 
-def _require_any_batch(program: Program, batch: int) -> None:
+def _require_any_batch(program: Program, probes: tuple[int, ...]) -> None:
     """Raise CaptureError when the graph fails, or its shapes differ, at a batch size that the trace has not seen."""
+    others = (probes[2], probes[1] + 1, probes[0] - 1, probes[0] // 2, 1)
+    batch = next((b for b in others if b > 0 and program.allows(b)), probes[0])
     with under_autocast(program.root, program.autocast):
         problems = shapes_at(program, batch)
     if problems:

@@ -82,6 +82,8 @@ class Traced:
         return self._tracer.record("call_function", getattr, (self, name), {})
 
     def __bool__(self) -> bool:
+        if type(self) is TracedNumber:  # which batches take the branch is found as for comparisons
+            return bool(self._tracer.record("call_function", operator.ne, (self, 0), {}))
         return bool(self._tracer.plain(self, "a branch"))
 
     def __int__(self) -> int:

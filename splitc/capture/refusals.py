@@ -49,7 +49,6 @@ DATA_ACCESSES = {
 
 REMEDIES = {
     "len()": "write x.size(0) instead, which stays in the graph",
-    "a branch": "leave the branch out, or let it depend on other sizes",
     "range() or an index": "write operations over the whole batch instead of a loop",
 }
 """What to do instead of reading a number that depends on the batch."""

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.attributes import Attributes, identifier
+from splitc.capture.batch_guards import BatchGuards
 from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
@@ -47,6 +48,7 @@ class Tracer:
         self.attributes = Attributes(root, original)
         self.origin = type(root).__name__
         self.notes: list[str] = []
+        self.guards = BatchGuards(self.values, batches)
         self.refusal: CaptureError | None = None
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
@@ -120,12 +122,12 @@ class Tracer:
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """The value as plain Python, or a proxy of a new node; a tuple of these for a tuple."""
-        inputs = call.inputs
-        if is_plain(values) or not (inputs or isinstance(values[0], torch.Tensor)):
+        is_constant = not (call.inputs or isinstance(values[0], torch.Tensor))
+        if self.guards.fixes(call, values, self.source) or is_plain(values) or is_constant:
             return values[0]
         node = self._node(call, name)
         about_device = call.target is getattr and call.args[1] == "device"
-        if not about_device and any(value._node in self._batched for value in inputs):
+        if not about_device and any(value._node in self._batched for value in call.inputs):
             self._batched.add(node)
         return self._wrapped(node, values)
 

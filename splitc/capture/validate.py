@@ -48,15 +48,17 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
     """
     data = GenericData.of(program, example.tensors)
     dtypes = (True, False) if sum(p.numel() for p in model.parameters()) <= _LARGE else (False,)
+    size = next((n for n in range(EXAMPLES, program.batch) if program.allows(n)), max(program.batch, EXAMPLES))
     failures: list[Exception] = []
     for how in Draw:
         for wide in dtypes:
             for seed in range(_SEEDS):
-                batches = [data.draw(EXAMPLES, seed + _SEEDS * k, how) for k in range(2)]
+                batches = [data.draw(size, seed + _SEEDS * k, how) for k in range(2)]
                 try:
                     with _untouched():
                         _compare(program, Twin(program, model, example, wide), batches)
-                        apart = _apart(program, model, example, batches[0], (True, False) if True in dtypes else dtypes)
+                        three = rows_of(program, batches[0], tuple(range(EXAMPLES)))
+                        apart = _apart(program, model, example, three, (True, False) if True in dtypes else dtypes)
                 except NotFinite as error:
                     failures.append(error)
                     continue

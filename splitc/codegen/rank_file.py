@@ -30,6 +30,7 @@ _NOTES = {
     "batch_offsets": "where each reader's examples begin, and the end",
     "inputs": "what a reader reads",
     "served": "the parameters that servers hold",
+    "guards": "batch sizes for which the traced branches hold",
 }
 """The comments of a description's fields."""
 
@@ -132,7 +133,11 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
 def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: RankSpec) -> str:
     """A file with the imports that its description needs."""
     body = [*_value(spec, "rank = ")]
-    names = [n for n in ("Input", "RankSpec", "RoleSpec", "Route", "Shard") if any(f"{n}(" in line for line in body)]
+    names = [
+        n
+        for n in ("BatchGuard", "Input", "RankSpec", "RoleSpec", "Route", "Shard")
+        if any(f"{n}(" in line for line in body)
+    ]
     lines = [*head, "", *sorted(modules), "", f"from splitc.runtime import {', '.join(names)}", ""]
     lines += ['__all__ = ["Stage", "evaluate", "rank", "step"]', "", f'PLAN = "{program.plan.hash}"', "", *body, ""]
     return "\n".join(lines)

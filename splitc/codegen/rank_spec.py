@@ -35,6 +35,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
             for name, spec in ((name, inputs[name].spec) for name in names)
         },
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
+        program.guards,
     )
 
 

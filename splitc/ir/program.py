@@ -19,6 +19,7 @@ from splitc.ir.actions import PRODUCER_VERBS, Action
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
+from splitc.runtime.spec import BatchGuard
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Program:
     autocast: the dtype that every stage's forward runs under; None: none.
     coupled: where examples begin to depend on each other; the loss has no terms then.
     notes: sentences for the report, such as what could not be checked.
+    guards: the batch sizes for which the branches of the trace hold.
     """
 
     name: str
@@ -196,7 +198,12 @@ class Program:
     frozen_layers: tuple[str, ...] = ()
     in_batch: str = ""
     autocast: torch.dtype | None = None
+    guards: tuple[BatchGuard, ...] = ()
     costs: Mapping[str, CostLine] = field(default_factory=dict)
+
+    def allows(self, batch: int) -> bool:
+        """Return whether the traced branches hold at a batch size."""
+        return all(guard.allows(batch) for guard in self.guards)
 
     def layer(self, name: str) -> Layer:
         return self._layers[name]

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .role_comm import RoleComm
-    from .spec import Input, RankSpec, RoleSpec, Route, Rows, Shard
+    from .spec import BatchGuard, Input, RankSpec, RoleSpec, Route, Rows, Shard
     from .weights import Tree
     from .worker import Worker
 
-__all__ = ["Input", "RankSpec", "RoleComm", "RoleSpec", "Route", "Rows", "Shard", "Tree", "Worker"]
+__all__ = ["BatchGuard", "Input", "RankSpec", "RoleComm", "RoleSpec", "Route", "Rows", "Shard", "Tree", "Worker"]
 
 _HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import LaunchError
 from .role_comm import RoleComm
-from .spec import RankSpec, StepContext
+from .spec import RankSpec, StepContext, microbatch_examples, refused_batch
 from .transport.base import Transport
 from .transport.messages import Messages
 
@@ -96,6 +96,8 @@ class Rank:
         if idle := self.without_examples(offsets):
             raise LaunchError(f"{text} rank {', '.join(map(str, idle))} without any; give each reader more")
         context = StepContext(self.spec.batch_offsets, offsets)
+        if self.spec.guards and (why := refused_batch(self.spec.guards, self._batches(context))):
+            raise LaunchError(f"{why}; give other sizes, or leave the batch size out of that line")
         for role in self.spec.roles:
             if not role.updated_every_microbatch:
                 continue
@@ -106,6 +108,20 @@ class Rank:
                     f"them is an update; give each reader more"
                 )
         return offsets
+
+    def _batches(self, context: StepContext) -> dict[int, str]:
+        """Batch sizes of a step -> who runs them: one process, every rank by itself, and the groups of this one."""
+        found = {context.offsets[-1]: "one process, with which training is to agree,"}
+        for (rank, name), examples in self._examples.items():
+            first, last = context.interval(examples)
+            found.setdefault(last - first, f"rank {rank} ({name})")
+        for role in (role for role in self.spec.roles if role.group):
+            own = [context.interval(self._examples[member, role.role]) for member in role.group]
+            for k in range(1 if role.scheme == "BK" else len(own)):
+                parts = (microbatch_examples(each, role.scheme, m, k, len(own)) for m, each in enumerate(own))
+                found.setdefault(sum(last - first for first, last in parts), f"a group of role {role.role}")
+        found.pop(0, None)
+        return found
 
     def without_examples(self, offsets: Sequence[int]) -> list[int]:
         """The ranks with work that get no example of a step with these batch offsets."""

@@ -50,6 +50,32 @@ class Input(NamedTuple):
     path: tuple[str, ...] | None = None
 
 
+class BatchGuard(NamedTuple):
+    """Ranges of batch sizes, first and last (None: no end), for which a branch is the traced one.  source: its line."""
+
+    ranges: tuple[tuple[int, int | None], ...]
+    source: str
+
+    def allows(self, batch: int) -> bool:
+        """Whether the branch is the traced one at this batch size."""
+        return any(first <= batch <= (batch if last is None else last) for first, last in self.ranges)
+
+    def __str__(self) -> str:
+        return " or ".join(f"{a} or more" if b is None else f"{a} to {b}" if b > a else f"{a}" for a, b in self.ranges)
+
+
+def refused_batch(guards: Sequence[BatchGuard], batches: Mapping[int, str]) -> str | None:
+    """Why the batches (size -> who runs it) do not all take the traced branches; None where they do."""
+    for guard in guards:
+        for batch, who in batches.items():
+            if not guard.allows(batch):
+                return (
+                    f"{guard.source}: what this line computes from the batch size was traced for batches of {guard}, "
+                    f"and {who} runs {batch} examples"
+                )
+    return None
+
+
 def microbatch_examples(
     examples: tuple[int, int], scheme: str, member: int, microbatch: int, size: int
 ) -> tuple[int, int]:
@@ -105,7 +131,7 @@ class RankSpec:
 
     roles: at least one; a rank without work has the role "idle", a server that is no worker the role "server".
     readers: the ranks that read data.  batch_offsets: where the examples of each reader begin, and where the last end.
-    inputs: what a reader reads, by name.
+    inputs: what a reader reads, by name.  guards: the batches for which the traced branches hold.
     served: the buckets of parameters that servers hold.
     """
 
@@ -116,6 +142,7 @@ class RankSpec:
     batch_offsets: tuple[int, ...] = (0,)
     inputs: Mapping[str, Input] = field(default_factory=dict)
     served: Served = field(default_factory=dict)
+    guards: tuple[BatchGuard, ...] = ()
 
     @property
     def role(self) -> str:

@@ -61,17 +61,6 @@ def length(m: Any, x: Tensor) -> Tensor:
     return m.fc(x) * len(x)  # here
 
 
-def comparison(m: Any, x: Tensor) -> Tensor:
-    if x.shape[0] == 4:  # here
-        x = x * 2
-    return m.fc(x)
-
-
-def assertion(m: Any, x: Tensor) -> Tensor:
-    assert x.shape == (4, 8)  # here
-    return m.fc(x)
-
-
 def unbound(m: Any, x: Tensor) -> Tensor:
     return m.fc(torch.stack(x.unbind(0)))  # here
 
@@ -100,8 +89,6 @@ BAKED: list[tuple[Run, str]] = [
     (loop_over_rows, "len() fixes the batch size: x.size(0) changes with the batch"),
     (loop_over_size, "range() or an index fixes the batch size: x.size(0) changes with the batch"),
     (length, "write x.size(0) instead, which stays in the graph"),
-    (comparison, "a branch fixes the batch size: eq changes with the batch"),
-    (assertion, "a branch fixes the batch size: eq changes with the batch"),
     (unbound, "unbind makes as many tensors as the batch has examples"),
     (first_rows, "getitem takes particular examples of the batch, and each rank has other ones"),
     (first_row, "getitem takes particular examples of the batch"),

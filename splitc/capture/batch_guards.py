@@ -1,0 +1,103 @@
+"""Find for which batch sizes a number, or the outcome of a comparison, is what it was in the trace.
+
+`if x.size(0) > 50` takes one branch in the trace, and a graph keeps that branch; `x.size(0) // 100` is 0 in it.  Sizes
+are linear in the batch and Python's numbers are made of sizes, so both are computed for all batches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from splitc.capture.calls import Call, is_plain
+from splitc.capture.evaluate import execute
+from splitc.capture.proxy import is_proxy, map_tree
+from splitc.runtime.spec import BatchGuard
+
+_EVERY = 1 << 16  # batches up to here are all tried, then powers of two
+_FAR = [1 << k for k in range(17, 41)]
+_MOST_RANGES = 8
+
+
+class BatchGuards:
+    """Collects the guards of a trace.
+
+    values: of each node, at the batch sizes `batches` first, of which the first is that of the traced branches.
+    """
+
+    def __init__(self, values: Mapping[fx.Node, tuple[Any, ...]], batches: tuple[int, int]) -> None:
+        self._values, self._batches = values, batches
+        self.found: dict[BatchGuard, None] = {}
+
+    def fixes(self, call: Call, values: tuple[Any, ...], source: Callable[[], str]) -> bool:
+        """Whether a call on numbers is a constant of the trace: a comparison, or a number that is equal at all probes.
+
+        Then batches are required for which it is that.  source: gives the user's line.
+        """
+        is_number = isinstance(values[0], (bool, int, float)) and (isinstance(values[0], bool) or is_plain(values))
+        if not is_number or not call.inputs or any(isinstance(each, torch.Tensor) for each in call.inputs):
+            return False
+
+        def at(batch: Any) -> Any:
+            def pick(value: Any) -> Any:
+                return self._number(value._node, batch) if is_proxy(value) else value
+
+            return execute(call.op, call.target, map_tree(call.args, pick), map_tree(dict(call.kwargs), pick))
+
+        ranges = self._ranges(at)
+        if ranges != ((1, None),):
+            self.found[BatchGuard(ranges, source())] = None
+        return True
+
+    def _number(self, node: fx.Node, batch: Any) -> Any:
+        """The number of a node at a batch, or at an array of them."""
+        first, second = self._values[node][:2]
+        if any(isinstance(self._values[each][0], torch.Tensor) for each in node.all_input_nodes):
+            return first + (second - first) // (self._batches[1] - self._batches[0]) * (batch - self._batches[0])
+        args: Any = fx.node.map_arg(node.args, lambda n: self._number(n, batch))
+        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self._number(n, batch))
+        return execute(node.op, node.target, args, kwargs)
+
+    def _ranges(self, at: Callable[[Any], Any]) -> tuple[tuple[int, int | None], ...]:
+        """The ranges of batches with the outcome of the traced one; where there are many, the one around it."""
+        traced = self._batches[0]
+        wanted = at(traced)
+        same = _same(at, wanted)
+        starts, found = 1, []
+        for alike, run in groupby(same.tolist()):
+            ends = starts + len(list(run))
+            found += [(starts, ends - 1)] if alike else []
+            starts = ends
+        ranges: list[tuple[int, int | None]] = [*found]
+        if same[-1]:
+            ranges[-1] = ranges[-1][0], _last(at, wanted)
+        if len(ranges) > _MOST_RANGES:
+            ranges = [each for each in ranges if each[0] <= traced <= (each[1] or traced)]
+        return tuple(ranges)
+
+
+def _same(at: Callable[[Any], Any], wanted: Any) -> Any:
+    """For every batch, whether the outcome is the wanted one."""
+    batches = np.arange(1, _EVERY + 1)
+    try:
+        with np.errstate(all="ignore"):
+            return np.broadcast_to(at(batches) == wanted, batches.shape)
+    except Exception:  # a method of Python's numbers that arrays have not
+        return np.array([at(int(batch)) == wanted for batch in batches])
+
+
+def _last(at: Callable[[Any], Any], wanted: Any) -> int | None:
+    """The last batch of a range that holds at `_EVERY`; None where it has no end."""
+    end = next((batch for batch in _FAR if at(batch) != wanted), None)
+    if end is None:
+        return None
+    low, high = max(_EVERY, end // 2), end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle) == wanted else (low, middle)
+    return low

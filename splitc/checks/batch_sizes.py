@@ -1,0 +1,29 @@
+"""Check that every batch of a plan takes the branches that were traced."""
+
+from __future__ import annotations
+
+from splitc.errors import PlacementError
+from splitc.ir.plan import Plan
+from splitc.ir.program import PlacedProgram
+from splitc.runtime.spec import refused_batch
+
+
+def require_batch_sizes(program: PlacedProgram) -> None:
+    """Raise PlacementError when a rank, or one process with the global batch, would take another branch."""
+    if why := refused_batch(program.guards, _batch_sizes(program.plan)):
+        raise PlacementError(
+            f"{why}; compile with an example and a global_batch within that range, or leave the batch size out of that "
+            f"line"
+        )
+
+
+def _batch_sizes(plan: Plan) -> dict[int, str]:
+    """The batch sizes that a step runs -> who runs them."""
+    found = {plan.global_batch: "one process, with which training is to agree,"}
+    for role, ranks in plan.roles.items():
+        number = plan.groups[role].num_microbatches if role in plan.groups else 1
+        for rank in ranks:
+            for k in range(number):
+                size = sum(last - first for first, last in plan.microbatch_intervals(role, rank, k))
+                found.setdefault(size, f"rank {rank} ({role})")
+    return {size: who for size, who in found.items() if size}

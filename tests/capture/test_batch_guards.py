@@ -1,0 +1,134 @@
+"""Branches on the batch size are kept with the batches for which they hold, and every batch is checked against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.errors import CaptureError, LaunchError, PlacementError
+from splitc.runtime.worker import Worker
+from tests.support.capturing import capture, here, validated
+from tests.support.compiled import compiled
+from tests.support.ranks import on_workers
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.first, self.second, self.change = nn.Linear(6, 8), nn.Linear(8, 5), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.second(self.change(self.first(x).relu()))
+        return scores
+
+
+def over(x: Tensor) -> Tensor:
+    return x * 2 if x.size(0) > 50 else x  # here
+
+
+def at_most(x: Tensor) -> Tensor:
+    return x * min(x.size(0), 64)
+
+
+def hundreds(x: Tensor) -> Tensor:
+    return x * (1 + x.size(0) // 100)
+
+
+def six(x: Tensor) -> Tensor:
+    return x * 2 if x.size(0) == 6 else x
+
+
+def even(x: Tensor) -> Tensor:
+    return x * 2 if x.size(0) % 2 else x
+
+
+def asserted(x: Tensor) -> Tensor:
+    assert x.shape == (8, 8)
+    return x
+
+
+def far_away(x: Tensor) -> Tensor:
+    return x if x.shape[0] * 3 < 300_000 else x * 2
+
+
+def features(x: Tensor) -> Tensor:
+    return x * (x.numel() // x.size(0)) if x.shape[:1] == x.reshape(-1, 2, 4).shape[:1] else x
+
+
+def some(x: Tensor) -> Tensor:
+    return x * 2 if x.size(0) else x
+
+
+def of(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6), torch.randint(0, 5, (rows,))
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "ranges"),
+    [
+        (over, 8, ["1 to 50"]),
+        (over, 64, ["51 or more"]),
+        (at_most, 8, ["1 to 64"]),
+        (hundreds, 8, ["1 to 99"]),
+        (asserted, 8, ["8"]),
+        (six, 8, ["1 to 5 or 7 or more"]),
+        (even, 8, ["8"]),
+        (far_away, 8, ["1 to 99999"]),
+        (features, 8, []),
+        (some, 8, []),
+    ],
+)
+def test_a_branch_holds_for_the_batches_with_its_outcome(change: Change, rows: int, ranges: list[str]) -> None:
+    assert [str(guard) for guard in capture(Net(change), *of(rows), F.cross_entropy).guards] == ranges
+
+
+def test_a_graph_is_compared_with_its_model_on_a_batch_that_takes_its_branches() -> None:
+    assert validated(Net(over), *of(64), F.cross_entropy).allows(51)
+
+
+def test_a_number_that_is_used_keeps_its_line() -> None:
+    (guard,) = capture(Net(over), *of(8), F.cross_entropy).guards
+    assert guard.source == here(over)
+
+
+def test_a_loop_over_the_batch_is_refused_as_before() -> None:
+    def loop(x: Tensor) -> Tensor:
+        return torch.stack([x[i] for i in range(x.size(0))])
+
+    with pytest.raises(CaptureError, match="fixes the batch size"):
+        capture(Net(loop), *of(8), F.cross_entropy)
+
+
+@pytest.mark.parametrize(("world", "rows", "who"), [(8, 8, "one process"), (2, 26, "one process")])
+def test_a_plan_with_batches_beyond_the_branch_is_refused(world: int, rows: int, who: str) -> None:
+    said = rf"{here(over)}: .* traced for batches of 1 to 50, and {who}.* runs {world * rows} examples; compile with"
+    with pytest.raises(PlacementError, match=said):
+        compiled(Net(over), *of(rows), F.cross_entropy, world, "data_parallel")
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "modulo_shard"])
+def test_within_the_range_training_is_that_of_one_process(strategy: str) -> None:
+    assert compiled(Net(over), *of(8), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
+    assert compiled(Net(over), *of(52), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
+
+
+def test_every_step_is_checked_tails_included() -> None:
+    program = compiled(Net(over), *of(52), F.cross_entropy, 2, "data_parallel")
+
+    def run(worker: Worker) -> Any:
+        worker.step(*of(52))
+        worker.use_sizes((51, 20))
+        with pytest.raises(LaunchError, match=r"traced for batches of 51 or more, and rank 1 \(all\) runs 20 examples"):
+            worker.step(*of((51, 20)[worker.data_rank or 0]))
+        worker.use_sizes(None)
+        return float(worker.step(*of(52)))
+
+    first, second = on_workers(program, run, optimizer=lambda params: torch.optim.SGD([p for _, p in params], 0.1))
+    assert first == second
