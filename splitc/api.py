@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from splitc.capture.example import Example, Inputs, Loss
+from splitc.capture.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example, require_autocast
 from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
@@ -58,7 +59,9 @@ def compile(
 
     Raises CaptureError, CostError or PlacementError.
     """
+    code = None
     if not isinstance(model, nn.Module) and callable(model):
+        code = importable(model)
         model = model()  # a factory, as in model files
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
@@ -69,7 +72,7 @@ def compile(
     require_autocast(autocast)
     require_costs(costs)
     settings = Settings(
-        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast, costs
+        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast, costs, code
     )
     if example is None:
         return DeferredProgram(model, loss, settings, name)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +18,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.validate import require_uncoupled, validate_capture
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
-from splitc.codegen.save import save_build
+from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory
 from splitc.cost_models.profiling.measured import require_this_machine
@@ -45,7 +46,7 @@ from splitc.verify.verify import Verification, verify_program
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `compile` other than model and data."""
+    """The arguments of `compile` other than model and data.  code: where the model's Python is, see `OwnCode`."""
 
     world: int
     global_batch: int | None = None
@@ -56,6 +57,7 @@ class Settings:
     microbatches: int | str = "auto"
     autocast: torch.dtype | None = None
     costs: str = COUNTED
+    code: str | None = None
 
 
 def compile_example(
@@ -75,7 +77,9 @@ def compile_example(
         cluster = load_cluster(settings.cluster)
         require_this_machine(cluster)
         settings = replace(settings, cluster=cluster)
-    program = analyse(model, example, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs)
+    program = analyse(
+        model, example, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs, code=settings.code
+    )
     return CompiledProgram(specialise(program, settings, plan, watch), model, example, settings)
 
 
@@ -87,9 +91,10 @@ def analyse(
     watch: Watcher | None = None,
     autocast: torch.dtype | None = None,
     costs: str = COUNTED,
+    code: str | None = None,
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers."""
-    program = validate_capture(capture(model, example, name, autocast), model, example)
+    program = validate_capture(capture(model, example, name, autocast, code), model, example)
     require_uncoupled(program)
     return run_pass(MeasureCosts(costs), program, watch)
 
@@ -205,6 +210,8 @@ class CompiledProgram:
         processes: start ranks under torchrun instead of simulating them.  dtype: torch.float64 proves the algebra; any
         dtype turns autocast off; None: the model's own.  examples: at most so many for each reader; None: 8.
         """
+        if processes:
+            require_importable(self.program, "verify(processes=True)")
         compiled = self if dtype is None else self._in_dtype(dtype)
         sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
         if examples is None and not all(map(self.program.allows, (sum(sizes), *sizes))):
@@ -227,8 +234,10 @@ class CompiledProgram:
     def save(self, folder: str | Path, standalone: bool = False) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt into `folder`.
 
-        Raises LaunchError when the folder holds something that splitc did not write.
+        Raises LaunchError when the folder holds something that splitc did not write, or when a region's code cannot be
+        imported by the scripts.
         """
+        require_importable(self.program, "save()")
         return save_build(Path(folder), self.files, self.weights(), standalone)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
@@ -236,7 +245,13 @@ class CompiledProgram:
         state = {k: v.detach() for k, v in self._model.state_dict().items()}
         constants = dict(self.program.root.named_buffers(recurse=False))  # of no module
         loss = self._example.loss.named_buffers(prefix=LOSS) if isinstance(self._example.loss, nn.Module) else ()
-        buffers = {**constants, **dict(loss), **dict(self._model.named_buffers())}
+        plain = {
+            f"{path}.{name}".lstrip("."): value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+        buffers = {**plain, **constants, **dict(loss), **dict(self._model.named_buffers())}
         return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
 
     def worker(
@@ -257,8 +272,13 @@ class CompiledProgram:
         files = transport.broadcast_object(self.files if transport.rank == 0 else None)
         held = scatter_state(transport, parts)
         keys = first_names(self._model.state_dict())
-        program = load_rank(files, transport.rank)
+        program = load_rank(files, transport.rank, self.own)
         return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, elementwise=elementwise)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The user's model and loss, of which stages take regions in memory."""
+        return {"model": self._model, LOSS: self._example.loss}
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
         """The initial weights of each rank; rank 0 also has those that no rank uses."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from splitc.capture.example import Example, Loss
+from splitc.capture.example import LOSS, Example, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.checkpoint import scatter_state
@@ -123,7 +123,8 @@ class DeferredWorker:
             raise failure
         if reason is not None:
             raise LaunchError(f"rank 0 could not compile its first batch: {reason}")
-        part = load_rank(files, self._transport.rank)
+        own = {"model": self._program._model, LOSS: self._program._loss}
+        part = load_rank(files, self._transport.rank, own)
         held = scatter_state(self._transport, weights)
         self._worker = Worker(part, self._transport, held, self._keys, self._factory, **self._options)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitc.capture.example import LOSS
 from splitc.codegen.rank_file import rank_file, served_file
 from splitc.codegen.role_file import role_file
 from splitc.cost_models.memory.live_storage import HELD, SAVED, TRAVELS, WORKING, LiveStorage
@@ -97,7 +98,7 @@ def _module(program: LoweredProgram, rank: int) -> Any:
     files = {f"{part.name}.py": role_file(program, part), f"rank{rank}.py": rank_file(program, rank)}
     if program.plan.servers:
         files["served.py"] = served_file(program)
-    return load_rank(files, rank)
+    return load_rank(files, rank, {"model": program.root, LOSS: program.root._modules.get(LOSS)})
 
 
 def _weights(program: Program) -> dict[str, Tensor]:

@@ -58,7 +58,8 @@ class Attributes:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             raise Unsupported(
                 f"a parameter of shape {shape} is used that the model does not own; assign its module to an attribute "
-                f"of the model, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+                f"of the model, or use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
+                stays=True,
             )
         if tensor.requires_grad or isinstance(tensor, FakeTensor):
             raise Unsupported(f"a tensor of shape {shape} was computed outside of forward; compute it in forward")

@@ -24,6 +24,7 @@ from splitc.capture.loss_value import total
 from splitc.capture.patches import recorded
 from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
+from splitc.capture.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
@@ -33,32 +34,46 @@ from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_ours
 from splitc.ir.program import Input, Program, TensorSpec, under_autocast
+from splitc.ir.regions import Region, names_in
 from splitc.ir.value_range import class_bound
 
 
 def capture(
-    model: nn.Module, example: Example, name: str | None = None, autocast: torch.dtype | None = None
+    model: nn.Module,
+    example: Example,
+    name: str | None = None,
+    autocast: torch.dtype | None = None,
+    code: str | None = None,
 ) -> Program:
     """Trace the model and its loss on `example` into a Program.
 
-    Where that fails, the paths that libraries take under compilers (`torch.compiler.is_compiling()`) are tried.
+    Where that fails, the paths that libraries take under compilers (`torch.compiler.is_compiling()`) are tried; where
+    both fail, the module around that line becomes a region, and the trace begins again.
+    code: where the model's Python can be imported, see `OwnCode`.
     autocast: the dtype of the torch.autocast that both run under; specs have the dtypes that values have there.
     Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
     """
-    failed = []
-    for compiling in (False, True):
-        tracer = _tracer(example.root(model), example.batch)
-        try:
-            graph = _trace(tracer, model, example, autocast, compiling)
-            return _program(tracer, graph, model, example, name or type(model).__name__, autocast)
-        except CaptureError as error:
-            failed.append((len(tracer.graph.nodes), error))
-    raise max(failed, key=lambda each: each[0])[1]
+    regions = Regions(model, example, autocast, code)
+    while True:
+        failed = []
+        for compiling in (False, True):
+            traced = with_loss_module(example) if LOSS in regions.found else example
+            tracer = _tracer(traced.root(model), example.batch, regions)
+            try:
+                graph = _trace(tracer, model, traced, autocast, compiling)
+                return _program(tracer, graph, model, example, name or type(model).__name__, autocast)
+            except CaptureError as error:
+                failed.append((len(tracer.graph.nodes), error, tracer.failure))
+        _, problem, failure = max(failed, key=lambda each: each[0])
+        if failure is None:
+            raise problem
+        regions.add(failure, problem)
 
 
-def _tracer(original: nn.Module, batch: int) -> Tracer:
+def _tracer(original: nn.Module, batch: int, regions: Regions) -> Tracer:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return Tracer(fake_copy(original, mode), original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
+    root = regions.stand_in(fake_copy(original, mode), mode)
+    return Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
 
 
 def _program(
@@ -109,6 +124,7 @@ def _trace(
     proxies = {name: placeholder(name, tensor) for name, tensor in example.tensors.items()}
     paths = {module: path for tree in (original, root) for path, module in tree.named_modules()}
     leaf_paths = {path for path, module in root.named_modules() if path and construction(module) is not None}
+    leaf_paths |= {path for path, module in root.named_modules() if isinstance(module, Region)}
     loss = None if hasattr(model, LOSS) else root._modules.pop(LOSS, None)
     try:
         with (
@@ -133,6 +149,7 @@ def _trace(
         found = tracer.refused(error) if isinstance(error, Unsupported) else error
         raise tracer.refusal or found from error.__cause__
     except Exception as error:
+        tracer.failed(line_of(error) or tracer.origin)
         raise tracer.refusal or CaptureError(
             f"{line_of(error) or tracer.origin}: {type(error).__name__}: {first_line(error)}; if the model itself "
             f"runs, this line asks of a tensor what a traced one cannot answer: keep to torch functions and tensor "
@@ -147,6 +164,8 @@ def _has_side_effect(node: fx.Node, root: nn.Module) -> bool:
     """Whether the node updates a buffer (running statistics, a counter), so that it is kept though nothing reads it."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
+        if isinstance(module, Region):
+            return any(True for _ in module.buffers())
         return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
     return info(node).side_effect or changes_statistics(node)
 
@@ -163,8 +182,7 @@ def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: 
         if node.op == "get_attr":
             reads = {str(node.target)}
         elif node.op == "call_module":
-            module = root.get_submodule(str(node.target))
-            reads = {f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())}
+            reads = set(names_in(root, str(node.target)))
         else:
             continue
         used |= reads

@@ -91,7 +91,7 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
     """The module whose parameters the node reads, if any."""
     if node.op == "call_module":
         module = program.root.get_submodule(str(node.target))
-        return str(node.target) if any(True for _ in module.parameters()) else None
+        return str(node.target) or "model" if any(True for _ in module.parameters()) else None
     if info(node).side_effect and any(name.startswith(f"{info(node).module}.") for name in parameters):
         return str(info(node).module)  # a counter belongs to its module
     for value in node.all_input_nodes:

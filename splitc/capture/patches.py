@@ -77,7 +77,8 @@ def _module_call(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set
         if tracer.evaluator.busy or path is None:
             return call(module, *args, **kwargs)
         if path in leaf_paths:
-            return tracer.record("call_module", path, args, kwargs, name=identifier(path, module))
+            name = identifier(path, module) if path else type(tracer.original).__name__.lower()
+            return tracer.record("call_module", path, args, kwargs, name=name)
         with tracer.running(path, module):
             return call(module, *args, **kwargs)
 
@@ -106,7 +107,8 @@ def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
                 Unsupported(
                     f"assigns to {name} of {type(module).__name__} while the model runs: ranks see different "
                     f"parts of the batch, so their copies would differ; use a plain attribute for what "
-                    f"forward computes anew, or change it outside of forward"
+                    f"forward computes anew, or change it outside of forward",
+                    stays=True,
                 )
             )
 
@@ -114,7 +116,11 @@ def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
 
 
 def _autograd_function(tracer: Tracer) -> Any:
+    real = torch.autograd.Function.__dict__["apply"].__func__
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracer.evaluator.busy:
+            return real(cls, *args, **kwargs)
         if cls is checkpoint.CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
@@ -236,11 +235,3 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     map_tree(tree, found.append)
     return found
-
-
-def like(value: Any, parts: list[Any]) -> Any:
-    """`parts` as a list, a tuple, or a tuple with the field names of `value`."""
-    if isinstance(value, list):
-        return parts
-    fields = getattr(type(value), "_fields", getattr(type(value), "__match_args__", ()))
-    return namedtuple(type(value).__name__, fields)(*parts) if fields else tuple(parts)

@@ -19,11 +19,14 @@ from splitc.errors import CaptureError, bullets
 
 
 class Unsupported(Exception):
-    """A graph cannot represent this.  The tracer turns it into a CaptureError at `line`, by default the current one."""
+    """A graph cannot represent this.  The tracer turns it into a CaptureError at `line`, by default the current one.
 
-    def __init__(self, text: str, line: str | None = None) -> None:
+    stays: it would train wrong as the user's own code too, so no region is made of it.
+    """
+
+    def __init__(self, text: str, line: str | None = None, stays: bool = False) -> None:
         super().__init__(text)
-        self.line = line
+        self.line, self.stays = line, stays
 
 
 class Failed(Unsupported):
@@ -195,9 +198,14 @@ def table_problems(options: Mapping[str, Any]) -> Iterator[str]:
 @contextmanager
 def no_python_randomness(name: str) -> Iterator[None]:
     """Raise Unsupported when the code inside draws from the random generators of Python or numpy."""
-    before = _generator_states()
+    before = generator_states()
     yield
-    drawn = [name for name, state in _generator_states().items() if state != before[name]]
+    require_same_generators(before, name)
+
+
+def require_same_generators(before: Mapping[str, object], name: str) -> None:
+    """Raise Unsupported when the random generators of Python or numpy have been used since `before`."""
+    drawn = [name for name, state in generator_states().items() if state != before.get(name)]
     if drawn:
         raise Unsupported(
             f"forward draws numbers from {' and '.join(drawn)}, and a graph would keep those of one call; draw them "
@@ -206,7 +214,8 @@ def no_python_randomness(name: str) -> Iterator[None]:
         )
 
 
-def _generator_states() -> dict[str, object]:
+def generator_states() -> dict[str, object]:
+    """The states of the random generators of Python and numpy, by name."""
     numpy = sys.modules.get("numpy")
     states: dict[str, object] = {"Python's random": random.getstate()}
     if numpy is not None:

@@ -21,15 +21,26 @@ from splitc.capture.batch_guards import BatchGuards
 from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
+from splitc.capture.example import LOSS
 from splitc.capture.inplace import Aliasing, functional
-from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, like, map_tree, operation
+from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
-from splitc.capture.refusals import DATA, Failed, Unsupported, writes_text
-from splitc.capture.source_lines import user_line
+from splitc.capture.refusals import (
+    DATA,
+    Failed,
+    Unsupported,
+    generator_states,
+    require_same_generators,
+    writes_text,
+)
+from splitc.capture.regions import Failure
+from splitc.capture.source_lines import line_of, user_line
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import assigned, info, set_info, update_info
+from splitc.ir.regions import Region
+from splitc.runtime.nested import parts, with_parts
 
 
 class Tracer:
@@ -39,6 +50,7 @@ class Tracer:
     `evaluator`.  origin: what messages name where torch's own code was called: the model's class, or the loss.
     notes: sentences for the report.
     refusal: the first one, which counts even if the model's own `except` hides it.
+    failure: where the trace failed first, if a region may hold it.
     """
 
     def __init__(self, root: nn.Module, original: nn.Module, fake: FakeTensorMode, batches: tuple[int, int]) -> None:
@@ -46,10 +58,11 @@ class Tracer:
         self.values: dict[fx.Node, tuple[Any, ...]] = {}
         self.evaluator = Evaluator(root, self.graph, fake, batches)
         self.attributes = Attributes(root, original)
-        self.origin = type(root).__name__
+        self.origin = type(original).__name__
         self.notes: list[str] = []
         self.guards = BatchGuards(self.values, batches)
         self.refusal: CaptureError | None = None
+        self.failure: Failure | None = None
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
@@ -71,14 +84,21 @@ class Tracer:
     def running(self, path: str, module: nn.Module) -> Iterator[None]:
         """While this holds, what is recorded belongs to the forward of this module."""
         self._running.append((path, module))
+        generators = generator_states()
         try:
             yield
+            require_same_generators(generators, type(module).__name__)
+        except Unsupported as error:
+            raise self.refused(error) from error.__cause__
+        except Exception as error:
+            self.failed(line_of(error) or self.origin)
+            raise
         finally:
             self._running.pop()
 
     def begin_loss(self) -> None:
         """Attribute what follows to the loss instead of the model."""
-        self.origin = "loss"
+        self.origin = LOSS
 
     def output(self, value: Any) -> None:
         for name in self._constants.changing:
@@ -134,14 +154,24 @@ class Tracer:
     def _wrapped(self, node: fx.Node, values: tuple[Any, ...]) -> Any:
         """The proxy, or the tuple of proxies, that the user's code receives for a node."""
         first = values[0]
-        if isinstance(first, (tuple, list)):
+        found = [parts(value) for value in values]
+        if found[0] is not None:
             self.values[node] = values
-            if any(len(value) != len(first) for value in values):
+            if any(each is None or each.keys() != found[0].keys() for each in found):
                 raise Unsupported(
                     f"{node.name} makes as many tensors as the batch has examples, and ranks run other batches than "
                     f"the example's; use operations over the whole batch"
                 )
-            return like(first, [self._part(node, i, part) for i, part in enumerate(zip(*values, strict=True))])
+            keys = list(first) if isinstance(first, Mapping) else range(len(found[0]))
+            if not isinstance(first, (Mapping, tuple, list)):
+                keys = list(found[0])
+            return with_parts(
+                first,
+                {
+                    name: self._part(node, key, tuple(each[name] for each in found if each))
+                    for name, key in zip(found[0], keys, strict=True)
+                },
+            )
         if isinstance(first, (bool, int, float)):
             return self._proxy(node, values if len(values) > 2 else self.evaluator.size_at_probes(values))
         if not isinstance(first, (torch.Tensor, torch.device)):
@@ -152,10 +182,11 @@ class Tracer:
                 return self.record("call_method", "detach", (proxy,), {})
         return proxy
 
-    def _part(self, node: fx.Node, index: int, values: tuple[Any, ...]) -> Any:
+    def _part(self, node: fx.Node, key: Any, values: tuple[Any, ...]) -> Any:
         if is_plain(values):
             return values[0]
-        part = self.graph.call_function(operator.getitem, (node, index))
+        is_field = not isinstance(self.values[node][0], (tuple, list, Mapping))
+        part = self.graph.call_function(getattr if is_field else operator.getitem, (node, key))
         set_info(part, info(node))
         if node in self._batched:
             self._batched.add(part)
@@ -188,7 +219,7 @@ class Tracer:
             self.record("call_function", operator.setitem, (base, key, new), {})
         owner = self._aliasing.owner(self._storage(before))
         if owner is not None and id(old) not in self._owned:
-            raise Unsupported(writes_text("this", str(owner.target)))
+            raise Unsupported(writes_text("this", str(owner.target)), stays=True)
         self._aliasing.write(node, self._storage(before), self.source())
         old.__dict__.update(_node=new._node, _values=new._values)
         self._proxies[new._node] = old
@@ -204,7 +235,7 @@ class Tracer:
         """Raise Unsupported for a write into a parameter, and into a buffer other than one that counts steps."""
         name = self._owned[id(tensor)]
         if isinstance(tensor, nn.Parameter) or any(value._node in self._batched for value in call.inputs):
-            raise Unsupported(writes_text(call.name, name))
+            raise Unsupported(writes_text(call.name, name), stays=True)
         if name in self._constants.used:
             raise Unsupported(f"{call.name} changes {name}, whose value forward has used as a plain number or a branch")
         self._constants.changing[name] = None
@@ -225,6 +256,8 @@ class Tracer:
         node = self.graph.create_node(call.op, call.target, args, kwargs, name or self._node_name(call))
         update_info(node, source=self.source())
         update_info(node, module=call.target if call.op == "call_module" else self._running[-1][0])
+        if call.op == "call_module" and isinstance(self.root.get_submodule(call.target), Region):
+            update_info(node, draw=self.random.next())
         return node
 
     def _node_name(self, call: Call) -> str:
@@ -287,10 +320,19 @@ class Tracer:
 
     def refused(self, error: Unsupported) -> CaptureError:
         """The error for the user, with the file and line."""
-        found = CaptureError(f"{error.line or self.source()}: {error}")
-        if not isinstance(error, Failed):
-            self.refusal = self.refusal or found
+        line = error.line or self.source()
+        found = CaptureError(f"{line}: {error}")
+        if not isinstance(error, Failed) and self.refusal is None:
+            self.failure = None
+            self.failed(None if error.stays else line)
+            self.refusal = found
         return found
+
+    def failed(self, line: str | None) -> None:
+        """Note where the trace failed first; None where no region may hold it."""
+        path, module = self._running[-1]
+        if self.failure is None and self.refusal is None and line is not None:
+            self.failure = Failure(LOSS if self.origin == LOSS and not path else path, type(module), line)
 
     def lost(self, function: Any) -> NoReturn:
         """Refuse a call that handed a traced tensor to C++ code without `__torch_function__`."""

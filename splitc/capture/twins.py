@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example import LOSS, Example
 from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
+from splitc.capture.regions import own_draws, with_loss_module
 from splitc.ir.program import Program, under_autocast
+from splitc.ir.regions import Region
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 
@@ -99,7 +101,7 @@ class Twin:
 
     def loss(self, values: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model."""
-        with self.running(self._tensors):
+        with self.running(self._tensors), own_draws(self.model, self._graph):
             loss: Tensor = self.example.loss_of(self.example.output(self.model, values), values)
         return loss
 
@@ -121,7 +123,9 @@ class Twin:
 
 def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:
     """The modules and tensors that the captured graph reads, with their data."""
-    root = example.root(model)
+    loss = program.root._modules.get(LOSS)
+    is_region = isinstance(loss, Region) and loss.own.path == LOSS
+    root = (with_loss_module(example) if is_region else example).root(model)
     for name, constant in program.root.named_buffers(recurse=False):
         if name not in root._buffers and not hasattr(model, name):
             root._buffers = {**root._buffers, name: constant}

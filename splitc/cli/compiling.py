@@ -59,7 +59,7 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
         program = _analysed(file, args.verbose, settings)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
         placed = specialise(program, settings, plan, observer)
-    return CompiledProgram(placed, file.model, file.example, settings)
+    return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
 
 
 def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
@@ -73,6 +73,7 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
             watch=watch if verbose else None,
             autocast=settings.autocast,
             costs=settings.costs,
+            code=file.code,
         )
     except SplitcError as error:
         if error.__cause__ is not None and (problem := runs_alone(file, settings.autocast)) is not None:

@@ -32,11 +32,12 @@ _TAKEN = (*sys.stdlib_module_names, "torch", "numpy", "splitc")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file offers, ready to be compiled."""
+    """What a model file offers, ready to be compiled.  code: where the model is imported, "module:name"."""
 
     name: str
     model: nn.Module
     example: Example
+    code: str | None = None
 
 
 def load_model(argument: str, sizes: str | None = None) -> ModelFile:
@@ -59,7 +60,8 @@ def load_model(argument: str, sizes: str | None = None) -> ModelFile:
             f"{where} has a `target` but no `loss`; add one, `loss = torch.nn.functional.cross_entropy` for example; "
             f"or let the model return the loss, and make the target a part of `example`"
         )
-    return ModelFile(_title(model, module), model, Example.bind(model, inputs, target, loss))
+    code = f"{module.__name__}:{attribute}"
+    return ModelFile(_title(model, module), model, Example.bind(model, inputs, target, loss), code)
 
 
 # -- what the module offers --------------------------------------------------------------------------------------------

@@ -37,10 +37,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # of functions written in C, which hav
 
 
 class Emitter:
-    """Expressions of one role's graph.  `names`: node -> its variable; `paths`: module or tensor path -> `self...`."""
+    """Expressions of one role's graph.
 
-    def __init__(self, names: Mapping[fx.Node, str], path: Callable[[str], str]) -> None:
-        self._names, self._path = names, path
+    names: node -> its variable.  path: path of a tensor -> `self...`.  callee: call of a module -> what is called.
+    """
+
+    def __init__(
+        self, names: Mapping[fx.Node, str], path: Callable[[str], str], callee: Callable[[fx.Node], str]
+    ) -> None:
+        self._names, self._path, self._callee = names, path, callee
         self.folded: dict[fx.Node, str] = {}
 
     def value(self, item: Any, tightness: int = -1) -> str:
@@ -68,7 +73,7 @@ class Emitter:
         """The right-hand side of `node`."""
         target: Any = node.target
         if node.op == "call_module":
-            return f"{self._path(target)}({self._arguments(node.args, node.kwargs)})"
+            return f"{self._callee(node)}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             args = node.args[1:2] if target == "flatten" and node.args[2:] == (-1,) else node.args[1:]
             return f"{self.receiver(node.args[0])}.{target}({self._arguments(args, node.kwargs)})"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import fx, nn
 
 from splitc.ir.constructors import construction, literal
 from splitc.ir.graph import info
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_attribute
 from splitc.ir.program import Program, Stage
+from splitc.ir.regions import OwnCode, Region, names_in
 
 
 class ModuleTree:
@@ -24,10 +25,15 @@ class ModuleTree:
         held = {name for stage in stages for name in stage.tensors}
         self._held = [tensor for name, tensor in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
+        self._regions: dict[str, OwnCode] = {}
         for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
-            call = construction(program.root.get_submodule(path))
+            module = program.root.get_submodule(path)
+            if isinstance(module, Region):
+                self._regions[path] = module.own
+            call = _own(module.own) if isinstance(module, Region) else construction(module)
             assert call is not None, path
             self._modules[path] = call
+        self._whole = set(names_in(program.root, "")) if "" in self._regions else set()
         divided = {name.rpartition(".")[0] for stage in stages for name in stage.shards}
         self._notes = {path: "  # sharded, see rankN.py" for path in self._modules if path in divided}
         self._tensors = {
@@ -46,6 +52,8 @@ class ModuleTree:
     def access(self, path: str) -> str:
         """`features.0.weight` -> `self.features["0"].weight`."""
         text, parent = "self", ""
+        if not path:
+            return "self.own"
         for part in path.split("."):
             child = f"{parent}.{part}" if parent else part
             kind = self._kinds.get(parent, "nn.Module")
@@ -57,10 +65,26 @@ class ModuleTree:
             parent = child
         return text
 
+    def callee(self, node: fx.Node) -> str:
+        """The module that a node calls; the communicator seeds the random numbers of a region."""
+        text, draw = self.access(str(node.target)), info(node).draw
+        return text if draw is None else f"comm.own_code({text}, draw={draw})"
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters of `__init__`: the user's model or loss, of which regions are taken."""
+        own = {_origin(each): each.code for each in self._regions.values()}
+        return [name if code is None else f"{name}={literal(code)}" for name, code in sorted(own.items(), reverse=True)]
+
     def lines(self) -> list[str]:
         """The body of `__init__`."""
-        if self.base == "nn.Module":
-            lines = ["super().__init__()"]
+        origins = {_origin(own) for own in self._regions.values() if not own.is_function}
+        first = [f"{name} = own_model({name})" for name in sorted(origins)]
+        return [*first, *self._lines()]
+
+    def _lines(self) -> list[str]:
+        if self.base in ("nn.Module", "OwnModel"):
+            lines = [f"super().__init__({self._modules.get('', '')})"]
             for path in self._children(""):
                 first, *rest = self._value(path)
                 lines += [f"self.{path} = {first}", *rest]
@@ -76,6 +100,8 @@ class ModuleTree:
 
     def _kind(self, path: str) -> str:
         """The class of the container at `path`."""
+        if path in self._regions:
+            return "OwnModel"
         children = [_last(child) for child in self._children(path)]
         tensors = {_last(tensor): self._tensors[tensor] for tensor in self._tensors_of(path)}
         if children and (path or not all(map(is_attribute, children))):
@@ -84,7 +110,7 @@ class ModuleTree:
         return "nn.ParameterDict" if path and only_parameters else "nn.Module"
 
     def _children(self, parent: str) -> list[str]:
-        paths = [p for p in (*self._inner, *self._modules) if p.rpartition(".")[0] == parent and p != parent]
+        paths = [p for p in (*self._inner, *self._modules) if p and p.rpartition(".")[0] == parent and p != parent]
         return sorted(paths, key=self._order.__getitem__)
 
     def _tensors_of(self, parent: str) -> list[str]:
@@ -112,7 +138,7 @@ class ModuleTree:
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def _in_module(self, path: str) -> bool:
-        return any(path.startswith(f"{module}.") for module in self._modules)
+        return path in self._whole or any(path.startswith(f"{module}.") for module in self._modules)
 
     def _is_tied(self, path: str) -> bool:
         """Whether the tensor is made under another of its names."""
@@ -162,6 +188,20 @@ def _called(program: Program, stage: Stage) -> Iterator[str]:
             yield str(node.target)
         elif node.op == "get_attr" and info(node).of_module:
             yield str(node.target).rpartition(".")[0]
+
+
+def _origin(own: OwnCode) -> str:
+    """The parameter of `__init__` that a region is taken out of."""
+    return "loss" if own.path == "loss" else "model"
+
+
+def _own(own: OwnCode) -> str:
+    """The expression that takes a region out of the user's model or loss."""
+    if own.is_function:
+        return "own_function(loss)"
+    path = [literal(own.path)] if own.path not in ("", "loss") else []
+    evaluating = [f"evaluating={literal(own.evaluating)}"] if own.evaluating else []
+    return f"own_module({', '.join([_origin(own), *path, *evaluating])})"
 
 
 def _empty(tensor: StateTensor) -> str:

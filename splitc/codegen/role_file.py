@@ -15,6 +15,7 @@ from splitc.codegen.step import buckets_name, step_functions
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage
+from splitc.ir.regions import regions
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__
 
@@ -70,6 +71,9 @@ def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stag
         lines.append(f"predicts {compute} on {plan.prediction.cluster}")
     else:
         lines.append("holds    its rows of the parameters, which rankN.py lists")
+    for k, own in enumerate({own.path: own for stage in stages for _, own in regions(program, stage.graph)}.values()):
+        where = f"{own.path or 'the whole model'}, since {own.why.partition(': ')[0]} cannot be traced"
+        lines.append(f"{'' if k else 'own code':<9}{where}")
     return docstring(title, [*lines, f"plan     {plan.hash}"])
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from splitc.errors import LaunchError, bullets
+from splitc.ir.program import Program
+from splitc.ir.regions import regions
 
 WEIGHTS = "weights.pt"
 
@@ -35,6 +37,18 @@ def save_build(
     tensors = {kind: {k: v.cpu().contiguous() for k, v in part.items()} for kind, part in weights.items()}
     torch.save({**tensors, "files": {name: _digest(text.encode()) for name, text in texts.items()}}, folder / WEIGHTS)
     return folder
+
+
+def require_importable(program: Program, what: str) -> None:
+    """Raise LaunchError when other processes cannot import the code of a region, which `what` needs."""
+    problems = [f"{own.path or 'the whole model'}: {own.why}" for _, own in regions(program) if not own.code]
+    if problems:
+        title = (
+            f"{what} needs the user's own code of these regions, and scripts cannot import it: put the model into a "
+            f"file, and give compile() a class or function of it without arguments that makes the model (for a loss: a "
+            f"function or an object of a file):"
+        )
+        raise LaunchError(bullets(title, list(dict.fromkeys(problems))))
 
 
 def _clear(folder: Path) -> None:

@@ -37,7 +37,11 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
     tree = ModuleTree(program, stages)
     lines = [f"class Stage({tree.base}):"]
     lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
-    lines += ["    def __init__(self):", *(f"        {line}" for text in tree.lines() for line in _module_lines(text))]
+    parameters = ", ".join(["self", *tree.parameters])
+    lines += [
+        f"    def __init__({parameters}):",
+        *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
+    ]
     for stage in stages:
         name = "forward" if len(stages) == 1 else method_name(program, stage)
         lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
@@ -71,7 +75,7 @@ def returned_cuts(stage: Stage) -> list[Cut]:
 
 def _method(program: PlacedProgram, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
     names = variables(stage.graph)
-    writer = _ForwardWriter(program, stage, Emitter(names, tree.access), names, batch)
+    writer = _ForwardWriter(program, stage, Emitter(names, tree.access, tree.callee), names, batch)
     inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
     inputs += [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
     header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
@@ -263,6 +267,8 @@ def module_imports(lines: list[str]) -> list[str]:
     if uses(lines, "F."):
         imports.append("import torch.nn.functional as F")
     imports.append("from torch import nn")
-    if uses(lines, "Tree(") or uses(lines, "(Tree)"):
-        imports += ["", "from splitc.runtime import Tree"]
+    names = ("OwnModel", "Tree", "own_function", "own_model", "own_module")
+    runtime = [name for name in names if uses(lines, f"{name}(") or uses(lines, f"({name})")]
+    if runtime:
+        imports += ["", f"from splitc.runtime import {', '.join(runtime)}"]
     return imports

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir.program import Cut, Program, Spec, TensorSpec
+from splitc.ir.regions import names_in
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class NodeInfo:
     side_effect: it changes a buffer or waits, and has no value.
     sharded: each rank of a group has a slice of its features.  shards: parameter -> the dim that the group shards.
     is_module: a `get_attr` of a module.  of_module: a `get_attr` of a parameter of a module that is no longer called.
+    draw: the ordinal of a region among the random calls.
     """
 
     spec: Spec = None
@@ -38,6 +40,7 @@ class NodeInfo:
     shards: Mapping[str, int] = field(default_factory=dict)
     is_module: bool = False
     of_module: bool = False
+    draw: int | None = None
 
 
 def info(node: fx.Node) -> NodeInfo:
@@ -47,6 +50,11 @@ def info(node: fx.Node) -> NodeInfo:
 
 
 _NOTHING = NodeInfo()
+
+
+def is_region(node: fx.Node) -> bool:
+    """Return whether a node calls a region."""
+    return node.op == "call_module" and info(node).draw is not None
 
 
 def set_info(node: fx.Node, new: NodeInfo, **changes: Any) -> None:
@@ -108,8 +116,7 @@ def op_name(node: fx.Node) -> str:
 def tensors_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that a node reads."""
     if node.op == "call_module" or info(node).is_module:
-        module = program.root.get_submodule(str(node.target))
-        names = [f"{node.target}.{n}" for n, _ in (*module.named_parameters(), *module.named_buffers())]
+        names = names_in(program.root, str(node.target))
     else:
         names = [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
     return tuple(program.first_names[name] for name in names)

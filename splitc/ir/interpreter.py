@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from splitc.errors import CaptureError
-from splitc.ir.graph import info
+from splitc.ir.graph import info, is_region
 from splitc.ir.program import Program, TensorSpec
+from splitc.runtime.seeded.mode import running
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -75,9 +76,14 @@ class NodeRunner(fx.Interpreter):
         self._hook = hook
 
     def run_node(self, n: fx.Node) -> Any:
-        if self._hook is None:
-            return super().run_node(n)
-        return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
+        mode = running() if is_region(n) else None
+        with nullcontext() if mode is None else mode.region(info(n).draw):
+            if self._hook is None:
+                return super().run_node(n)
+            return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
+
+    def fetch_attr(self, target: str) -> Any:
+        return super().fetch_attr(target) if target else self.module
 
     def run_named(self, inputs: Mapping[str, Any]) -> Any:
         """Run on inputs by the names of the placeholders."""

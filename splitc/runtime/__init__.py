@@ -4,14 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .own_code import OwnModel, own_function, own_model, own_module
     from .role_comm import RoleComm
     from .spec import BatchGuard, Input, RankSpec, RoleSpec, Route, Rows, Shard
     from .weights import Tree
     from .worker import Worker
 
-__all__ = ["BatchGuard", "Input", "RankSpec", "RoleComm", "RoleSpec", "Route", "Rows", "Shard", "Tree", "Worker"]
+__all__ = [
+    "BatchGuard", "Input", "OwnModel", "RankSpec", "RoleComm", "RoleSpec", "Route", "Rows", "Shard", "Tree", "Worker",
+    "own_function", "own_model", "own_module",
+]  # fmt: skip
 
 _HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}
+_HOMES |= dict.fromkeys(("OwnModel", "own_function", "own_model", "own_module"), "own_code")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -48,10 +49,16 @@ def replaced(value: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
         return new.get(path, value)
     held = parts(value) or {}
     made = {key: replaced(part, new, (*path, key)) for key, part in held.items()}
-    if all(made[key] is part for key, part in held.items()):
-        return value
+    return value if all(made[key] is part for key, part in held.items()) else with_parts(value, made)
+
+
+def with_parts(value: Any, made: Mapping[str, Any]) -> Any:
+    """A copy of a container with other parts."""
     if isinstance(value, tuple):
-        return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
+        names = getattr(type(value), "__match_args__", ())  # of torch.return_types
+        if hasattr(value, "_fields") or not names:
+            return type(value)(*made.values()) if hasattr(value, "_fields") else tuple(made.values())
+        return namedtuple(type(value).__name__, names)(*made.values())
     if isinstance(value, list):
         return list(made.values())
     copied = copy.copy(value)

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.capture.example import Example
 from splitc.capture.random_calls import draw_layouts
+from splitc.capture.regions import own_draws
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
@@ -146,7 +147,8 @@ def reference(
         if step and states:
             model.load_state_dict(states[step - 1])
         optimizer.zero_grad()
-        with _Replay(program, step, sum(local_batches), groups), under_autocast(model, program.autocast):
+        replay = _Replay(program, step, sum(local_batches), groups)
+        with replay, own_draws(model, program.graph), under_autocast(model, program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         trial.losses.append(float(loss.detach()))

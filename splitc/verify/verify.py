@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.capture.example import Example
+from splitc.capture.example import LOSS, Example
 from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram
 from splitc.runtime.launch.trial import run_trial, torchrun_trial
@@ -89,13 +89,14 @@ def verify_program(
     batches = [draw_batch(example.tensors, sum(local_batches), seed + step) for step in range(steps)]
     feeds = [split_batch(batch, local_batches) for batch in batches]
     dtype = next(tensor.dtype for tensor in program.tensors.values() if tensor.trainable)
+    own = {"model": model, LOSS: example.loss}
     if processes:
         with tempfile.TemporaryDirectory() as folder:
             trials = torchrun_trial(Path(folder), files, weights, world, feeds, local_batches, LEARNING_RATE, MOMENTUM)
     else:
         with _torch_threads(max(1, torch.get_num_threads() // world)):
             trials = run_ranks(
-                world, lambda t: run_trial(files, t, weights, feeds, local_batches, LEARNING_RATE, MOMENTUM)
+                world, lambda t: run_trial(files, t, weights, feeds, local_batches, LEARNING_RATE, MOMENTUM, own)
             )
     states = next(trial.states for trial in trials if trial.states)
     if dtype == torch.float64:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import linecache
 import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +22,10 @@ _LOCK = threading.Lock()
 _PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)
 
 
-def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
+def load_rank(source: Path | Mapping[str, str], rank: int, own: Mapping[str, Any] | None = None) -> Any:
     """Import the module `rankN` of a build, with its own copy of its role's module.
 
+    own: the user's model and loss by name, in place of what the build imports for its regions.
     Simulated ranks load one build several times in a process, and a build's modules may have any name; so none of them
     stays in `sys.modules`, and other modules of these names are restored.
     """
@@ -32,7 +35,11 @@ def load_rank(source: Path | Mapping[str, str], rank: int) -> Any:
         hidden = {name: sys.modules.pop(name) for name in finder.texts if name in sys.modules}
         sys.meta_path.insert(0, finder)
         try:
-            return importlib.import_module(f"rank{rank}")
+            part: Any = importlib.import_module(f"rank{rank}")
+            taken = inspect.signature(part.Stage).parameters.keys() & (own or {}).keys()
+            if own and taken:
+                part.Stage = partial(part.Stage, **{name: own[name] for name in taken})
+            return part
         finally:
             sys.meta_path.remove(finder)
             for name in finder.texts:

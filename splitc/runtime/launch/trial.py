@@ -51,14 +51,15 @@ def run_trial(
     sizes: Sequence[int],
     learning_rate: float,
     momentum: float,
+    own: Mapping[str, Any] | None = None,
 ) -> Trial:
-    """Train this rank on `feeds` with SGD.  weights: what weights.pt holds."""
+    """Train this rank on `feeds` with SGD.  weights: what weights.pt holds.  own: see `load_rank`."""
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
 
     tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
-    worker = Worker(load_rank(source, transport.rank), transport, tensors, keys, optimizer)
+    worker = Worker(load_rank(source, transport.rank, own), transport, tensors, keys, optimizer)
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
     for feed in feeds:

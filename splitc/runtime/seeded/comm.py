@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
 from ..spec import StepContext
 from .draws import Draws, Layout
-from .mode import SeededRandom
+from .mode import SeededRandom, seeded_generators
 
 
 class SeededComm:
@@ -64,5 +65,15 @@ class SeededComm:
 
         One process draws the same where its `SeededRandom` is told of the call: `with mode.region(): y = region(x)`.
         """
-        with SeededRandom(self._draws, label=(draw,), dropout=self._context.training) as mode:
+        mode = SeededRandom(self._draws, label=(draw,), dropout=self._context.training)
+        with mode, seeded_generators(self._draws, (draw,)):
             yield mode
+
+    def own_code(self, module: nn.Module, draw: int) -> Callable[..., Any]:
+        """A region: `module` of the user's own model, called as it is within `seeded`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.seeded(draw):
+                return module(*args, **kwargs)
+
+        return call

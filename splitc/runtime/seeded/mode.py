@@ -8,6 +8,9 @@ Checkpointed functions (torch.utils.checkpoint) run plainly inside, since backwa
 
 from __future__ import annotations
 
+import hashlib
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,12 +74,16 @@ class SeededRandom(TorchFunctionMode):
             return func(*args, **kwargs)
 
     @contextmanager
-    def region(self) -> Iterator[None]:
-        """Around the call of a module that is one node of the graph: one draw outside, with its own count inside."""
+    def region(self, draw: int | None = None) -> Iterator[None]:
+        """Around the call of a module that is one node of the graph: one draw outside, with its own count inside.
+
+        draw: its ordinal; None: the next one.
+        """
         outer = self._source
-        self._source = _Eager(self, outer.next())
+        self._source = _Eager(self, outer.next() if draw is None else (draw,))
         try:
-            yield
+            with seeded_generators(self.draws, self._source.label):
+                yield
         finally:
             self._source = outer
 
@@ -141,6 +148,26 @@ class _Again(TorchFunctionMode):
         return self._mode.__torch_function__(func, types, args, kwargs)
 
 
+@contextmanager
+def seeded_generators(draws: Draws, label: Label) -> Iterator[None]:
+    """Let Python's random and numpy.random draw the same on every rank, from this step and label; restore them."""
+    key = repr((draws.seed, draws.step, label)).encode()
+    seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
+    numpy = sys.modules.get("numpy")
+    with _GENERATORS:  # which simulated ranks share
+        before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            if numpy:
+                numpy.random.set_state(of_numpy)
+
+
+_GENERATORS = threading.RLock()
 _LOCK = threading.Lock()
 
 

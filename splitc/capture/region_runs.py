@@ -1,0 +1,261 @@
+"""Run a copy of a model on a few real examples, and see what some of its modules take, return, change and keep."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from splitc.capture.batch_dims import infer_spec
+from splitc.capture.example import LOSS, Example
+from splitc.capture.refusals import writes_text
+from splitc.capture.source_lines import first_line, line_of
+from splitc.errors import CaptureError
+from splitc.ir.program import TensorSpec, under_autocast
+from splitc.ir.regions import OwnCode
+from splitc.runtime.nested import parts, tensors, with_parts
+from splitc.runtime.own_code import OwnFunction
+from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.mode import SeededRandom
+
+_SMALL, _LARGE = 2, 3
+"""Examples of the two batches on which a region is seen."""
+
+
+class NoRegion(Exception):
+    """A module cannot be a region; the text says why."""
+
+
+class TrainsWrong(NoRegion):
+    """Nor can any module around it: ranks would train something else than one process."""
+
+
+@dataclass
+class _Call:
+    """One call of a module on real tensors.  inputs, output: its tensors.  changed: buffers that it changed."""
+
+    module: nn.Module
+    inputs: list[Tensor]
+    versions: list[int]
+    before: dict[str, Tensor]
+    generator: Tensor
+    stack: ExitStack
+    watch: _Watch
+    output: Any = None
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    saved: float = 0.0
+    random: Sequence[str] = ()
+
+
+class _Watch(SeededRandom):
+    """Notes the rows of BatchNorm calls, and the random functions that cannot be seeded."""
+
+    def __init__(self) -> None:
+        super().__init__(Draws(0, 0, None))
+        self.norms: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            self.norms.append((args[0] if args else (kwargs or {})["input"]).shape[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Runs:
+    """Three runs of a copy of the model: on two examples, on three, and on two others."""
+
+    def __init__(self, model: nn.Module, example: Example, autocast: torch.dtype | None, paths: list[str]) -> None:
+        rows = [[k % example.batch for k in range(n)] for n in (_SMALL, _LARGE)]
+        rows.append([-1 - k % example.batch for k in range(_SMALL)])
+        try:
+            model, example = copy.deepcopy((model, example))
+            self._runs = [_run(model, example, autocast, paths, each) for each in rows]
+        except CaptureError:
+            raise
+        except Exception as error:
+            where = line_of(error) or type(model).__name__
+            raise NoRegion(f"{where}: {type(error).__name__}: {first_line(error)}") from error
+
+    def region(self, path: str, why: str, code: str | None) -> OwnCode:
+        """What is known of the module at `path`.  Raises NoRegion."""
+        small, large, others = (run[path] for run in self._runs)
+        if not small or not len(small) == len(large) == len(others):
+            raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
+        outputs = [_output(path, *calls) for calls in zip(small, large, others, strict=True)]
+        if any(output != outputs[0] for output in outputs[1:]):
+            raise NoRegion(f"{path} is called several times in a forward, and returns other shapes each time")
+        for calls in zip(small, large, others, strict=True):
+            _require_own(path, *calls)
+        a, b = small[0], large[0]
+        module = a.module
+        per_example = max((b.saved - a.saved) / (_LARGE - _SMALL), 0.0)
+        return OwnCode(
+            path=path,
+            is_function=isinstance(module, OwnFunction),
+            why=why,
+            code=code,
+            output=outputs[0],
+            batch=_batch_input(a, b),
+            saved=(max(a.saved - _SMALL * per_example, 0.0), per_example),
+            norms=tuple(n - m for m, n in zip(a.watch.norms, b.watch.norms, strict=False)),
+            evaluating=tuple(name for name, each in module.named_modules() if not each.training),
+            random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
+        )
+
+
+def _run(
+    model: nn.Module, example: Example, autocast: torch.dtype | None, paths: list[str], rows: list[int]
+) -> dict[str, list[_Call]]:
+    """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
+    calls: dict[str, list[_Call]] = {path: [] for path in paths}
+    values, state = example.rows(rows), random.getstate()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    handles = []
+    for path in paths:
+        module = example.loss if path == LOSS and not hasattr(model, LOSS) else model.get_submodule(path)
+        assert isinstance(module, nn.Module)
+        before, after = _hooks(calls[path])
+        handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+    try:
+        with torch.random.fork_rng(), torch.enable_grad(), under_autocast(model, autocast):
+            example.loss_of(example.output(model, values), values)
+    finally:
+        for call in reversed(list(chain(*calls.values()))):
+            call.stack.close()  # of a call that failed
+        random.setstate(state)
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for buffer, was in buffers:
+                buffer.copy_(was)
+    return calls
+
+
+def _hooks(calls: list[_Call]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that begin and end a `_Call`; the module gets inputs that hang together with nothing before it."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(_cut_off, (args, kwargs))
+        inputs, stack, watch = [t for _, t in tensors((args, kwargs))], ExitStack(), _Watch()
+        held = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+        state = torch.get_rng_state()
+        call = _Call(module, inputs, [t._version for t in inputs], held, state, stack, watch)
+        known = {t.untyped_storage()._cdata for t in (*inputs, *module.parameters(), *module.buffers())}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                call.saved += storage.nbytes()
+            return tensor
+
+        stack.enter_context(watch)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        calls.append(call)
+        return args, kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = calls[-1]
+        call.stack.close()
+        call.output = output
+        drawn = ["torch's generator"] if not torch.equal(torch.get_rng_state(), call.generator) else []
+        call.random = sorted(call.watch.unseeded) or drawn
+        buffers = dict(module.named_buffers())
+        call.changed = {
+            name: buffers[name].detach().clone()
+            for name, was in call.before.items()
+            if name in buffers and not torch.equal(buffers[name], was)
+        }
+
+    return before, after
+
+
+def _cut_off(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
+    """The containers of an output with a TensorSpec for each tensor.  Raises NoRegion."""
+    what = path or "the model"
+
+    def spec(a: Any, b: Any, c: Any) -> Any:
+        held, others = parts(a), (parts(b) or {}, parts(c) or {})
+        if held is not None:
+            if type(a) is not type(b) or type(a) is not type(c) or any(each.keys() != held.keys() for each in others):
+                raise NoRegion(f"{what} returns other containers for other data")
+            return with_parts(a, {key: spec(part, *(each[key] for each in others)) for key, part in held.items()})
+        if not isinstance(a, Tensor):
+            if isinstance(a, (bool, int, float, str, type(None))) and type(a) is type(b) is type(c) and a == b == c:
+                return a
+            raise NoRegion(f"{what} returns a {type(a).__name__}")
+        if not (
+            isinstance(b, Tensor) and isinstance(c, Tensor) and a.dim() == b.dim() and a.dtype == b.dtype == c.dtype
+        ):
+            raise NoRegion(f"{what} returns other kinds of tensors for other data")
+        found = infer_spec((a, b), (_SMALL, _LARGE))
+        if (
+            not isinstance(found, TensorSpec)
+            or tuple(c.shape) != found.at(_SMALL)
+            or tuple(b.shape) != found.at(_LARGE)
+        ):
+            shapes = f"{tuple(a.shape)} for {_SMALL} examples and {tuple(b.shape)} for {_LARGE}"
+            raise NoRegion(f"{what} returns a tensor of shape {shapes}, which has not one batch dimension")
+        return found
+
+    return spec(small.output, large.output, other.output)
+
+
+def _require_own(path: str, *calls: _Call) -> None:
+    """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
+
+    Raises TrainsWrong for one that writes what it computes from the batch into a buffer.
+    """
+    norms = {
+        f"{name}.{key}".lstrip(".")
+        for name, module in calls[0].module.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    for call in calls:
+        if any(tensor._version != version for tensor, version in zip(call.inputs, call.versions, strict=True)):
+            raise NoRegion(f"{path} writes into its input")
+        own = {*map(id, call.inputs), *map(id, call.module.parameters())}
+        if any(id(leaf) not in own for leaf in _leaves(tensors(call.output))):
+            raise NoRegion(f"{path} reads parameters of other modules")
+        for name, value in call.changed.items():
+            first = calls[0].changed.get(name)
+            if name not in norms and (first is None or not torch.equal(first, value)):
+                raise TrainsWrong(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
+
+
+def _leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:
+    """The leaf tensors that require a gradient, on which outputs depend."""
+    waiting = [output.grad_fn for _, output in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        function: Any = waiting.pop()
+        if function is not None and function not in seen:
+            seen.add(function)
+            if hasattr(function, "variable"):
+                yield function.variable
+            waiting += [before for before, _ in function.next_functions]
+
+
+def _batch_input(small: _Call, large: _Call) -> tuple[int, int, int] | None:
+    """The first tensor argument that has the batch."""
+    for index, pair in enumerate(zip(small.inputs, large.inputs, strict=True)):
+        spec = infer_spec(pair, (_SMALL, _LARGE))
+        if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
+            return index, spec.batch_dim, spec.rows
+    return None

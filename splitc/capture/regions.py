@@ -1,0 +1,149 @@
+"""Find the smallest modules that hold what cannot be traced; these stay the user's own code.
+
+When the trace fails inside a module, the module becomes a region and the model is traced again; where its call cannot
+be a node of a graph, the module around it becomes one, and at last the whole model.  `region_runs` sees what a region
+returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from splitc.capture.example import LOSS, Example
+from splitc.capture.region_runs import NoRegion, Runs, TrainsWrong
+from splitc.errors import CaptureError
+from splitc.ir.graph import is_region
+from splitc.ir.regions import OwnCode, Region
+from splitc.runtime.own_code import OwnFunction, adopt_plain_tensors
+from splitc.runtime.seeded.mode import running
+
+
+def with_loss_module(example: Example) -> Example:
+    """The example with a module for its loss."""
+    if example.loss is None or isinstance(example.loss, nn.Module):
+        return example
+    return replace(example, loss=OwnFunction(example.loss))
+
+
+@contextmanager
+def own_draws(model: nn.Module, graph: fx.Graph | None) -> Iterator[None]:
+    """Let the regions of a model draw, while it runs under a SeededRandom, what they draw as nodes of `graph`."""
+    paths = {str(node.target) for node in (() if graph is None else graph.nodes) if is_region(node)}
+    modules = [model.get_submodule(path) for path in paths if path != LOSS or hasattr(model, LOSS)]
+    for module in modules:
+        module.__dict__["forward"] = partial(_drawing, module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
+def _drawing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mode = running()
+    with nullcontext() if mode is None else mode.region():
+        return forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a trace failed: in the forward of the module at `path`.  kind: the module's class.  line: the user's."""
+
+    path: str
+    kind: type[nn.Module]
+    line: str
+
+
+class Regions:
+    """The regions of a model, found one failed trace after the other.
+
+    code: where the model's Python can be imported, see `OwnCode`.
+    """
+
+    def __init__(self, model: nn.Module, example: Example, autocast: torch.dtype | None, code: str | None) -> None:
+        self.found: dict[str, OwnCode] = {}
+        self._model, self._example, self._autocast, self._code = model, example, autocast, code
+        self._failures: list[Failure] = []
+
+    def add(self, failure: Failure, error: CaptureError) -> None:
+        """Make the module of a failure a region, or the smallest one around it that can be.  Raises `error` otherwise.
+
+        Modules of the same class that failed at the same line become regions together.
+        """
+        paths = [failure.path]
+        if any((f.kind, f.line) == (failure.kind, failure.line) for f in self._failures):
+            paths += [path for path, module in self._model.named_modules() if type(module) is failure.kind]
+        self._failures.append(failure)
+        is_loss = failure.path.split(".")[0] == LOSS and not hasattr(self._model, LOSS)
+        path: str = LOSS if is_loss else failure.path
+        reason: NoRegion | None = None
+        paths = [path] if is_loss else paths
+        while path in self.found or (reason := self._try(path, paths, str(error))):
+            if path in ("", LOSS) or isinstance(reason, TrainsWrong):
+                more = f"; nor can it stay the user's own code: {reason}" if reason else ""
+                raise CaptureError(f"{error}{more}") from error
+            path = path.rpartition(".")[0]
+            paths = [path]
+
+    def stand_in(self, root: nn.Module, mode: FakeTensorMode) -> nn.Module:
+        """Put a `Region` in place of each region of a fake copy of the model."""
+        loss = None if hasattr(self._model, LOSS) else root._modules.pop(LOSS, None)
+        for path, own in self.found.items():
+            module = loss if loss is not None and path == LOSS else root.get_submodule(path)
+            assert module is not None
+            adopt_plain_tensors(module, mode.from_tensor)
+            region = Region(module, own)
+            loss = region if module is loss else loss
+            for parent in list(root.modules()):
+                parent._modules.update({name: region for name, each in parent._modules.items() if each is module})
+            root = region if module is root else root
+        if loss is not None:
+            root._modules[LOSS] = loss
+        return root
+
+    def _try(self, path: str, paths: list[str], why: str) -> NoRegion | None:
+        """Make `path` a region, and those of `paths` that can be; the reason when `path` cannot be one."""
+        outer = [p for p in self.found if p != LOSS]
+        paths = [p for p in dict.fromkeys(paths) if p == path or not any(_inside(p, o) for o in outer)]
+        try:
+            seen = Runs(self._model, with_loss_module(self._example), self._autocast, paths)
+            made = {path: seen.region(path, why, self._origin(path))}
+        except NoRegion as reason:
+            return reason
+        for other in paths[1:]:
+            try:
+                made[other] = seen.region(other, why, self._origin(other))
+            except NoRegion:
+                continue
+        kept = {p: own for p, own in self.found.items() if not any(_inside(p, new) for new in made)}
+        self.found = kept | made
+        return None
+
+    def _origin(self, path: str) -> str | None:
+        return importable(self._example.loss) if path == LOSS and not hasattr(self._model, LOSS) else self._code
+
+
+def _inside(path: str, outer: str) -> bool:
+    """Whether a module is another one or inside it; the loss is outside of the model."""
+    return path == outer or path.startswith(f"{outer}.") or (outer == "" and path != LOSS)
+
+
+def importable(value: Any) -> str | None:
+    """Where a class, a function or a module-level object can be imported: "package.module:name"; None: nowhere."""
+    for name in (getattr(value, "__module__", None), type(value).__module__):
+        if name is None or name == "__main__" or name not in sys.modules:
+            continue
+        names = [getattr(value, "__qualname__", "")] + [n for n, v in vars(sys.modules[name]).items() if v is value]
+        for each in names:
+            if each and getattr(sys.modules[name], each, None) is value:
+                return f"{name}:{each}"
+    return None

@@ -1,0 +1,125 @@
+"""Regions: modules that stay the user's own code, because they cannot be traced, and what stands in for them.
+
+A region is one `call_module` node.  In `program.root` a `Region` has its place: it holds the module's parameters and
+buffers under their names, and makes results of the right shapes at any batch, without the module's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from splitc.ir.program import Program, TensorSpec
+from splitc.runtime.nested import parts, with_parts
+from splitc.runtime.nested import tensors as tensors_of
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What is known of a region; all but `path` was seen when the model ran.
+
+    path: of the module; "" is the whole model.  is_function: a loss that is no module.
+    why: the line that could not be traced, and why.
+    code: where its Python can be imported, "module:factory" of the model or of the loss; None: nowhere.
+    output: containers as the module returns them, with a TensorSpec for each tensor.
+    batch: which tensor argument has the batch, along which dim, and rows for each example; None: no argument has it.
+    saved: bytes that autograd keeps for 0 examples, and for each example.
+    norms: rows for each example of the BatchNorm calls inside, in order.
+    evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
+    """
+
+    path: str
+    is_function: bool
+    why: str
+    code: str | None
+    output: Any
+    batch: tuple[int, int, int] | None
+    saved: tuple[float, float] = (0.0, 0.0)
+    norms: tuple[int, ...] = ()
+    evaluating: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
+
+
+class Region(nn.Module):
+    """Stands in for a region: the module's tensors, and results without values.  names: of the tensors, inside it."""
+
+    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, dict(module._modules)
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.own = own
+        self.names = tuple(_names(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensor for _, tensor in tensors_of((args, kwargs))]
+        batch = 0
+        if self.own.batch is not None:
+            index, dim, rows = self.own.batch
+            batch = tensors[index].shape[dim] // rows
+        results = _NoValues.apply(self.own, batch, len(tensors), *tensors, *self.parameters())  # type: ignore[no-untyped-call]
+        return made_like(self.own.output, iter(results))
+
+
+class _NoValues(torch.autograd.Function):
+    """Tensors of the shapes of a region's results, which keep as many bytes until backward as its code does."""
+
+    @staticmethod
+    def forward(ctx: Any, own: OwnCode, batch: int, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        saved = torch.empty(int(own.saved[0] + own.saved[1] * batch), dtype=torch.uint8, device=device)
+        ctx.save_for_backward(saved, *tensors[:number])
+        ctx.parameters = tensors[number:]
+        specs = specs_in(own.output)
+        made = [torch.empty(spec.at(batch), dtype=spec.dtype, device=device) for spec in specs]
+        ctx.mark_non_differentiable(*(t for t, spec in zip(made, specs, strict=True) if not spec.requires_grad))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        inputs = (*ctx.saved_tensors[1:], *ctx.parameters)
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *(torch.zeros_like(t) if n else None for t, n in zip(inputs, needed, strict=True))
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+
+
+def names_in(root: nn.Module, path: str) -> list[str]:
+    """Names in `root` of the parameters and buffers of the module at `path`."""
+    module = root.get_submodule(path)
+    names = module.names if isinstance(module, Region) else _names(module)
+    return [f"{path}.{name}" if path else name for name in names]
+
+
+def region_of(program: Program, node: fx.Node) -> OwnCode | None:
+    """The region that a node calls; None for any other node."""
+    module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module.own if isinstance(module, Region) else None
+
+
+def regions(program: Program, graph: fx.Graph | None = None) -> Iterator[tuple[fx.Node, OwnCode]]:
+    """The nodes that call regions, of the program's graph or that of a stage."""
+    for node in (graph or program.graph).nodes:
+        own = region_of(program, node)
+        if own is not None:
+            yield node, own
+
+
+def specs_in(output: Any) -> list[TensorSpec]:
+    """The specs in nested containers, in order."""
+    if isinstance(output, TensorSpec):
+        return [output]
+    return [spec for part in (parts(output) or {}).values() for spec in specs_in(part)]
+
+
+def made_like(output: Any, results: Iterator[Any]) -> Any:
+    """The same containers with the next of `results` for each spec."""
+    if isinstance(output, TensorSpec):
+        return next(results)
+    held = parts(output)
+    return output if held is None else with_parts(output, {key: made_like(part, results) for key, part in held.items()})

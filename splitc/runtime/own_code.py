@@ -1,0 +1,105 @@
+"""Regions: modules of a build that run the user's own code, out of the user's own model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import LaunchError
+
+
+class OwnModel(nn.Module):
+    """A stage that is a user's whole model: `own`, whose tensors it has under their own names."""
+
+    own: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.__dict__["own"] = model
+
+    def train(self, mode: bool = True) -> OwnModel:
+        self.own.train(mode)
+        return self
+
+
+class OwnFunction(nn.Module):
+    """A user's function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def own_model(origin: Any) -> nn.Module:
+    """A user's model, ready for its weights: all of its tensors are empty.
+
+    origin: "module:name" of the model, or of a class or function without arguments that makes it; or the model itself,
+    of which a copy is taken.  Plain tensor attributes become buffers, so that they are filled like these.
+    Raises LaunchError when `origin` cannot be imported.
+    """
+    found = _imported(origin) if isinstance(origin, str) else origin
+    model: nn.Module = _copied(found) if isinstance(found, nn.Module) else found()
+    adopt_plain_tensors(model)
+    return model
+
+
+def own_module(model: nn.Module, path: str = "", evaluating: Sequence[str] = ()) -> nn.Module:
+    """The submodule `path` of a user's model.  evaluating: submodules that stay in evaluation mode in training."""
+    module: nn.Module = model.get_submodule(path)
+    module.train = types.MethodType(functools.partial(_train, evaluating=tuple(evaluating)), module)  # type: ignore[method-assign]
+    return module
+
+
+def own_function(origin: Any) -> OwnFunction:
+    """A user's function, or "module:name" of one, as a module.  Raises LaunchError when it cannot be imported."""
+    return OwnFunction(_imported(origin) if isinstance(origin, str) else origin)
+
+
+def _imported(origin: str) -> Any:
+    file, _, name = origin.partition(":")
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(file))
+    except Exception as error:
+        raise LaunchError(
+            f"this build runs the user's own code, {origin}, which cannot be imported here "
+            f"({type(error).__name__}: {error}); put the folder of {file.partition('.')[0]} into PYTHONPATH"
+        ) from error
+
+
+def adopt_plain_tensors(module: nn.Module, made: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+    """Turn plain tensor attributes into buffers that no state_dict has.  made: gives the buffer of a tensor."""
+    for each in module.modules():
+        for name, value in list(vars(each).items()):
+            if isinstance(value, Tensor):
+                delattr(each, name)
+                each.register_buffer(name, made(value), persistent=False)
+
+
+def _copied(origin: nn.Module) -> nn.Module:
+    """A copy whose tensors are empty."""
+    plain = [value for module in origin.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    memo: dict[int, Any] = {}
+    for tensor in (*origin.parameters(), *origin.buffers(), *plain):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(origin, memo)
+
+
+def _train(module: nn.Module, mode: bool = True, *, evaluating: Sequence[str] = ()) -> nn.Module:
+    type(module).train(module, mode)
+    for path in evaluating:
+        module.get_submodule(path).training = False
+    return module

@@ -1,0 +1,136 @@
+"""Modules that cannot be traced become regions: the smallest ones, with what they return, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.example import Loss
+from splitc.capture.regions import importable
+from splitc.errors import CaptureError
+from splitc.ir.program import Program, TensorSpec
+from splitc.ir.regions import OwnCode, regions
+from tests.support import untraceable
+from tests.support.capturing import capture
+from tests.support.untraceable import CLASSES, FEATURES, Perceptron
+
+X, Y = torch.randn(4, FEATURES), torch.randint(0, CLASSES, (4,))
+
+
+def traced(model: nn.Module, loss: Loss = F.cross_entropy, **options: Any) -> Program:
+    return capture(model, X, Y, loss, **options)
+
+
+def found(program: Program) -> dict[str, OwnCode]:
+    return {own.path: own for _, own in regions(program)}
+
+
+def test_the_smallest_module_around_a_line_is_a_region_and_the_rest_is_traced() -> None:
+    program = traced(Perceptron(untraceable.Gated()))
+    assert [node.name for node in program.graph.nodes][2:6] == ["first", "relu", "middle_0", "last"]
+    own = found(program)["middle.0"]
+    assert own.why.startswith("untraceable.py:") and "item()" in own.why
+    assert own.output == TensorSpec((1, FEATURES), torch.float32, 0, True)
+    assert program.layer("middle.0").tensors == (
+        "middle.0.gate",
+        "middle.0.fc.weight",
+        "middle.0.fc.bias",
+        "middle.0.scale",
+    )
+    assert not program.tensors["middle.0.scale"].persistent
+
+
+@pytest.mark.parametrize("kind", [untraceable.Rows, untraceable.Scripted, untraceable.Vectorised, untraceable.Normed])
+def test_data_in_python_scripts_transforms_and_functions_are_regions(kind: type[nn.Module]) -> None:
+    assert found(traced(Perceptron(kind()))).keys() == {"middle.0"}
+
+
+def test_modules_of_a_class_that_fail_at_one_line_are_regions_together() -> None:
+    program = traced(Perceptron(*(untraceable.Gated() for _ in range(4))))
+    assert list(found(program)) == [f"middle.{k}" for k in range(4)]
+
+
+def test_a_region_may_return_containers() -> None:
+    program = traced(Perceptron(untraceable.Outputs()))
+    pair = found(program)["middle.0"].output["pair"]
+    assert pair.sums == (TensorSpec((1,), torch.float32, 0, True), None)
+    assert pair.left == TensorSpec((1, FEATURES), torch.float32, 0, True)
+
+
+def test_the_module_around_is_the_region_where_a_call_cannot_be_a_node() -> None:
+    class Number(nn.Module):
+        def forward(self, x: Tensor) -> float:
+            return float(x.sum())
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = Number()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if self.number(x) < 1e9 else x
+
+    assert found(traced(Perceptron(Around()))).keys() == {"middle.0"}
+
+
+def test_the_whole_model_may_be_a_region() -> None:
+    program = traced(untraceable.Whole())
+    assert found(program).keys() == {""}
+    assert [layer.name for layer in program.layers] == ["model"]
+
+
+@pytest.mark.parametrize("loss", [untraceable.finite_loss, untraceable.FiniteLoss()])
+def test_a_loss_may_be_a_region(loss: Any) -> None:
+    own = found(traced(Perceptron(), loss))["loss"]
+    assert own.is_function is not isinstance(loss, nn.Module)
+    assert own.code == (None if isinstance(loss, nn.Module) else "tests.support.untraceable:finite_loss")
+
+
+def test_a_region_that_writes_into_a_buffer_from_the_batch_is_refused() -> None:
+    class Centre(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(FEATURES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = untraceable.Sign.apply(x)
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return y - self.mean
+
+    with pytest.raises(CaptureError, match=r"writes into middle.0.mean while the model runs"):
+        traced(Perceptron(Centre()))
+
+
+def test_a_region_that_reads_parameters_of_other_modules_takes_these_in() -> None:
+    class Reader(nn.Module):
+        def __init__(self, others: list[nn.Module]) -> None:
+            super().__init__()
+            self.others = others
+
+        def forward(self, x: Tensor) -> Tensor:
+            return untraceable.Sign.apply(x) * self.others[0].weight.sum()
+
+    class Reading(Perceptron):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle.append(Reader([self.first]))
+
+    assert found(traced(Reading())).keys() == {""}
+
+
+def test_random_functions_that_cannot_be_seeded_are_named() -> None:
+    class Shuffled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, torch.randperm(FEATURES)] if x.sum().item() < 1e9 else x
+
+    assert found(traced(Perceptron(Shuffled())))["middle.0"].random == ("randperm",)
+
+
+def test_code_that_can_be_imported_has_a_name() -> None:
+    assert importable(untraceable.gated) == "tests.support.untraceable:gated"
+    assert importable(nn.Linear) == "torch.nn.modules.linear:Linear"
+    assert importable(lambda: None) is None

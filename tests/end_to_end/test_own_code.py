@@ -1,0 +1,71 @@
+"""Models with regions train as in one process, under every strategy, in memory and from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import splitc
+from splitc.compiled import CompiledProgram
+from splitc.errors import LaunchError
+from tests.support import untraceable
+from tests.support.compiled import CLUSTER
+from tests.support.untraceable import CLASSES, FEATURES, Perceptron
+
+
+def program_of(model: Any, strategy: str = "data_parallel", loss: Any = F.cross_entropy) -> CompiledProgram:
+    images = isinstance(model, untraceable.BinaryNet)
+    x = torch.randn(4, 3, 8, 8) if images else torch.randn(4, FEATURES)
+    program = splitc.compile(model, 3, x, torch.arange(4) % CLASSES, loss, cluster=CLUSTER, strategy=strategy)
+    assert isinstance(program, CompiledProgram)
+    return program
+
+
+MODELS = {
+    "custom function": untraceable.BinaryNet,
+    "two of a class": lambda: Perceptron(untraceable.Gated(), untraceable.Gated()),
+    "loop over rows": lambda: Perceptron(untraceable.Rows()),
+    "containers": lambda: Perceptron(untraceable.Outputs()),
+    "script": lambda: Perceptron(untraceable.Scripted()),
+    "vmap": lambda: Perceptron(untraceable.Vectorised()),
+    "tied across the border": untraceable.Tied,
+}
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "modulo_shard"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    assert program_of(MODELS[name](), strategy).verify(dtype=torch.float64).holds
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server", "single_device"])
+def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
+    torch.manual_seed(0)
+    assert program_of(untraceable.Whole(), strategy).verify(dtype=torch.float64).holds
+
+
+def test_a_model_of_a_notebook_is_not_saved_and_the_reason_is_named(tmp_path: Path) -> None:
+    program = program_of(lambda: Perceptron(untraceable.Gated()))
+    with pytest.raises(
+        LaunchError, match=r"save\(\) needs the user's own code .*\n.*middle.0: untraceable.py:\d+: item"
+    ):
+        program.save(tmp_path / "build")
+    assert not (tmp_path / "build").exists()
+
+
+def test_a_build_says_whose_code_it_runs() -> None:
+    text = next(text for text in program_of(untraceable.gated).files.values() if "class Stage" in text)
+    assert 'def __init__(self, model="tests.support.untraceable:gated"):' in text
+    assert "own code middle.0, since untraceable.py:" in text
+
+
+@pytest.mark.slow
+def test_a_saved_build_imports_the_users_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    torch.manual_seed(0)
+    assert program_of(untraceable.gated, "layer_separation").verify(processes=True, dtype=torch.float64).holds

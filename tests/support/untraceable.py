@@ -1,0 +1,188 @@
+"""Models with code that cannot be traced: each becomes a region, or several."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEATURES, CLASSES = 6, 3
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+class BinaryConv(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, Sign.apply(self.conv.weight), self.conv.bias, padding=1)
+
+
+class BinaryNet(nn.Module):
+    """A convolutional network with a custom Function in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.binary = BinaryConv(4, 4)
+        self.norm = nn.Flatten()
+        self.fc = nn.Linear(4 * 16, 16)
+        self.out = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.first(x)), 2)
+        return self.out(F.relu(self.fc(self.norm(self.binary(x)))))
+
+
+class Gated(nn.Module):
+    """A branch on `.item()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+        self.gate = nn.Parameter(torch.tensor(1.0))
+        self.scale = torch.full((FEATURES,), 2.0)  # neither parameter nor buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.fc(x) * self.scale if self.gate.item() > 0 else x
+
+
+class Rows(nn.Module):
+    """A loop over rows, with a branch on the data of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.fc(row) if row.sum().item() > 0 else row * 2 for row in x])
+
+
+@dataclass
+class Pair:
+    left: Tensor
+    sums: tuple[Tensor, None]
+
+
+class Outputs(nn.Module):
+    """Returns a dict with a tensor and a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = Sign.apply(self.fc(x))
+        return {"y": y, "pair": Pair(x * 2, (y.sum(1), None))}
+
+
+class Normed(nn.Module):
+    """A BatchNorm and a custom Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(Sign.apply(self.norm(x)) * x)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2 if float(x.sum()) < 1e9 else x
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _scripted = torch.jit.script(_doubled)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _scripted(x)
+
+
+class Vectorised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * self.weight)(x)
+
+
+class Perceptron(nn.Module):
+    """Linear layers around other modules."""
+
+    def __init__(self, *middle: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.middle = nn.ModuleList(middle)
+        self.last = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        for module in self.middle:
+            x = module(x)
+            if isinstance(x, dict):
+                x = x["y"] + x["pair"].left * x["pair"].sums[0][:, None]
+        return self.last(x)
+
+
+class Tied(Perceptron):
+    """The weight inside a region is that of a layer outside."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated())
+        self.middle[0].fc.weight = self.first.weight
+
+
+class Whole(nn.Module):
+    """A model whose own forward reads data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, CLASSES))
+        self.inner = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("scale", torch.rand(FEATURES), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x) * self.scale
+        return x @ self.weight * (2.0 if self.weight.sum().item() > 0 else 3.0)
+
+
+def finite_loss(output: Tensor, target: Tensor) -> Tensor:
+    assert output.isfinite().all().item()
+    return F.mse_loss(output, F.one_hot(target, CLASSES).to(output.dtype))
+
+
+class FiniteLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return finite_loss(output * self.scale, target)
+
+
+def gated() -> nn.Module:
+    """A factory that scripts can import."""
+    return Perceptron(Gated())
