@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from splitc.capture.capture import capture
 from splitc.capture.example import LOSS, Example
-from splitc.capture.validate import require_uncoupled, validate_capture
+from splitc.capture.group_layers import gather_coupled
+from splitc.capture.validate import validate_capture
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable, save_build
@@ -95,7 +96,7 @@ def analyse(
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers."""
     program = validate_capture(capture(model, example, name, autocast, code), model, example)
-    require_uncoupled(program)
+    program = gather_coupled(program)
     return run_pass(MeasureCosts(costs), program, watch)
 
 

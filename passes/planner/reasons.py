@@ -27,6 +27,10 @@ def explain(request: Request, priced: PricedPlan) -> dict[str, str]:
 
 
 def _reason(request: Request, plan: Plan, separation: Separation | None, layer: str) -> str:
+    if layer == request.program.in_batch and plan.sees_whole_batch(layer):
+        number = len(plan.roles[plan.placements[layer].role])
+        who = f"{number} ranks compute it alike" if number > 1 else "one rank computes it"
+        return f"it needs the whole batch, so {who}, on all {plan.global_batch} examples"
     if separation is not None:
         return _of_separation(request, plan, separation, layer)
     if len(plan.roles) > 1 or any(_is_special(place) for place in plan.placements.values()):

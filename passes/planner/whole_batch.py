@@ -32,7 +32,7 @@ def with_whole_batch(request: Request, priced: PricedPlan) -> PricedPlan:
         return infeasible(plan.strategy, [str(error)], priced.exact)
     seconds = priced.seconds + more
     bound = gathered.global_batch / seconds if seconds else 0.0
-    return replace(priced, plan=gathered, seconds=seconds, bound=bound, proved=False)
+    return replace(priced, plan=gathered, seconds=seconds, bound=bound, proved=False, separation=None)
 
 
 def gathered_plan(plan: Plan, layer: str) -> Plan:

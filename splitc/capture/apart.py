@@ -181,10 +181,6 @@ class Apart:
 
         return scale
 
-    def couple(self, node: fx.Node, why: str) -> None:
-        """Note that the node couples examples."""
-        self.couplings.setdefault(node, f"{info(node).source}: the loss couples examples: {why}")
-
     @property
     def unseen(self) -> list[fx.Node]:
         """Terms that are 0 on the whole and on every part."""

@@ -11,11 +11,12 @@ every role that reads one has its own copy.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from splitc.capture.in_batch import LAYER
+from splitc.capture.in_batch import LAYER, in_batch_nodes
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
@@ -62,6 +63,17 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = ()) -> dict[s
     )
     frozen = tuple(layer.name for layer in layers if _is_frozen(program, layer))
     return {"layers": layers, "frozen_layers": frozen, "in_batch": last}
+
+
+def gather_coupled(program: Program) -> Program:
+    """The program with one layer of all that needs the whole batch, where examples are coupled."""
+    if not program.coupled:
+        return program
+    names = {each.node for each in program.coupled}
+    nodes = in_batch_nodes(program, [node for node in program.graph.nodes if node.name in names])
+    grouped = group_layers(program, nodes)
+    note = f"{grouped['in_batch']} runs where the whole batch is: {program.coupled[0].why}"
+    return replace(program, **grouped, notes=(*program.notes, note))
 
 
 def _unused(program: Program, name: str) -> str:

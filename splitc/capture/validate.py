@@ -69,12 +69,6 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
 
 
-def require_uncoupled(program: Program) -> None:
-    """Raise CaptureError where examples depend on each other."""
-    if program.coupled:
-        raise CaptureError(program.coupled[0].why)
-
-
 def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
     """The program with what was found."""
     terms = apart.loss_terms()
@@ -210,7 +204,7 @@ def _require_equal(program: Program, own: Tensor, captured: Tensor, allowed: flo
 
 
 def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str, Tensor], apart: Apart) -> None:
-    """Note a coupling where the gradients of parts of the batch do not add up: in a backward of the user's own."""
+    """Raise CaptureError where the gradients of parts of the batch do not add up: in a backward of the user's own."""
     runs = []
     for k in range(3):
         runner = NodeRunner(twin.root, program.graph, apart.scaled(k))
@@ -222,9 +216,9 @@ def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str,
     both = {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
     wrong = list(differing(whole, both, twin.tolerance))
     if wrong:
-        apart.couple(
-            program.loss,
-            f"the gradients of {', '.join(wrong[:4])} over parts of the batch do not add up to those over the whole",
+        raise CaptureError(
+            f"{info(program.loss).source}: the loss couples examples: the gradients of {', '.join(wrong[:4])} over "
+            f"parts of the batch do not add up to those over the whole; look for a backward that mixes examples"
         )
 
 

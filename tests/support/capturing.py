@@ -16,7 +16,7 @@ from torch import fx, nn
 import splitc.capture.capture
 from splitc.capture.example import Example
 from splitc.capture.twins import NoDropout, real_root
-from splitc.capture.validate import require_uncoupled, validate_capture
+from splitc.capture.validate import validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.interpreter import NodeRunner, shapes_at
@@ -67,7 +67,8 @@ def validated(model: nn.Module, example: Any, target: Any = None, loss: Any = No
     bound = Example.bind(model, example, target, loss)
     program = splitc.capture.capture.capture(model, bound)
     program = validate_capture(program, model, bound)
-    require_uncoupled(program)
+    if program.coupled:
+        raise CaptureError(program.coupled[0].why)
     return program
 
 
