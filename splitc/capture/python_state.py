@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _ITEMS = 20_000  # of all containers together; what is beyond shows in what the model computes
 _LARGE = 1 << 26  # bytes
@@ -77,6 +78,8 @@ class _State:
         if isinstance(value, _PLAIN):
             self.found[name] = value if value == value else "nan"
         elif isinstance(value, Tensor):
+            if isinstance(value, FakeTensor):  # of a compiled program, which the user's module holds
+                return
             wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
             positions = torch.arange(1, wide.numel() + 1, device=wide.device, dtype=torch.float64)
             sums = (wide.sum(), (wide.flatten() * positions.sqrt()).sum()) if wide.device.type != "meta" else ()
