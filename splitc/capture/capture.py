@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.batch_dims import prune_gradients, require_whole_batch, set_specs
 from splitc.capture.example import LOSS, Example
@@ -29,6 +28,7 @@ from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
 from splitc.ir.constructors import construction
+from splitc.ir.fake_mode import FakeMode
 from splitc.ir.graph import changes_statistics, info, rename
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
@@ -71,7 +71,7 @@ def capture(
 
 
 def _tracer(original: nn.Module, batch: int, regions: Regions) -> Tracer:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
     root = regions.stand_in(fake_copy(original, mode), mode)
     return Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
 

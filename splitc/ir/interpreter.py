@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from splitc.errors import CaptureError
+from splitc.ir.fake_mode import FakeMode
 from splitc.ir.graph import info, is_region
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.seeded.mode import running
@@ -52,7 +53,7 @@ def mode_of(root: nn.Module) -> FakeTensorMode:
     for tensor in (*root.parameters(), *root.buffers()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return FakeMode()
 
 
 def fake_inputs(program: Program, batch: int, mode: FakeTensorMode) -> dict[str, torch.Tensor]:

@@ -1,0 +1,43 @@
+"""Fake tensors also for operations whose results have fixed shapes that torch calls dynamic, such as the CTC loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+class FakeMode(FakeTensorMode):
+    """A FakeTensorMode that runs an operation it has no shapes for on zeros and ones, to see its shapes.
+
+    The first result must have the same shape for all data; the others, which only its backward reads, the largest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        except DynamicOutputShapeException:
+            results = [_result(func, args, kwargs or {}, number) for number in ((0,), (0, 1), (1,))]
+            first = [result[0] if isinstance(result, (tuple, list)) else result for result in results]
+            if not all(isinstance(each, torch.Tensor) and each.shape == first[0].shape for each in first):
+                raise
+        with self:
+            return pytree.tree_map_only(torch.Tensor, torch.empty_like, results[-1])
+
+
+def _result(func: Any, args: Any, kwargs: Any, numbers: tuple[int, ...]) -> Any:
+    """What an operation returns for real tensors that hold these numbers in turn; None where it fails."""
+
+    def real(fake: FakeTensor) -> torch.Tensor:
+        turns = torch.tensor(numbers, dtype=fake.dtype).repeat(fake.numel() // len(numbers) + 1)
+        return turns[: fake.numel()].reshape(fake.shape)
+
+    try:
+        return func(*pytree.tree_map_only(FakeTensor, real, args), **pytree.tree_map_only(FakeTensor, real, kwargs))
+    except Exception:  # these numbers are none that it takes
+        return None

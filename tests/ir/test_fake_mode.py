@@ -1,0 +1,60 @@
+"""Fake tensors have shapes for operations that torch calls dynamic though theirs are fixed, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+from splitc.ir.fake_mode import FakeMode
+from tests.support.capturing import captured
+from tests.support.compiled import compiled
+
+
+def test_the_ctc_loss_and_its_gradient_have_shapes() -> None:
+    with FakeMode():
+        log_probs = torch.zeros(12, 4, 6, requires_grad=True)
+        lengths = torch.full((4,), 12), torch.full((4,), 3)
+        loss = F.ctc_loss(log_probs, torch.ones(4, 3, dtype=torch.long), *lengths, reduction="none")
+        loss.sum().backward()
+    assert loss.shape == (4,) and log_probs.grad is not None and log_probs.grad.shape == (12, 4, 6)
+
+
+@pytest.mark.parametrize("call", [torch.nonzero, lambda x: x[x > 0], torch.unique, lambda x: torch.bincount(x.long())])
+def test_a_shape_that_depends_on_the_data_is_refused(call: Callable[[Tensor], Any]) -> None:
+    with FakeMode(), pytest.raises(DynamicOutputShapeException):
+        call(torch.zeros(5))
+
+
+class Speech(nn.Module):
+    """Classifies frames, time first as `F.ctc_loss` wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return self.second(self.first(frames).relu()).log_softmax(-1).transpose(0, 1)
+
+
+def speech(rows: int = 4) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    frames, lengths = torch.full((rows,), 10), torch.randint(1, 4, (rows,))
+    return torch.randn(rows, 10, 6), (torch.randint(1, 5, (rows, 3)), frames, lengths)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_ctc_loss_is_captured(reduction: str) -> None:
+    def loss(scores: Tensor, target: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
+        return F.ctc_loss(scores, target, frames, lengths, reduction=reduction)
+
+    captured(Speech(), *speech(), loss)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single"])
+def test_the_ctc_loss_trains_as_in_one_process(strategy: str) -> None:
+    assert compiled(Speech(), *speech(), nn.CTCLoss(), 2, strategy).verify(dtype=torch.float64).holds
