@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Cell
+from splitc.analysis import analyse
 from splitc.cli.model_file import load_model
-from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.profiling.measured import measure_layers
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster

@@ -19,9 +19,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from splitc.analysis import analyse
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.options import positive
-from splitc.compiled import analyse
 from splitc.cost_models.calibration.device_fit import fit_rates
 from splitc.cost_models.calibration.devices import time_microbenchmarks
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks

@@ -25,8 +25,9 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from splitc.analysis import analyse
 from splitc.capture.example import Example
-from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy

@@ -1,4 +1,4 @@
-"""Analyse a model, specialise it for the ranks of a cluster, and hold the compiled program."""
+"""Specialise an analysed model for the ranks of a cluster, and hold the compiled program."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.capture.capture import capture
+from splitc.analysis import analyse
 from splitc.capture.example import LOSS, Example
-from splitc.capture.group_layers import gather_coupled
-from splitc.capture.validate import validate_capture
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable, save_build
@@ -30,7 +28,7 @@ from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program, under_autocast
 from splitc.ir.strategies import Strategy
-from splitc.passes.measure_costs import COUNTED, MEASURED, MeasureCosts
+from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
@@ -82,22 +80,6 @@ def compile_example(
         model, example, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs, code=settings.code
     )
     return CompiledProgram(specialise(program, settings, plan, watch), model, example, settings)
-
-
-def analyse(
-    model: nn.Module,
-    example: Example,
-    *,
-    name: str | None = None,
-    watch: Watcher | None = None,
-    autocast: torch.dtype | None = None,
-    costs: str = COUNTED,
-    code: str | None = None,
-) -> Program:
-    """Capture a model, validate the graph against it, and price its layers."""
-    program = validate_capture(capture(model, example, name, autocast, code), model, example)
-    program = gather_coupled(program)
-    return run_pass(MeasureCosts(costs), program, watch)
 
 
 def specialise(

@@ -25,8 +25,9 @@ from benchmarks.real_models.case import Case, Entry, entries
 from benchmarks.real_models.declare import declare
 from benchmarks.real_models.eager import difference, without_dropout
 from benchmarks.real_models.regions import Regions, regions_of
+from splitc.analysis import analyse
 from splitc.capture.example import Example
-from splitc.compiled import CompiledProgram, Settings, analyse, specialise
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy

@@ -12,11 +12,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from splitc import units
+from splitc.analysis import analyse
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
 from splitc.cli.progress import Step
 from splitc.cli.sweep import Cell, sweep
-from splitc.compiled import Settings, analyse, specialise
+from splitc.compiled import Settings, specialise
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate as simulate_timeline
 from splitc.cost_models.simulation.trace import chrome_trace

@@ -2,7 +2,7 @@
 
 An analysis is a file of text, `analysis/costs-0b5c1ea77f0e....json`, named by the digest of everything that it follows
 from.  Its first line is a checksum of the rest, so a file that is cut off or was written by another program is none.
-Nothing that is read is executed.  `SPLITC_CACHE=off` keeps no analyses.
+Nothing that is read is executed.  `SPLITC_CACHE=off` keeps and uses no analyses.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "splitc"
 
 
+def is_off() -> bool:
+    """Whether nothing that was analysed before may be used."""
+    return os.environ.get("SPLITC_CACHE") == "off"
+
+
 def write_cache(path: Path, text: str) -> None:
     """Write a file as a whole, since other ranks may read meanwhile; not at all where it cannot be written."""
     with contextlib.suppress(OSError):
@@ -43,14 +48,14 @@ def recall(kind: str, key: str) -> Any:
     """The JSON value that was kept under `key`; None if there is none."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         checksum, _, text = _path(kind, key).read_text(encoding="utf-8").partition("\n")
-        if checksum == _digest(f"{kind} {key} {text}") and os.environ.get("SPLITC_CACHE") != "off":
+        if checksum == _digest(f"{kind} {key} {text}") and not is_off():
             return json.loads(text)
     return None
 
 
 def keep(kind: str, key: str, value: Any) -> None:
     """Keep a JSON value under `key`."""
-    if os.environ.get("SPLITC_CACHE") == "off":
+    if is_off():
         return
     path, text = _path(kind, key), json.dumps(value)
     write_cache(path, f"{_digest(f'{kind} {key} {text}')}\n{text}")

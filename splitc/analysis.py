@@ -1,0 +1,65 @@
+"""Analyse a model: capture its step, validate the graph, and price the layers; or use what was found out before.
+
+A model with a digest (`capture/code_digest.py`) is analysed once in a process, and validated once in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from splitc.capture.capture import capture
+from splitc.capture.code_digest import code_digest
+from splitc.capture.example import Example
+from splitc.capture.group_layers import gather_coupled
+from splitc.capture.validate import validate_capture
+from splitc.cost_models.compute.cost_cache import graph_text
+from splitc.ir.disk_cache import digest_of, is_off, keep, recall
+from splitc.ir.layers import Coupling, LossTerm
+from splitc.ir.pass_manager import Watcher, run_pass
+from splitc.ir.program import Program
+from splitc.passes.measure_costs import COUNTED, MeasureCosts
+
+
+def analyse(
+    model: nn.Module,
+    example: Example,
+    *,
+    name: str | None = None,
+    watch: Watcher | None = None,
+    autocast: torch.dtype | None = None,
+    costs: str = COUNTED,
+    code: str | None = None,
+) -> Program:
+    """Capture a model, validate the graph against it, and price its layers.  code: see `OwnCode`."""
+    digest = None if is_off() else code_digest(model, example, autocast, name, costs, code)
+    key = None if digest is None else digest_of(digest)
+    if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
+        return _ANALYSED[model][1]
+    program = capture(model, example, name, autocast, code)
+    program = gather_coupled(_validated(program, model, example, key))
+    program = run_pass(MeasureCosts(costs), program, watch)
+    if key is not None and costs == COUNTED and graph_text(program) is not None:  # which holds nothing of the model
+        _ANALYSED[model] = key, program
+    return program
+
+
+_ANALYSED: WeakKeyDictionary[nn.Module, tuple[str, Program]] = WeakKeyDictionary()
+"""Models of this process -> the digest of all that their program follows from, and the program."""
+
+
+def _validated(program: Program, model: nn.Module, example: Example, analysis: str | None) -> Program:
+    """The program with what its validation found, or an earlier one of the same graph and code without reservations."""
+    graph = None if analysis is None else graph_text(program)
+    key = None if analysis is None or graph is None else digest_of(analysis, graph)
+    if key is not None and (kept := recall("validated", key)):
+        terms = tuple(LossTerm(**each) for each in kept["loss_terms"])
+        return replace(program, loss_terms=terms, coupled=tuple(Coupling(**each) for each in kept["coupled"]))
+    validated = validate_capture(program, model, example)
+    if key is not None and validated.notes == program.notes:  # generic data, which no numbers of the example decide
+        found = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
+        keep("validated", key, found)
+    return validated
