@@ -2,9 +2,9 @@
 
 Functions count by their bytecode, constants, defaults, closures, and every global and attribute of a module that
 they name; classes by all they define; objects by all their attributes; parameters by everything but their numbers; the
-example by its shapes and what `generic_data` keeps of it.  What torch and Python's stateless modules define counts by its
-name.  An object whose state Python cannot see (of a class written in C: a lock,
-a generator, a file) has no digest, nor has a model that reaches one: nothing is kept for it.
+example by its shapes and what `generic_data` keeps of it.  What torch and Python's stateless modules define counts by
+its name.  An object whose state Python cannot see (of a class written in C: a lock, a generator, a file) has no digest,
+nor has a model that reaches one: nothing is kept for it.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class _Digest:
 
 
 def _look(tensor: Tensor) -> tuple[object, ...]:
-    """What data drawn like `tensor` keep of it: whole numbers and their bounds by column, signs, masks, distributions."""
+    """What data drawn like `tensor` keep of it: columns of whole numbers with bounds, signs, masks, distributions."""
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
     if not values.numel():
         return ()

@@ -24,8 +24,11 @@ UNSEEN = {
 BY_STRING = {"__dict__", "attrgetter", "dir", "getattr", "hasattr", "vars"}
 """Names by which code may read an attribute that it does not name."""
 
-OF_CLASS = {"__annotations__", "__dict__", "__doc__", "__orig_bases__", "__parameters__", "__weakref__", "_abc_impl"}
-"""What a class has that its objects do not run."""
+OF_CLASS = {
+    "__annotations__", "__dict__", "__doc__", "__orig_bases__", "__parameters__", "__repr__", "__weakref__",
+    "_abc_impl",
+}  # fmt: skip
+"""What a class has that decides nothing that its objects compute."""
 
 IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 

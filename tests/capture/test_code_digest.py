@@ -173,7 +173,8 @@ def test_a_change_of_state_is_another_digest(loaded: Callable[..., ModuleType]) 
         digest(module, None, torch.bfloat16),
         digest(module, rows=5),
     ]
-    assert None not in found and len({before, *found}) == len(found) + 1
+    assert found.count(None) == 0, found.index(None)
+    assert len({before, *found}) == len(found) + 1
 
 
 def test_what_is_patched_in_torch_is_another_digest(
@@ -247,3 +248,25 @@ def test_hooks_on_all_modules_have_no_digest() -> None:
         assert digest(SimpleNamespace(Net=Hidden, loss=F.cross_entropy)) is None
     finally:
         handle.remove()
+
+
+def test_the_example_counts_by_its_kind_of_data() -> None:
+    net = Hidden()
+
+    def of(images: Tensor, labels: Tensor) -> str | None:
+        return code_digest(net, Example.bind(net, images, labels, F.cross_entropy))
+
+    floats, labels = torch.randn(6, 4), torch.arange(6) % 5
+    mask = (torch.arange(24).reshape(6, 4) % 3 > 0).float()
+    found = [
+        of(floats, labels),
+        of(floats, labels - 1),
+        of(floats.abs() + 2, labels),
+        of(floats.softmax(1), labels),
+        of(mask, labels),
+        of(mask * torch.arange(6)[:, None].sign(), labels),
+        of(torch.ones(6, 4), labels),
+        of(torch.cat([floats[:, :3], mask[:, :1]], 1), labels),
+    ]
+    assert None not in found and len({*found}) == len(found)
+    assert of(torch.randn(6, 4), labels) == found[0]
