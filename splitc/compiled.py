@@ -21,7 +21,7 @@ from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory
 from splitc.cost_models.profiling.measured import require_this_machine
-from splitc.errors import LaunchError
+from splitc.errors import InternalError, LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Placement, Plan
@@ -89,7 +89,14 @@ def specialise(
     model = fingerprint(program)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
         if plan is not None:
-            lowered = lower(run_pass(UsePlan(plan, model), program, watch), watch)
+            placed = run_pass(UsePlan(plan, model), program, watch)
+            try:
+                lowered = lower(placed, watch)
+            except InternalError as error:
+                raise LaunchError(
+                    f"the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if "
+                    f"the plan was not edited: {error}"
+                ) from error
             cluster = None
         else:
             place = Place.for_settings(

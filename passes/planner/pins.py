@@ -14,10 +14,7 @@ from fnmatch import fnmatchcase
 from splitc.errors import PlacementError, bullets
 from splitc.ir.names import near_name
 from splitc.ir.plan import HOLDINGS, SPLITS, SYNCS, Placement
-from splitc.ir.roles import STAGE_OF_ROLE
-
-ROLES = ("all", "worker", *STAGE_OF_ROLE)
-"""All roles that a pin may name."""
+from splitc.ir.roles import ROLES, STAGE_OF_ROLE
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Prediction:
         """The inverse of `to_dict`; keys of other names are ignored."""
         values = {each.name: data[key] for each in fields(cls) if (key := _KEYS.get(each.name, each.name)) in data}
         values["priced"] = tuple(
-            Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each["roles"].items()}})
+            Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each.get("roles", {}).items()}})
             for each in data["candidates"]
         )
         values["phases"] = tuple(Phases(**each) for each in data.get("predicted", ()))

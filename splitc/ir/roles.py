@@ -23,6 +23,9 @@ STAGE_OF_ROLE: dict[str, int] = {
 }
 """Role, as a pin may name it -> its place on the data's way."""
 
+ROLES = ("all", "worker", *STAGE_OF_ROLE)
+"""The names of roles in plans that are made here."""
+
 
 def has_convolutions(program: Program) -> bool:
     """Whether a layer of the model convolves, as a module or as a function."""

@@ -123,13 +123,19 @@ def test_a_plan_file_without_a_prediction_can_still_be_read(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("predicted", "problem"),
     [
-        (3, "predicted must be a list of phases"),
-        ([{"rank": 0}, {"rank": 1}], "predicted: number 0 must have rank, step, compute, waiting"),
-        ([asdict(PREDICTED[1])], "predicted: it is for ranks 1; it must be for each rank"),
-        ([asdict(PREDICTED[0])], "predicted: it is for 1 ranks, not for 2"),
-        ([asdict(PREDICTED[1]), asdict(PREDICTED[0])], "predicted: it is for ranks 1, 0"),
-        ([{**asdict(each), "step": -1} for each in PREDICTED], "predicted: number 1 must have numbers of at least 0"),
-        ([{**asdict(each), "step": "1 s"} for each in PREDICTED], "predicted: number 0 must have numbers"),
+        (3, "predicted is 3; it must be a list"),
+        ([{"rank": 0}, {"rank": 1}], "predicted: number 0: step is missing"),
+        ([asdict(PREDICTED[1])], "predicted: it must be for each rank of a world of 2"),
+        ([asdict(PREDICTED[0])], "predicted: it must be for each rank of a world of 2"),
+        (
+            [asdict(PREDICTED[1]), asdict(PREDICTED[0])],
+            "predicted: it must be for each rank of a world of 2, in their order",
+        ),
+        ([{**asdict(each), "step": -1} for each in PREDICTED], "predicted: all numbers must be at least 0"),
+        (
+            [{**asdict(each), "step": "1 s"} for each in PREDICTED],
+            "predicted: number 0: step is '1 s'; it must be a finite number",
+        ),
     ],
 )
 def test_a_prediction_that_makes_no_sense_is_told(predicted: Any, problem: str, tmp_path: Path) -> None:

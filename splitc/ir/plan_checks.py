@@ -1,0 +1,178 @@
+"""Check the data of a plan.json, which a person may have edited: everything that is wrong with it is told at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from splitc.ir.names import is_role, near_name
+from splitc.ir.plan import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES, Plan
+from splitc.ir.prediction import PREDICTION_KEYS, Prediction
+from splitc.ir.roles import ROLES
+
+_TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
+_KEYS = {"batch_offsets": "examples", "priced": "candidates", "phases": "predicted", "layer_seconds": "seconds"}
+_MOST_RANKS, _MOST_EXAMPLES = 100_000, 2**40
+
+
+def plan_problems(data: dict[str, Any]) -> list[str]:
+    """A line for everything that is wrong with a plan, by the names that plan.json has for things."""
+    return [*_shape(data)] or [*_types(data)] or [*_sense(data)]
+
+
+def _shape(data: dict[str, Any]) -> Iterator[str]:
+    """Keys that are missing or unknown, and values of another kind."""
+    known = {"examples", *PREDICTION_KEYS, *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction"}
+    for name in ("world", "roles", "placements", "examples", "strategy", "cluster", "candidates", "hash"):
+        if name not in data:
+            yield f"{name} is missing"
+    for name in data.keys() - known - {"schema", "hash"}:
+        yield f"{name} is an unknown key; {near_name(name, known)}".rstrip("; ")
+    for name in ("roles", "placements", "examples"):
+        if not isinstance(data.get(name, {}), dict) or not data.get(name, {"": 0}):
+            yield f"{name} must be a table that is not empty"
+    if type(data.get("world", 1)) is not int or not 1 <= data.get("world", 1) <= _MOST_RANKS:
+        yield f"world is {data['world']!r}; it must be a whole number of at least 1 and at most {_MOST_RANKS}"
+    if data.get("microbatches", 1) != 1:
+        yield f"microbatches is {data['microbatches']!r}; programs of more than one are not there yet, it must be 1"
+    if data.get("all_reduce", ALL_REDUCES[0]) not in ALL_REDUCES:
+        yield f"all_reduce is {data['all_reduce']!r}; there are {', '.join(ALL_REDUCES)}"
+
+
+def _types(data: dict[str, Any]) -> Iterator[str]:
+    """Values of another type than that of the field that they are for."""
+    for part in (Plan, Prediction):
+        for name, hint in get_type_hints(part).items():
+            if (key := _KEYS.get(name, name)) in data:
+                yield from _mistyped(data[key], hint, key)
+
+
+def _mistyped(value: Any, hint: Any, where: str) -> Iterator[str]:
+    """What is not of the type `hint` in a value of JSON; tuples are lists there, dataclasses and mappings tables."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if is_dataclass(hint) and isinstance(value, dict):
+        hints = get_type_hints(hint)
+        for name in value.keys() - hints.keys():
+            yield f"{where}: {name} is an unknown key; {near_name(name, hints)}there are {', '.join(hints)}"
+        for name, each in hints.items():
+            if name in value:
+                yield from _mistyped(value[name], each, f"{where}: {name}")
+        for each in fields(hint):
+            if each.name not in value and each.default is each.default_factory is MISSING:
+                yield f"{where}: {each.name} is missing"
+    elif kind is tuple and isinstance(value, list):
+        for k, each in enumerate(value):
+            yield from _mistyped(each, parts[0], f"{where}: number {k}")
+    elif kind is Mapping and isinstance(value, dict):
+        for key, each in value.items():
+            yield from _mistyped(each, parts[1], f"{where}: {key}")
+    elif NoneType in parts:
+        if value is not None:
+            yield from _mistyped(value, parts[0], where)
+    elif type(value) is not hint and not (hint is float and type(value) is int):
+        table = f"a table of {', '.join(get_type_hints(hint))}" if is_dataclass(hint) else "a table"
+        yield f"{where} is {value!r:.60}; it must be {_TYPES.get(hint) or ('a list' if kind is tuple else table)}"
+    elif hint is float and not abs(value) <= sys.float_info.max:
+        yield f"{where} is {value!r}; it must be {_TYPES[float]}"
+
+
+def _sense(data: dict[str, Any]) -> Iterator[str]:
+    """Ranks that are not there, examples that do not add up, placements in no role."""
+    world, roles, examples = data["world"], data["roles"], data["examples"]
+    if examples.keys() != roles.keys():
+        yield f"examples: it is for {', '.join(examples)}, and the roles are {', '.join(roles)}"
+    for role, ranks in roles.items():
+        if not is_role(role, ROLES) or any(role.startswith(f"{other}_") for other in roles):
+            yield f"roles: {role!r} cannot name a file and a variable: take small letters, and no name that is in use"
+        if not ranks:
+            yield f"roles: {role} must be a list of ranks"
+            continue
+        for rank in ranks:
+            if not 0 <= rank < world:
+                yield f"roles: {role} has rank {rank}, but the world has ranks 0 to {world - 1}"
+        if len(set(ranks)) < len(ranks):
+            yield f"roles: {role} has a rank twice"
+        elif sorted(ranks) != ranks:
+            yield f"roles: {role} is {ranks}; ranks must stand in their order"
+        bounds = examples.get(role, [])
+        if len(bounds) != len(ranks) + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+            yield (
+                f"examples: {role} is {bounds}; it must be {len(ranks) + 1} bounds that begin with 0 and grow, for its "
+                f"{len(ranks)} ranks in roles"
+            )
+        elif bounds[-1] > _MOST_EXAMPLES:
+            yield f"examples: {role} has {bounds[-1]} examples in a step; take at most {_MOST_EXAMPLES}"
+    totals = {role: bounds[-1] for role, bounds in examples.items() if bounds}
+    if len(set(map(str, totals.values()))) > 1:
+        yield f"examples: the roles differ in the global batch, {totals}"
+    predicted = data.get("predicted", [])
+    if any(min(phases.values()) < 0 for phases in predicted):
+        yield "predicted: all numbers must be at least 0"
+    if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
+        yield f"predicted: it must be for each rank of a world of {world}, in their order"
+    yield from _groups(data)
+    yield from _servers(data)
+    yield from _placements(data)
+
+
+def _groups(data: dict[str, Any]) -> Iterator[str]:
+    roles = data["roles"]
+    for role, group in data.get("groups", {}).items():
+        if role not in roles:
+            yield f"groups: there is no role {role!r}; {near_name(role, roles)}there are {', '.join(roles)}"
+            continue
+        size, ranks = group["size"], len(roles[role])
+        if size < 1:
+            yield f"groups: {role} has size {size!r}; it must be a whole number of at least 1"
+        elif ranks % size:
+            yield f"groups: {role} has groups of {size}, which do not divide its {ranks} ranks"
+        for part, known in (("scheme", SCHEMES), ("updates", UPDATES)):
+            if group.get(part, known[-1]) not in known:
+                yield f"groups: {role} has {part} {group[part]!r}; there are {', '.join(known)}"
+        if size != 1 and role == next(iter(roles)):
+            yield f"groups: {role} reads the data, which no group does; let a role before it read"
+        if role != (last := next(reversed(roles))) and group.get("scheme") in SCHEMES and group["scheme"] != "BK":
+            yield (
+                f"groups: {role} has scheme {group['scheme']!r}, but only {last}, with the loss, has several "
+                f"microbatches: BK"
+            )
+
+
+def _servers(data: dict[str, Any]) -> Iterator[str]:
+    world, servers = data["world"], data.get("servers", [])
+    for rank in servers:
+        if not 0 <= rank < world:
+            yield f"servers: there is no rank {rank}, the world has ranks 0 to {world - 1}"
+    if len(set(servers)) < len(servers):
+        yield "servers: a rank is there twice"
+
+
+def _placements(data: dict[str, Any]) -> Iterator[str]:
+    for layer, placement in data["placements"].items():
+        for part, values in (("role", tuple(data["roles"])), ("holding", HOLDINGS), ("sync", SYNCS)):
+            if placement[part] not in values:
+                yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
+        if placement.get("split") not in (None, *SPLITS):
+            yield f"placements: {layer} has split {placement['split']!r}; there are {', '.join(SPLITS)}"
+        if placement["holding"] == "subnet":
+            yield f"placements: {layer} has holding 'subnet', which cannot be compiled yet"
+        if placement.get("group") is not None and placement["group"] < 1:
+            yield f"placements: {layer} has group {placement['group']}; it must be at least 1"
+        if placement["holding"] == "sharded":
+            yield from _sharded(data, layer, placement)
+        if placement["sync"] == "parameter_server" and not data.get("servers"):
+            yield f"placements: {layer} has sync 'parameter_server', but servers is empty"
+
+
+def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:
+    """A sharded layer is divided over the groups of its role, of which `group` says the size."""
+    role, group = placement["role"], placement.get("group")
+    grouping = data.get("groups", {}).get(role)
+    if grouping is None:
+        yield f"placements: {layer} is sharded, but groups has nothing for its role {role!r}"
+    elif group is not None and group != grouping.get("size"):
+        yield f"placements: {layer} has group {group!r}, but the groups of its role have size {grouping.get('size')!r}"

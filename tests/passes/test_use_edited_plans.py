@@ -1,0 +1,158 @@
+"""Plans edited by hand: every field of plan.json, wrong in every way, is refused by name, or trains right."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from splitc.capture.example import Example
+from splitc.cli.plan_file import read_plan_file
+from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.errors import LaunchError, PlacementError
+from splitc.ir.plan import Plan
+from splitc.ir.program import Program
+from tests.support.compiled import CLUSTER, analyse, compiled
+
+Path_ = tuple[str | int, ...]
+Edit = Callable[[Any, Any], Any]
+STRATEGIES = {"modulo_shard(mp=2)": 4, "layer_separation(n_c=2, n_f=1)": 3, "parameter_server(servers=2)": 4}
+WRONG: list[Any] = [
+    *(None, True, 0, 1, -1, 3, 10**30, 1.5, float("nan"), float("inf"), "", "x", "../x", '"""\nraise SystemExit\n"""'),
+    *(
+        "trunk",
+        "head",
+        "launch",
+        "json",
+        "sharded",
+        "subnet",
+        "none",
+        "late_multiply",
+        "parameter_server",
+        "every",
+        "B",
+    ),
+    *([], [0], [1, 0], [[0]], ["0"], [True], {}, {"a": 1}),
+]
+
+
+@cache
+def known() -> tuple[nn.Module, Example, Program]:
+    torch.manual_seed(0)
+    layers = (nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    model, x, y = nn.Sequential(*layers), torch.randn(4, 4), torch.randint(4, (4,))
+    return model, Example.bind(model, x, y, F.cross_entropy), analyse(model, x, y, F.cross_entropy)
+
+
+@cache
+def planned(strategy: str) -> Plan:
+    model, example, program = known()
+    x, y = example.tensors.values()
+    return compiled(model, x, y, F.cross_entropy, STRATEGIES[strategy], strategy, analysed=program).plan
+
+
+def paths(data: Any, at: Path_ = ()) -> Iterator[Path_]:
+    """Every key and index of the data, with those in it."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*at, key)
+        yield from paths(data[key], (*at, key))
+
+
+def replaced(new: Any, parent: Any, key: Any) -> None:
+    parent[key] = copy.deepcopy(new)
+
+
+def edits(value: Any) -> Iterator[tuple[str, Edit]]:
+    """What a hand may do to a value."""
+    yield "missing", lambda parent, key: parent.pop(key)
+    new: list[Any] = [*WRONG]
+    if isinstance(value, list) and len(value) > 1:
+        new += [value[::-1], [*value, value[-1]], value[:-1]]
+    if isinstance(value, dict) and len(value) > 1:
+        keys, values = list(value), list(value.values())
+        new += [dict(reversed(value.items())), dict(zip(keys, [*values[1:], values[0]], strict=True))]
+        new += [{**value, f"{keys[0]}x": values[0]}, {f"../{keys[0]}": values[0], **dict(list(value.items())[1:])}]
+    if type(value) in (int, float):
+        new += [value + 1, value - 1, -value, 2 * value]
+    for each in new:
+        if each != value:
+            yield repr(each), partial(replaced, each)
+
+
+def edited(strategy: str) -> Iterator[tuple[Path_, str, str]]:
+    """(field, what was done to it, the text) of every edit of a plan."""
+    data = json.loads(planned(strategy).to_json())
+    for path in paths(data):
+        value: Any = data
+        for key in path:
+            value = value[key]
+        for what, edit in edits(value) if path != ("hash",) else ():
+            changed = copy.deepcopy(data)
+            parent: Any = changed
+            for key in path[:-1]:
+                parent = parent[key]
+            edit(parent, path[-1])
+            yield path, what, json.dumps(changed)
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_field_that_is_edited_wrongly_is_named_and_what_is_followed_trains(
+    strategy: str, number: int, tmp_path: Path
+) -> None:
+    model, example, program = known()
+    file = tmp_path / "plan.json"
+    sample = random.Random(1).sample(sorted(edited(strategy)), number)
+    for path, what, text in sample:
+        file.write_text(text)
+        try:
+            plan = read_plan_file(file)
+            settings = Settings(plan.world, cluster=CLUSTER)
+            followed = CompiledProgram(specialise(program, settings, plan), model, example, settings)
+            assert all("/" not in name for name in followed.files), (path, what)
+            if path[0] in ("roles", "examples", "placements", "groups", "servers") and followed.plan.exact:
+                assert followed.verify(steps=1).holds, (path, what)
+        except PlacementError as error:
+            assert path[0] in ("placements", "model"), (path, what, error)
+        except LaunchError as error:
+            fields = {"roles": ("roles", "placements", "groups")}.get(str(path[0]), (str(path[0]),))
+            assert any(field in str(error) for field in fields), (path, what, error)
+
+
+def test_what_does_not_fit_the_model_is_told_by_layer_and_field() -> None:
+    program, plan = known()[2], planned("layer_separation(n_c=2, n_f=1)")
+
+    def follow(layer: str, **parts: str) -> None:
+        data = json.loads(plan.to_json())
+        data["placements"][layer] |= parts
+        specialise(program, Settings(plan.world, cluster=CLUSTER), Plan.from_json(json.dumps(data)))
+
+    backwards = (
+        "placements: 4, in role 'trunk', reads 2, in role 'head', but data pass through trunk, head in this order"
+    )
+    with pytest.raises(LaunchError, match=backwards):
+        follow("4", role="trunk")
+    with pytest.raises(LaunchError, match="placements: 0 has sync 'none', but several ranks train copies of it"):
+        follow("0", sync="none")
+    with pytest.raises(
+        LaunchError, match="placements: 4 has sync 'late_multiply', which linear layers in roles without"
+    ):
+        follow("4", sync="late_multiply")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "launch", "rank0", "json", "class", "Trunk", "trunk_x", '"""', "a b", "stage"]
+)
+def test_a_role_that_could_not_be_a_file_or_a_variable_is_refused_before_anything_is_written(name: str) -> None:
+    text = planned("layer_separation(n_c=2, n_f=1)").to_json().replace('"head"', json.dumps(name))
+    with pytest.raises(LaunchError, match=r"roles: .* cannot name a file and a variable"):
+        specialise(known()[2], Settings(3, cluster=CLUSTER), Plan.from_json(text))
