@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.verify.borrowed import borrowed
 from splitc.verify.verify import Verification, verify_program
 
 
@@ -202,21 +202,13 @@ class CompiledProgram:
         """
         if processes:
             require_importable(self.program, "verify(processes=True)")
-        compiled = self if dtype is None else self._in_dtype(dtype)
         sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
         if examples is None and not all(map(self.program.allows, (sum(sizes), *sizes))):
             sizes = self.plan.local_batches
-        result = verify_program(
-            compiled.program,
-            compiled.files,
-            compiled._model,
-            compiled._example,
-            compiled.weights(),
-            sizes,
-            processes=processes,
-            steps=steps,
-            seed=seed,
-        )
+        with borrowed(self._model, self._example.loss, dtype):
+            compiled = self if dtype is None else self._in_dtype(dtype)
+            parts = compiled.program, compiled.files, compiled._model, compiled._example, compiled.weights()
+            result = verify_program(*parts, sizes, processes=processes, steps=steps, seed=seed)
         if self.program.autocast is None or dtype is None:
             return result
         return replace(result, notes=(*result.notes, "autocast was off on both sides"))
@@ -291,10 +283,10 @@ class CompiledProgram:
         return {alias for name in tensors for alias in (name, *self.program.tensors[name].names)}
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
-        """The same plan for the model in another precision, without autocast."""
+        """The same plan for the model, which was given another precision, without autocast."""
         return compile_example(
-            copy.deepcopy(self._model).to(dtype),
-            self._example.to(dtype),
+            self._model,
+            replace(self._example.to(dtype), loss=self._example.loss),
             replace(self._settings, autocast=None),
             name=self.program.name,
             plan=replace(self.plan, model=""),

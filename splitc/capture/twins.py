@@ -28,8 +28,8 @@ from splitc.ir.regions import Region
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 
-_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
-_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64) | {
+CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64) | {
     torch.complex64: torch.complex128
 }
 
@@ -53,7 +53,7 @@ class _Standing(NoDropout):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = (map_tree(part, self._replaced) for part in (args, kwargs or {}))
-        if self._wide and func in _CASTS:
+        if self._wide and func in CASTS:
             func = Tensor.double
         if func is not F.batch_norm or not self._apart:
             return super().__torch_function__(func, types, args, kwargs)
@@ -69,7 +69,7 @@ class _Standing(NoDropout):
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensors.get(id(value), value)
-        return _WIDE.get(value, value) if self._wide and isinstance(value, torch.dtype) else value
+        return WIDE.get(value, value) if self._wide and isinstance(value, torch.dtype) else value
 
 
 class Twin:
@@ -151,7 +151,7 @@ def _copied(value: Any, wide: bool, memo: Mapping[int, Any]) -> tuple[Any, dict[
 def _converted(tensor: Tensor, wide: bool) -> Tensor:
     """A leaf with the same data, in float64 where `wide`."""
     data = tensor.detach().clone()
-    data = data.to(_WIDE.get(data.dtype, data.dtype)) if wide else data
+    data = data.to(WIDE.get(data.dtype, data.dtype)) if wide else data
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from splitc.capture.example import Example
+from splitc.capture.generic_data import Draw, GenericData
+from splitc.ir.program import Program
 
-def draw_batch(example: Mapping[str, Tensor], size: int, seed: int) -> dict[str, Tensor]:
-    """`size` examples drawn from the rows of `example`; floats get noise, so that no two examples are the same."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, next(iter(example.values())).shape[0], (size,), generator=generator)
-
-    def draw(tensor: Tensor) -> Tensor:
-        chosen = tensor.detach().cpu()[rows]
-        if not tensor.dtype.is_floating_point:
-            return chosen
-        noise = torch.randn(chosen.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
-        return chosen + noise * chosen.std().nan_to_num(1.0)
-
-    return {name: draw(tensor) for name, tensor in example.items()}
+Batch = Mapping[str, Tensor]
 
 
-def split_batch(batch: Mapping[str, Tensor], local_batches: Sequence[int]) -> list[tuple[Tensor, ...]]:
+def draw_batches(
+    program: Program, example: Example, size: int, steps: int, seed: int, loss_of: Callable[[Batch], Tensor]
+) -> tuple[list[Batch], Draw]:
+    """Batches of `size` examples, as generic as the model takes them: `loss_of` them must be a number."""
+    data, batches = GenericData.of(program, example.tensors), list[Batch]()
+    for how in Draw:
+        batches = [data.draw(size, seed + step, how) for step in range(steps)]
+        try:
+            if all(bool(loss_of(batch).isfinite()) for batch in batches):
+                return batches, how
+        except Exception:
+            if how is Draw.EXAMPLE:
+                raise
+    return batches, Draw.EXAMPLE
+
+
+def split_batch(program: Program, batch: Batch, local_batches: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """The part of each reader, which has `local_batches[reader]` examples."""
-    return list(zip(*(tensor.split(list(local_batches)) for tensor in batch.values()), strict=True))
+    dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
+    return list(zip(*(t.split(list(local_batches), dims[name]) for name, t in batch.items()), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -14,19 +15,22 @@ from splitc.runtime.weights import part_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
-_ROUNDING = 1.5 / TOLERANCES[torch.bfloat16]  # makes 1.5 times autocast's own error the largest that is allowed
+_ROUNDING = 4.0
+"""The largest error that is allowed, by the one process's own: both round, and a rounding may flip a ReLU in either."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The same training steps on every rank and in one process.
 
-    exact: the one process in float64 without autocast; given where the program runs under autocast.
+    exact: the one process in float64 without autocast; None where it is the reference itself, or does not run.
+    tolerance: an error may be as large, or four times as large as what rounding does in the one process.
     """
 
     ranks: Sequence[Trial]
     reference: Trial
     exact: Trial | None = None
+    tolerance: float = TOLERANCES[torch.float64]
 
     @property
     def steps(self) -> range:
@@ -36,7 +40,10 @@ class Comparison:
     def loss_error(self, step: int) -> float:
         """The largest error of the loss on any rank; infinite for a loss that is not a number."""
         expected = self.reference.losses[step]
-        errors = [abs(trial.losses[step] - expected) / max(abs(expected), 1e-12) for trial in self.ranks]
+        scale = max(abs(expected), 1e-12)
+        if self.exact is not None:
+            scale = max(scale, _ROUNDING / self.tolerance * abs(expected - self.exact.losses[step]))
+        errors = [abs(trial.losses[step] - expected) / scale for trial in self.ranks]
         return max(float("inf") if math.isnan(error) else error for error in errors)
 
     def gradient_errors(self, step: int) -> dict[str, float]:
@@ -49,21 +56,26 @@ class Comparison:
         """The error of each parameter and buffer after a step; counters must be equal."""
         states = next(trial.states for trial in self.ranks if trial.states)
         got, expected = states[step], self.reference.states[step]
-        floats = {name: tensor for name, tensor in expected.items() if tensor.dtype.is_floating_point}
+        floats = {name: t for name, t in expected.items() if t.dtype.is_floating_point or t.is_complex()}
         counters = {
             name: 0.0 if name in got and torch.equal(got[name], tensor) else float("inf")
             for name, tensor in expected.items()
             if name not in floats
         }
-        return {**tensor_errors(got, floats, None if self.exact is None else self.exact.states[step]), **counters}
+        exact = None if self.exact is None else self.exact.states[step]
+        return {**tensor_errors(got, floats, exact, self.tolerance), **counters}
+
+    def rounding(self, step: int) -> dict[str, float]:
+        """The errors of the one process's own gradients in a step, against those without rounding."""
+        return {} if self.exact is None else tensor_errors(self.reference.gradients[step], self.exact.gradients[step])
 
     def gradient_factor(self, names: Sequence[str], step: int) -> float | None:
         """The constant by which the gradients of these parameters are off, if there is one."""
         for trial in self.ranks:
             gradients, expected = trial.gradients[step], held_parts(self.reference.gradients[step], trial)
             for name in names:
-                if name in gradients and name in expected and float(expected[name].norm()):
-                    a, b = gradients[name].double(), expected[name].double()
+                a, b = _wide(gradients.get(name, _NOTHING)), _wide(expected.get(name, _NOTHING))
+                if name in gradients and name in expected and float((b * b).sum()):
                     factor = float((a * b).sum() / (b * b).sum())
                     constant = float((a - factor * b).norm()) <= 1e-3 * float(a.norm()) and abs(factor - 1) > 1e-4
                     return factor if constant else None
@@ -74,7 +86,8 @@ class Comparison:
         got = trial.gradients[step]
         expected = held_parts(self.reference.gradients[step], trial)
         exact = None if self.exact is None else held_parts(self.exact.gradients[step], trial)
-        return {name: e for name, e in tensor_errors({**expected, **got}, expected, exact).items() if name in got}
+        errors = tensor_errors({**expected, **got}, expected, exact, self.tolerance)
+        return {name: error for name, error in errors.items() if name in got}
 
 
 def held_parts(whole: Mapping[str, Tensor], trial: Trial) -> dict[str, Tensor]:
@@ -83,36 +96,51 @@ def held_parts(whole: Mapping[str, Tensor], trial: Trial) -> dict[str, Tensor]:
 
 
 def tensor_errors(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None = None
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor] | None = None,
+    tolerance: float = 1.0,
 ) -> dict[str, float]:
     """||a - b|| / max(||b||, 1e-3 rms(all) sqrt(numel)) of every tensor, L2; infinite elements must be equal.
 
-    exact: under autocast, b without rounding; the denominator is then at least 75 ||b - exact||.
+    exact: b without rounding.  Then b's own error, or the median of these if that is larger, times `_ROUNDING` counts
+    as one `tolerance`.
     """
-    wide = {name: b.double().nan_to_num(0.0, 0.0, 0.0) for name, b in expected.items()}
+    wide = {name: _wide(b).nan_to_num(0.0, 0.0, 0.0) for name, b in expected.items()}
     numel = sum(b.numel() for b in wide.values())
     rms = (sum(float(b.square().sum()) for b in wide.values()) / max(numel, 1)) ** 0.5
+    scales = {name: max(float(b.norm()), 1e-3 * rms * b.numel() ** 0.5) for name, b in wide.items()}
+    if exact is not None:
+        own = {n: float((b - _wide(exact[n]).nan_to_num(0.0, 0.0, 0.0)).norm()) for n, b in wide.items() if n in exact}
+        typical = median([rounding / scales[n] for n, rounding in own.items() if scales[n]] or [0.0])
+        for name, rounding in own.items():
+            allowed = _ROUNDING * max(rounding, typical * scales[name])
+            scales[name] = max(scales[name], allowed / tolerance)
     errors = {}
     for name, b in wide.items():
         if name not in got:
             errors[name] = float("inf")
             continue
-        a = got[name]
-        difference = float(torch.where(a == expected[name], 0.0, a.double() - b).norm())
-        scale = max(float(b.norm()), 1e-3 * rms * b.numel() ** 0.5)
-        if exact is not None:
-            scale = max(scale, _ROUNDING * float((b - exact[name].double()).norm()))
+        difference = float(torch.where(_wide(got[name]) == _wide(expected[name]), 0.0, _wide(got[name]) - b).norm())
         if difference == 0:
             errors[name] = 0.0
         else:
-            errors[name] = float("inf") if math.isnan(difference) or scale == 0 else difference / scale
+            errors[name] = float("inf") if math.isnan(difference) or not scales[name] else difference / scales[name]
     return errors
+
+
+_NOTHING = torch.empty(0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64; a complex number is a row of two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def zero_gradients(exact: Trial) -> set[str]:
     """Parameters whose gradient is zero but for rounding: a bias before BatchNorm, an attention's key bias."""
     zero = set(exact.gradients[0])
     for gradients in exact.gradients:
-        rms = {name: float(g.norm()) / g.numel() ** 0.5 for name, g in gradients.items()}
+        rms = {name: float(g.norm()) / max(g.numel(), 1) ** 0.5 for name, g in gradients.items()}
         zero &= {name for name, size in rms.items() if size <= 1e-10 * max(rms.values())}
     return zero

@@ -6,7 +6,6 @@ that the ranks form, replayed call by call.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from splitc.capture.example import Example
+from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
+from splitc.capture.twins import CASTS, WIDE
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
@@ -29,6 +31,7 @@ from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import StepContext, microbatch_examples
+from splitc.verify.borrowed import borrowed, converted
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -75,7 +78,10 @@ def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[li
     for node in _norms(program):
         role = program.plan.placements[info(node).layer].role
         spec = info(node).spec
-        found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
+        if isinstance(spec, TensorSpec) and spec.batch_dim is None:  # it normalises a weight
+            found.append([NormGroup(torch.arange(spec.shape[0]), counts=True)])
+        else:
+            found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
     return found
 
 
@@ -137,8 +143,50 @@ def reference(
     local_batches: Sequence[int],
     states: Sequence[Mapping[str, Tensor]] = (),
 ) -> Trial:
-    """Train the same steps in this process, on global batches; step k + 1 starts from `states[k]` where given."""
-    model, example = copy.deepcopy(model), replace(example, loss=copy.deepcopy(example.loss))
+    """Train the same steps in this process, on global batches; step k + 1 starts from `states[k]` where given.
+
+    The model is borrowed: it trains, and is given back as it was.
+    """
+    with borrowed(model, example.loss):
+        return _train(program, model, example, batches, local_batches, states)
+
+
+def exact_reference(
+    program: PlacedProgram,
+    model: nn.Module,
+    example: Example,
+    batches: Sequence[Mapping[str, Tensor]],
+    local_batches: Sequence[int],
+    states: Sequence[Mapping[str, Tensor]] = (),
+) -> Trial:
+    """The reference in float64 without autocast: the same steps without rounding.  Raises what the model raises."""
+    wide = [{name: converted(value, torch.float64) for name, value in batch.items()} for batch in batches]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with borrowed(model, example.loss, torch.float64), _InFloat64():
+            return _train(replace(program, autocast=None), model, example, wide, local_batches, states)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of one batch, of the borrowed model."""
+    size = next(iter(batch.values())).shape[program.inputs[0].spec.batch_dim or 0]
+    seeded = SeededRandom(Draws(0, 0, [(0, size)]), draw_layouts(program.graph))
+    with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast), torch.no_grad():
+        loss: Tensor = example.loss_of(example.output(model, batch), batch)
+        return loss
+
+
+def _train(
+    program: PlacedProgram,
+    model: nn.Module,
+    example: Example,
+    batches: Sequence[Mapping[str, Tensor]],
+    local_batches: Sequence[int],
+    states: Sequence[Mapping[str, Tensor]],
+) -> Trial:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     trial = Trial()
     groups = norm_groups(program, local_batches)
@@ -152,7 +200,7 @@ def reference(
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         trial.losses.append(float(loss.detach()))
-        trial.gradients.append({n: p.grad.clone() for n, p in _with_gradient(model)})
+        trial.gradients.append({name: gradient.clone() for name, gradient in _gradients(model)})
         optimizer.step()
         for path, calls in further_calls.items():
             _count_batches(model.get_submodule(path), calls)
@@ -160,20 +208,19 @@ def reference(
     return trial
 
 
-def _with_gradient(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that have a gradient with elements."""
-    return [(name, p) for name, p in model.named_parameters() if p.grad is not None and p.numel()]
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The gradients with elements."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.numel():
+            yield name, parameter.grad
 
 
-def exact_reference(
-    program: PlacedProgram,
-    model: nn.Module,
-    example: Example,
-    batches: Sequence[Mapping[str, Tensor]],
-    local_batches: Sequence[int],
-    states: Sequence[Mapping[str, Tensor]] = (),
-) -> Trial:
-    """The reference in float64 without autocast: the same steps without rounding."""
-    wide = [{k: v.double() if v.dtype.is_floating_point else v for k, v in batch.items()} for batch in batches]
-    model, example = copy.deepcopy(model).double(), example.to(torch.float64)
-    return reference(replace(program, autocast=None), model, example, wide, local_batches, states)
+class _InFloat64(TorchFunctionMode):
+    """Turns casts and factories of lower precision into float64, where a model asks for one by name."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = (map_tree(part, self._widened) for part in (args, kwargs or {}))
+        return (Tensor.double if func in CASTS else func)(*args, **kwargs)
+
+    def _widened(self, value: Any) -> Any:
+        return WIDE.get(value, value) if isinstance(value, torch.dtype) else value

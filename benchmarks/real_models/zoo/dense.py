@@ -100,7 +100,15 @@ UNET = {
     "block_out_channels": (8, 16),
     "norm_num_groups": 4,
 }
-PATCHES: dict[str, Any] = {"image_size": 64, "patch_size": 16, "num_classes": CLASSES, "dim": 32, "depth": 2, "heads": 4, "mlp_dim": 48}
+PATCHES: dict[str, Any] = {
+    "image_size": 64,
+    "patch_size": 16,
+    "num_classes": CLASSES,
+    "dim": 32,
+    "depth": 2,
+    "heads": 4,
+    "mlp_dim": 48,
+}
 
 MODELS = {
     "smp_unet": _entry(SMP, _segmentation, "Unet", encoder_name="resnet18"),
