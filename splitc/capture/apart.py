@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.source_lines import first_line
@@ -28,6 +29,7 @@ from splitc.runtime.collectives.loss import target_weight
 EXAMPLES = 3
 PARTS = ((0, 1, 2), (0,), (1, 2), (1,), (0, 2))
 _CHOICES = ((1, 2), (3, 4))  # of PARTS: these two make the whole
+_LAYERS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 _ORDERS = ((0, 1, 2), (1, 0, 2))
 
 
@@ -50,7 +52,7 @@ class Apart:
     values: dict[fx.Node, list[float]] = field(default_factory=dict)
     weights: dict[fx.Node, list[float]] = field(default_factory=dict)
     _changing: set[fx.Node] = field(default_factory=set)  # differ, which what reads them must make good
-    _peaks: dict[fx.Node, float] = field(default_factory=dict)
+    _flattened: set[fx.Node] = field(default_factory=set)  # rows of an example are apart
 
     def __post_init__(self) -> None:
         self.couplings.update(self.terms.couplings)
@@ -81,7 +83,7 @@ class Apart:
         values: list[Any] = []
         for k, runner in enumerate(runners):
             try:
-                value = runner.run_node(node)
+                value = self._rows(node, values[0], k) if k and self._is_known(node) else runner.run_node(node)
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
                 if k == 0:
@@ -92,10 +94,32 @@ class Apart:
             values.append(value)
             runner.env[node] = values[0] if self.terms.uses.get(node) == "denominator" else value  # as ranks have it
         if len(values) == len(PARTS) and node in self.terms.upstream:
-            self._compare(node, values)
+            self._compare(node, values, [runners[0].env.get(n) for n in node.all_input_nodes])
             if noise and isinstance(values[0], Tensor) and self._is_summed(node):
                 for runner, value in zip(runners, _noisy(node, values), strict=True):
                     runner.env[node] = value
+
+    def _is_known(self, node: fx.Node) -> bool:
+        """Whether a convolution or linear layer maps each example of dim 0 by itself, so that parts need no run."""
+        value, spec = node.args[0] if node.args else None, info(node).spec
+        if not isinstance(value, fx.Node) or not isinstance(spec, TensorSpec) or spec.batch_dim != 0:
+            return False
+        module = self.program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        is_layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or node.target in _LAYERS
+        operands = [n for n in node.all_input_nodes if n in self.terms.batched]
+        found = info(value).spec
+        has_examples = isinstance(found, TensorSpec) and found.batch_dim == 0 and len(found.shape) == len(spec.shape)
+        return (
+            is_layer
+            and has_examples
+            and operands == [value]
+            and value in self.terms.data - self._changing - self._flattened
+        )
+
+    def _rows(self, node: fx.Node, whole: Tensor, part: int) -> Tensor:
+        rows = info(node).spec
+        assert isinstance(rows, TensorSpec)
+        return torch.cat([whole.narrow(0, row * rows.rows, rows.rows) for row in PARTS[part]])
 
     def _note(self, node: fx.Node, runner: NodeRunner, value: Any) -> None:
         if node not in self.terms.uses:
@@ -113,7 +137,7 @@ class Apart:
         has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None and spec.dtype.is_floating_point
         return has_examples and any(is_aggregate(user) for user in node.users)
 
-    def _compare(self, node: fx.Node, values: list[Any]) -> None:
+    def _compare(self, node: fx.Node, values: list[Any], inputs: list[Any]) -> None:
         spec, whole = info(node).spec, values[0]
         if not isinstance(whole, Tensor):
             return
@@ -123,29 +147,30 @@ class Apart:
                 self._changing.add(node)  # positions of examples
             return
         if spec is None:
-            self.couplings[node] = (
-                f"{info(node).source}: the loss couples examples: {node.name} has the batch in several dimensions, or "
-                f"in a part of one"
-            )
+            self.couple(node, f"{node.name} has the batch in several dimensions, or in a part of one")
         if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
             return
-        self._peaks[node] = _peak(whole)
-        inputs = max((self._peaks.get(n, 0.0) for n in node.all_input_nodes), default=0.0)
-        allowed = self.allowed * (self._peaks[node] + 1e-3 * inputs)
-        if all(
-            _same(whole, [values[k] for k in choice], order, spec, allowed)
+        outers = [
+            _outer_rows(whole, [values[k] for k in choice], order, spec, lambda: self._allowed(whole, inputs))
             for choice, order in zip(_CHOICES, _ORDERS, strict=True)
-        ):
+        ]
+        if all(outers):
+            self._flattened |= {node} if outers[0] != 1 else set()
             return
         if (is_number and not self._changing.isdisjoint(node.all_input_nodes)) or (
             self.terms.is_scaling(node) and self._reads_change(node)
         ):
             self._changing.add(node)
         else:
-            self.couplings[node] = (
-                f"{info(node).source}: the loss couples examples: what {node.name} makes of an example depends on the "
-                f"other examples of its batch; a rank that sees a part of the batch cannot compute it"
+            self.couple(
+                node,
+                f"what {node.name} makes of an example depends on the other examples of its batch; a rank that sees a "
+                f"part of the batch cannot compute it",
             )
+
+    def _allowed(self, whole: Tensor, inputs: list[Any]) -> float:
+        """The rounding error allowed in a value: also of a difference of large inputs."""
+        return self.allowed * (_peak(whole) + 1e-3 * max(map(_peak, inputs), default=0.0))
 
     def _reads_change(self, node: fx.Node) -> bool:
         """Whether the node reads the batch size, or what was scaled by it."""
@@ -172,12 +197,8 @@ class Apart:
             if kind.endswith("denominator"):
                 return torch.full_like(value, self.values[node][0])
             weights = self.weights[node]
-            factor = {
-                "mean": len(PARTS[part]) / EXAMPLES,
-                "weighted": weights[part % len(weights)] / weights[0],
-                "sum": 1.0,
-            }
-            return value if factor[kind] == 1.0 else value * factor[kind]
+            shares = {"mean": len(PARTS[part]) / EXAMPLES, "weighted": weights[part] / weights[0], "sum": 1.0}
+            return value * shares[kind]
 
         return scale
 
@@ -201,11 +222,11 @@ class Apart:
             largest = max(map(abs, scaled))
             if all(abs(scaled[0] - scaled[a] - scaled[b]) <= self.allowed * largest for a, b in _CHOICES):
                 return kind + suffix
-        self.couplings[node] = (
-            f"{info(node).source}: the loss couples examples: {node.name} is {values[0]:.6g} over 3 examples, "
-            f"{values[1]:.6g} over the first and {values[2]:.6g} over the other two, neither their sum nor their mean; "
-            f"a rank that sees a part of the batch cannot compute it (use a loss that is a sum, a mean or a weighted "
-            f"mean over examples)"
+        self.couple(
+            node,
+            f"{node.name} is {values[0]:.6g} over 3 examples, {values[1]:.6g} over the first and {values[2]:.6g} over "
+            f"the other two, neither their sum nor their mean; a rank that sees a part of the batch cannot compute it "
+            f"(use a loss that is a sum, a mean or a weighted mean over examples)",
         )
         return ""
 
@@ -219,15 +240,17 @@ def rows_of(program: Program, tensors: Mapping[str, Tensor], rows: tuple[int, ..
     }
 
 
-def _same(whole: Tensor, parts: list[Tensor], order: tuple[int, ...], spec: TensorSpec, allowed: float) -> bool:
-    """Whether the parts hold the examples of the whole.
+def _outer_rows(
+    whole: Tensor, parts: list[Tensor], order: tuple[int, ...], spec: TensorSpec, allowed: Callable[[], float]
+) -> int:
+    """1 where the parts hold the examples of the whole, 0 where they do not.
 
-    The rows of an example may be apart, (a, examples, b) flattened: of sequences that are flattened time first.
+    The rows of an example may be apart, (a, examples, b) flattened, of sequences that are flattened time first: then a.
     """
     dim = spec.batch_dim
     assert dim is not None
     if any(part.dim() != whole.dim() or part.shape[dim] % spec.rows for part in (whole, *parts)):
-        return False
+        return 0
     for a in range(1, spec.rows + 1):
         if spec.rows % a:
             continue
@@ -235,20 +258,20 @@ def _same(whole: Tensor, parts: list[Tensor], order: tuple[int, ...], spec: Tens
         joined = torch.cat(split[1:], dim + 1)
         expected = split[0].index_select(dim + 1, torch.tensor(order, device=whole.device))
         if joined.shape == expected.shape and _close(expected, joined, allowed):
-            return True
-    return False
+            return a
+    return 0
 
 
-def _close(a: Tensor, b: Tensor, allowed: float) -> bool:
-    if not (a.is_floating_point() or a.is_complex()):
+def _close(a: Tensor, b: Tensor, allowed: Callable[[], float]) -> bool:
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     same = (a == b) | (a.isnan() & b.isnan())
-    return bool((same | ((a - b).abs() <= allowed)).all())
+    return bool((same | ((a - b).abs() <= allowed())).all())
 
 
-def _peak(value: Tensor) -> float:
-    """The largest finite magnitude."""
-    if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+def _peak(value: Any) -> float:
+    """The largest finite magnitude in a tensor of floats; 0 for other values."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return 0.0
     return float(torch.nan_to_num(value.abs(), 0.0, 0.0, 0.0).max())
 

@@ -29,7 +29,7 @@ class Gradient:
         dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
         flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).flatten()
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        finite = torch.where(flat.isfinite(), flat, 0)
+        finite = flat if bool(flat.sum().isfinite()) else torch.where(flat.isfinite(), flat, 0)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].clone()
         return cls(flat.numel(), float(torch.linalg.vector_norm(finite)), float(finite.sum()), sample)
 

@@ -1,7 +1,7 @@
 """Run a model, its loss and its captured graph on private copies: the user's objects stay as they are.
 
-A twin computes in float64, where sums and means over examples are exact to 1e-9: tensors are copied in that dtype, and
-casts to a narrower one go there too.  Dropout is off.
+In float64 sums and means over examples are exact to 1e-9: tensors are copied in that dtype, and casts to a narrower one
+go there too.  Dropout is off.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 from unittest import mock
 
@@ -72,6 +73,14 @@ class _Standing(NoDropout):
         return WIDE.get(value, value) if self._wide and isinstance(value, torch.dtype) else value
 
 
+class Precision(Enum):
+    """How a twin computes, and is compared: in its own dtypes bit by bit, in float64, in its own up to rounding."""
+
+    EXACT = auto()
+    WIDE = auto()
+    OWN = auto()
+
+
 class Twin:
     """A copy of a model with its loss, and of the modules that the captured graph reads.
 
@@ -79,10 +88,12 @@ class Twin:
     tolerance: the relative rounding error allowed.
     """
 
-    def __init__(self, program: Program, model: nn.Module, example: Example, wide: bool) -> None:
-        self.wide, self._autocast = wide, None if wide else program.autocast
+    def __init__(self, program: Program, model: nn.Module, example: Example, precision: Precision) -> None:
+        self.wide = wide = precision is Precision.WIDE
+        self._autocast = None if wide else program.autocast
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.tolerance = 1e-9 if wide else 2e-2 if (program.autocast or own).itemsize == 2 else 1e-4
+        rounding = 2e-2 if (program.autocast or own).itemsize == 2 else 1e-4
+        self.tolerance = {Precision.EXACT: 0.0, Precision.WIDE: 1e-9, Precision.OWN: rounding}[precision]
         shared: dict[int, Any] = {}
         (self.model, loss), self._tensors = _copied((model, example.loss), wide, shared)
         self.example = replace(example, loss=loss)

@@ -1,8 +1,8 @@
 """Compare a captured graph with its model, and find how the loss adds up over parts of the batch.
 
-On three generic examples, on private copies in float64, with dropout off: the loss, every gradient and every buffer
-must agree, run after run without restoring anything in between, and no Python state may change.  Then the graph alone
-runs on parts of the batch, with BatchNorm in evaluation mode (`apart`).
+On generic examples, on private copies, with dropout off: the loss, every gradient and every buffer must agree bit by
+bit, or in float64 to 1e-9, run after run without restoring anything in between, and no Python state may change.  Then
+the graph alone runs in float64 on parts of the batch, with BatchNorm in evaluation mode (`apart`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from splitc.capture.gradients import Gradients, differing, gradients
 from splitc.capture.loss_terms import LossTerms, is_known
 from splitc.capture.python_state import changed, is_tensor_state, python_state
 from splitc.capture.source_lines import first_line, line_of
-from splitc.capture.twins import Twin
+from splitc.capture.twins import Precision, Twin
 from splitc.errors import CaptureError
 from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import info
@@ -37,7 +38,7 @@ _LARGE = 1 << 28  # parameters; more are not copied in float64
 
 
 class _Fails(Exception):
-    """The model does not run on what was drawn, or differs from its graph there in float64."""
+    """The model does not run on what was drawn, or differs from its graph beyond what was allowed."""
 
 
 def validate_capture(program: Program, model: nn.Module, example: Example) -> Program:
@@ -47,25 +48,24 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
     Raises CaptureError where the two differ, and for Python state that forward changes.
     """
     data = GenericData.of(program, example.tensors)
-    dtypes = (True, False) if sum(p.numel() for p in model.parameters()) <= _LARGE else (False,)
+    may_widen = sum(p.numel() for p in model.parameters()) <= _LARGE
     size = next((n for n in range(EXAMPLES, program.batch) if program.allows(n)), max(program.batch, EXAMPLES))
     failures: list[Exception] = []
-    for how in Draw:
-        for wide in dtypes:
-            for seed in range(_SEEDS):
-                batches = [data.draw(size, seed + _SEEDS * k, how) for k in range(2)]
-                try:
-                    with _untouched():
-                        _compare(program, Twin(program, model, example, wide), batches)
-                        three = rows_of(program, batches[0], tuple(range(EXAMPLES)))
-                        apart = _apart(program, model, example, three, (True, False) if True in dtypes else dtypes)
-                except NotFinite as error:
-                    failures.append(error)
-                    continue
-                except _Fails as error:
-                    failures.append(error)
-                    break
-                return _with(program, apart, _notes(how, wide, failures))
+    for how, seed in product(Draw, range(_SEEDS)):
+        batches = [data.draw(size, seed + _SEEDS * k, how) for k in range(2)]
+        try:
+            with _untouched():
+                notes = _compare(program, model, example, batches, may_widen)
+                three = rows_of(program, batches[0], tuple(range(EXAMPLES)))
+                apart, widened = _apart(program, model, example, three, may_widen)
+        except (NotFinite, _Fails) as error:
+            failures.append(error)
+            continue
+        if how is not Draw.GENERIC:
+            notes.append(f"Validated on {how.text}, since it does not run on generic data: {failures[0]}.")
+        if not widened:
+            notes.append("Examples were compared without float64, in which the model does not run.")
+        return _with(program, apart, notes)
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
 
 
@@ -82,20 +82,12 @@ def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
     )
 
 
-def _notes(how: Draw, wide: bool, failures: list[Exception]) -> Iterator[str]:
-    if how is not Draw.GENERIC:
-        yield f"Validated on {how.text}, since it does not run on generic data: {failures[0]}."
-    if not wide:
-        why = f", since in float64: {failures[-1]}" if failures else " for its size"
-        yield f"Validated without float64{why}."
-
-
 def _apart(
-    program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], dtypes: tuple[bool, ...]
-) -> Apart:
-    """Run the graph on parts of the batch, in float64 if it runs there.  Raises NotFinite."""
-    for wide in dtypes:
-        twin = Twin(program, model, example, wide)
+    program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], may_widen: bool
+) -> tuple[Apart, bool]:
+    """Run the graph on parts of the batch, in float64 if it runs there; also return whether it did."""
+    for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
+        twin = Twin(program, model, example, precision)
         apart = Apart(program, LossTerms(program.graph), twin.tolerance)
         try:
             apart.run(twin, tensors)
@@ -104,44 +96,59 @@ def _apart(
                 apart.run(twin, tensors, noise=True)
             break
         except CaptureError:
-            if wide is dtypes[-1]:
+            if precision is Precision.OWN:
                 raise
     if not apart.couplings and apart.loss_terms() and not is_known(program):
         _require_gradients_apart(program, twin, tensors, apart)
-    return apart
+    return apart, twin.wide
 
 
-def _compare(program: Program, twin: Twin, batches: list[dict[str, Tensor]]) -> None:
-    """Run the model and its graph on one batch, and again on another one.
+def _compare(
+    program: Program, model: nn.Module, example: Example, batches: list[dict[str, Tensor]], may_widen: bool
+) -> list[str]:
+    """Compare the model with its graph: bit by bit, else in float64, else up to rounding; return notes.
 
-    Raises CaptureError where they differ, or _Fails in float64.
+    Raises CaptureError where they differ, _Fails where the model fails.
     """
-    try:
-        expected, own_gradients = _model_run(program, twin, batches[0])
-        state = python_state(twin.model, twin.example.loss)
-        got, captured = _graph_run(program, twin, batches[0])
-        _require_equal(program, expected, got, twin.tolerance, ())
-        for name in differing(own_gradients, captured, twin.tolerance):
-            raise CaptureError(
-                f"the gradient of {name} differs between the model and its captured graph: something between {name} "
-                f"and the loss has a backward of its own; write it with torch operations"
-            )
-        for batch in (batches[1], batches[1]):
-            expected, _ = _model_run(program, twin, batch, backward=False)
-            before, state = state, python_state(twin.model, twin.example.loss)
-            names = changed(before, state)
-            _refuse_counting(twin, [n for n in names if not is_tensor_state(state.get(n, before.get(n)))])
-            got, _ = _graph_run(program, twin, batch, backward=False)
-            _require_equal(program, expected, got, twin.tolerance, names)
-            if not names:
-                break
+    first = ""
+    for precision in Precision if may_widen else (Precision.EXACT, Precision.OWN):
+        try:
+            _compare_runs(program, Twin(program, model, example, precision), batches)
+        except CaptureError as error:
+            if precision is Precision.OWN:
+                raise
+            first = str(error)
+        except _Fails:
+            if precision is not Precision.WIDE:
+                raise
         else:
-            _refuse_counting(twin, names)  # the same batch twice: they depend on what came before
-        _require_same_buffers(twin)
-    except CaptureError as error:
-        if twin.wide:
-            raise _Fails(str(error)) from error
-        raise
+            return [] if precision is not Precision.OWN else [f"Compared without float64, in which {first}."]
+    raise AssertionError("the last precision returns or raises")
+
+
+def _compare_runs(program: Program, twin: Twin, batches: list[dict[str, Tensor]]) -> None:
+    """Run the model and its graph on one batch, and again on another one.  Raises CaptureError where they differ."""
+    expected, own_gradients = _model_run(program, twin, batches[0])
+    state = python_state(twin.model, twin.example.loss)
+    got, captured = _graph_run(program, twin, batches[0])
+    _require_equal(program, expected, got, twin.tolerance, ())
+    for name in differing(own_gradients, captured, twin.tolerance):
+        raise CaptureError(
+            f"the gradient of {name} differs between the model and its captured graph: something between {name} "
+            f"and the loss has a backward of its own; write it with torch operations"
+        )
+    for batch in (batches[1], batches[1]):
+        expected, _ = _model_run(program, twin, batch, backward=False)
+        before, state = state, python_state(twin.model, twin.example.loss)
+        names = changed(before, state)
+        _refuse_counting(twin, [n for n in names if not is_tensor_state(state.get(n, before.get(n)))])
+        got, _ = _graph_run(program, twin, batch, backward=False)
+        _require_equal(program, expected, got, twin.tolerance, names)
+        if not names:
+            break
+    else:
+        _refuse_counting(twin, names)  # the same batch twice: they depend on what came before
+    _require_same_buffers(twin)
 
 
 def _model_run(
