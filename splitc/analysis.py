@@ -5,11 +5,12 @@ A model with a digest (`capture/code_digest.py`) is analysed once in a process, 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, replace
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitc.capture.capture import capture
 from splitc.capture.code_digest import code_digest
@@ -17,9 +18,11 @@ from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.validate import validate_capture
 from splitc.cost_models.compute.cost_cache import graph_text
+from splitc.errors import LaunchError
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.layers import Coupling, LossTerm
 from splitc.ir.pass_manager import Watcher, run_pass
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import COUNTED, MeasureCosts
 
@@ -63,3 +66,39 @@ def _validated(program: Program, model: nn.Module, example: Example, analysis: s
         found = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
         keep("validated", key, found)
     return validated
+
+
+def fingerprint(program: Program) -> str:
+    """Twelve hex digits of the captured graph and its tensors' shapes, to check that a plan was made for this model.
+
+    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan can be compiled under the same autocast.
+    """
+    targets = {
+        n: fx.node._format_arg(n.target) if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        for n in program.graph.nodes
+    }
+    text = [f"{n.op} {n.name} {target} {n.args} {n.kwargs}" for n, target in targets.items()]
+    text += [f"{t.name} {t.shape} {t.dtype} {t.requires_grad}" for t in program.tensors.values()]
+    digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
+    return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
+
+
+def require_autocast(dtype: torch.dtype | None) -> None:
+    """Raise LaunchError for a dtype other than bfloat16."""
+    if dtype == torch.float16:
+        raise LaunchError(
+            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
+            "lost; use torch.bfloat16, which has the range of float32"
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
+
+
+def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
+    """The autocast of a plan, or the one asked for without a plan.  Raises LaunchError when the two differ."""
+    if plan is None or not plan.model:
+        return asked
+    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
+    if asked not in (None, made):
+        raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
+    return made

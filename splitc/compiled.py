@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.analysis import analyse
+from splitc.analysis import analyse, autocast_for, fingerprint
 from splitc.capture.example import LOSS, Example
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
@@ -33,10 +32,9 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
-from splitc.runtime.checkpoint import scatter_state
-from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.launch.loader import load_rank, of_rank_0
 from splitc.runtime.optimizers import OptimizerFactory
-from splitc.runtime.transport.distributed import init
+from splitc.runtime.transport.distributed import init, rank_among
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from splitc.verify.borrowed import borrowed
@@ -68,7 +66,7 @@ def compile_example(
     plan: Plan | None = None,
     watch: Watcher | None = None,
 ) -> CompiledProgram:
-    """`compile` for a bound example."""
+    """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read."""
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
     if plan is not None:
         settings = replace(settings, costs=COUNTED)  # the plan has its prices
@@ -76,10 +74,15 @@ def compile_example(
         cluster = load_cluster(settings.cluster)
         require_this_machine(cluster)
         settings = replace(settings, cluster=cluster)
-    program = analyse(
-        model, example, name=name, watch=watch, autocast=settings.autocast, costs=settings.costs, code=settings.code
-    )
-    return CompiledProgram(specialise(program, settings, plan, watch), model, example, settings)
+
+    def program() -> LoweredProgram:
+        autocast, costs, code = settings.autocast, settings.costs, settings.code
+        analysed = analyse(model, example, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
+        return specialise(analysed, settings, plan, watch)
+
+    world = settings.world if plan is None else plan.world
+    waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
+    return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
 
 
 def specialise(
@@ -124,48 +127,22 @@ def _require_memory(program: LoweredProgram, memory: float | None, cluster: Clus
         require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
 
 
-def fingerprint(program: Program) -> str:
-    """Twelve hex digits of the captured graph and its tensors' shapes, to check that a plan was made for this model.
-
-    The dtype of autocast is appended, `0b5c1ea77f0e-bfloat16`, so that a plan can be compiled under the same autocast.
-    """
-    targets = {
-        n: fx.node._format_arg(n.target) if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-        for n in program.graph.nodes
-    }
-    text = [f"{n.op} {n.name} {target} {n.args} {n.kwargs}" for n, target in targets.items()]
-    text += [f"{t.name} {t.shape} {t.dtype} {t.requires_grad}" for t in program.tensors.values()]
-    digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
-    return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
-
-
-def require_autocast(dtype: torch.dtype | None) -> None:
-    """Raise LaunchError for a dtype other than bfloat16."""
-    if dtype == torch.float16:
-        raise LaunchError(
-            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
-            "lost; use torch.bfloat16, which has the range of float32"
-        )
-    if dtype not in (None, torch.bfloat16):
-        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
-
-
-def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
-    """The autocast of a plan, or the one asked for without a plan.  Raises LaunchError when the two differ."""
-    if plan is None or not plan.model:
-        return asked
-    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
-    if asked not in (None, made):
-        raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
-    return made
-
-
 class CompiledProgram:
-    """A model compiled for the ranks of a plan."""
+    """A model compiled for the ranks of a plan; where `program` is a function, when it is first read."""
 
-    def __init__(self, program: LoweredProgram, model: nn.Module, example: Example, settings: Settings) -> None:
-        self.program = program
-        self._model, self._example, self._settings = model, example, settings
+    def __init__(
+        self,
+        program: LoweredProgram | Callable[[], LoweredProgram],
+        model: nn.Module,
+        example: Example,
+        settings: Settings,
+    ) -> None:
+        self._program, self._model, self._example, self._settings = program, model, example, settings
+
+    @cached_property
+    def program(self) -> LoweredProgram:
+        """The program of each role."""
+        return self._program if isinstance(self._program, LoweredProgram) else self._program()
 
     @property
     def plan(self) -> Plan:
@@ -249,10 +226,8 @@ class CompiledProgram:
 
         Its arguments are those of `Worker`; backend: of torch.distributed.
         """
-        transport = init(self.plan.world, backend)
-        parts = list(self.parts()) if transport.rank == 0 else None
-        files = transport.broadcast_object(self.files if transport.rank == 0 else None)
-        held = scatter_state(transport, parts)
+        transport = init(self._settings.world, backend)
+        files, held = of_rank_0(transport, lambda: (self.files, self.parts()))
         keys = first_names(self._model.state_dict())
         program = load_rank(files, transport.rank, self.own)
         return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, elementwise=elementwise)

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from splitc.capture.example import LOSS, Example, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoint import scatter_state
-from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.launch.loader import load_rank, of_rank_0
 from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
@@ -110,22 +109,15 @@ class DeferredWorker:
         return getattr(self._ready, name)
 
     def _start(self, batches: Iterable[Any]) -> None:
-        """Compile on rank 0's first batch.  Its error is raised on every rank, since the others wait for it."""
-        files, weights, failure = None, None, None
-        if self._transport.rank == 0:
-            try:
-                compiled = self._program.compile(_first(batches))
-                files, weights = compiled.files, list(compiled.parts())
-            except Exception as error:
-                failure = error
-        files, reason = self._transport.broadcast_object((files, failure and f"{type(failure).__name__}: {failure}"))
-        if failure is not None:
-            raise failure
-        if reason is not None:
-            raise LaunchError(f"rank 0 could not compile its first batch: {reason}")
+        """Compile on rank 0's first batch.  Its error is raised on every rank."""
+
+        def compiled() -> tuple[dict[str, str], Iterator[dict[str, Tensor]]]:
+            program = self._program.compile(_first(batches))
+            return program.files, program.parts()
+
+        files, held = of_rank_0(self._transport, compiled)
         own = {"model": self._program._model, LOSS: self._program._loss}
         part = load_rank(files, self._transport.rank, own)
-        held = scatter_state(self._transport, weights)
         self._worker = Worker(part, self._transport, held, self._keys, self._factory, **self._options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 import splitc
 from splitc import analysis
 from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError, SplitcError
+from splitc.runtime.launch.loader import of_rank_0
+from splitc.runtime.transport.base import Transport
+from tests.support.ranks import on_ranks, sgd
 
 SCALE = 2.0
 
@@ -90,3 +95,44 @@ def test_a_model_without_a_digest_is_validated_every_time(calls: list[str]) -> N
     compiled(net)
     compiled(net)
     assert calls == ["capture", "validate_capture"] * 2
+
+
+@pytest.mark.parametrize(("rank", "world", "analysed"), [(0, 2, 1), (1, 2, 0), (1, 3, 1)])
+def test_of_ranks_that_were_started_together_only_rank_0_analyses_before_the_program_is_read(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, rank: int, world: int, analysed: int
+) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    program = compiled(Net())
+    assert calls.count("capture") == analysed
+    assert program.plan.world == 2 and program.plan.strategy == "data_parallel"
+    assert calls.count("capture") == 1
+
+
+def test_the_worker_of_another_rank_takes_files_and_weights_from_rank_0(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled(Net())
+    waiting = CompiledProgram(lambda: pytest.fail("analysed"), program._model, program._example, program._settings)
+    transports = threading.local()
+    monkeypatch.setattr("splitc.compiled.init", lambda world, backend: transports.own)
+
+    def run(transport: Transport) -> float:
+        transports.own = transport
+        worker = (program if transport.rank == 0 else waiting).worker(sgd)
+        return float(worker.step(IMAGES, LABELS))
+
+    losses = on_ranks(2, run)
+    assert losses[0] == losses[1]
+
+
+def test_an_error_of_rank_0_in_making_the_worker_is_raised_on_every_rank() -> None:
+    def fail() -> tuple[dict[str, str], list[dict[str, Tensor]]]:
+        raise PlacementError("no plan")
+
+    def run(transport: Transport) -> str:
+        with pytest.raises(SplitcError, match="no plan") as caught:
+            of_rank_0(transport, fail)
+        return str(caught.value)
+
+    assert on_ranks(2, run) == ["no plan", "rank 0 could not compile the program: PlacementError: no plan"]

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from splitc.analysis import analyse
+from splitc.analysis import analyse, autocast_for, require_autocast
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.save import WEIGHTS
-from splitc.compiled import CompiledProgram, Settings, autocast_for, require_autocast, specialise
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
 from splitc.cost_models.profiling.measured import require_this_machine

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
+from splitc.analysis import fingerprint
 from splitc.cli.plan_file import read_plan_file
-from splitc.compiled import CompiledProgram, fingerprint
+from splitc.compiled import CompiledProgram
 from splitc.deferred import DeferredProgram
 from splitc.errors import CaptureError, LaunchError
 from splitc.ir.graph import info, tensor_spec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import splitc.compiled
+import splitc.analysis
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.ir.actions import Action
@@ -36,8 +36,8 @@ def compiled(
 
 
 def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:
-    """`splitc.compiled.analyse` of a batch as users give it."""
-    return splitc.compiled.analyse(model, Example.bind(model, example, target, loss), **options)
+    """`splitc.analysis.analyse` of a batch as users give it."""
+    return splitc.analysis.analyse(model, Example.bind(model, example, target, loss), **options)
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:

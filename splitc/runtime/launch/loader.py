@@ -1,4 +1,4 @@
-"""Import generated files: from a folder, or from their texts without one."""
+"""Import generated files, from a folder or from their texts, and send those that rank 0 compiles to the others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
+from ..checkpoint import scatter_state
 from ..errors import LaunchError
+from ..transport.base import Transport
 
 _LOCK = threading.Lock()
 _PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)
@@ -107,3 +111,25 @@ class _Finder:
         module.__file__ = origin
         linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)  # for tracebacks
         exec(compile(text, origin, "exec"), module.__dict__)
+
+
+def of_rank_0(
+    transport: Transport, compiled: Callable[[], tuple[dict[str, str], Iterable[dict[str, Tensor]]]]
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The files that rank 0 compiles, and this rank's weights.  Its error is raised on every rank, since they wait.
+
+    compiled: the files, and the weights of each rank.
+    """
+    files, weights, failure = None, None, None
+    if transport.rank == 0:
+        try:
+            files, parts = compiled()
+            weights = list(parts)
+        except Exception as error:
+            failure = error
+    files, reason = transport.broadcast_object((files, failure and f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise LaunchError(f"rank 0 could not compile the program: {reason}")
+    return files, scatter_state(transport, weights)

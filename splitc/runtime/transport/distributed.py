@@ -71,6 +71,14 @@ def init(
     return TorchTransport(where, seconds, owns_process_group=not joined)
 
 
+def rank_among(world: int) -> int:
+    """The rank of this process if it is one of `world` that were started together; 0 else."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() if dist.get_world_size() == world else 0
+    started = all(name in os.environ for name in _ENVIRONMENT) and os.environ["WORLD_SIZE"] == str(world)
+    return int(os.environ["RANK"]) if started else 0
+
+
 def _timeout(timeout: float | None) -> float:
     given = os.environ.get("SPLITC_TIMEOUT", DEFAULT_TIMEOUT) if timeout is None else timeout
     try:
