@@ -147,7 +147,7 @@ class Apart:
                 self._changing.add(node)  # positions of examples
             return
         if spec is None:
-            self.couple(node, f"{node.name} has the batch in several dimensions, or in a part of one")
+            self._couple(node, f"{node.name} has the batch in several dimensions, or in a part of one")
         if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
             return
         outers = [
@@ -162,7 +162,7 @@ class Apart:
         ):
             self._changing.add(node)
         else:
-            self.couple(
+            self._couple(
                 node,
                 f"what {node.name} makes of an example depends on the other examples of its batch; a rank that sees a "
                 f"part of the batch cannot compute it",
@@ -202,6 +202,9 @@ class Apart:
 
         return scale
 
+    def _couple(self, node: fx.Node, why: str) -> None:
+        self.couplings[node] = f"{info(node).source}: the loss couples examples: {why}"
+
     @property
     def unseen(self) -> list[fx.Node]:
         """Terms that are 0 on the whole and on every part."""
@@ -222,7 +225,7 @@ class Apart:
             largest = max(map(abs, scaled))
             if all(abs(scaled[0] - scaled[a] - scaled[b]) <= self.allowed * largest for a, b in _CHOICES):
                 return kind + suffix
-        self.couple(
+        self._couple(
             node,
             f"{node.name} is {values[0]:.6g} over 3 examples, {values[1]:.6g} over the first and {values[2]:.6g} over "
             f"the other two, neither their sum nor their mean; a rank that sees a part of the batch cannot compute it "
