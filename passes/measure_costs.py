@@ -14,6 +14,7 @@ from splitc.cost_models.profiling.measured import measure_layers
 from splitc.errors import CostError
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import Program
+from splitc.ir.regions import regions
 
 COUNTED, MEASURED = "counted", "measured"
 """What layers are priced by: their FLOPs and bytes, or the time that they take on this machine."""
@@ -36,5 +37,10 @@ class MeasureCosts(Pass[Program, Program]):
     costs: str = COUNTED
 
     def run(self, program: Program) -> Program:
+        if self.costs == MEASURED and (own := next(regions(program), None)) is not None:
+            raise CostError(
+                f"{own[1].path or program.name} stays the user's own code ({own[1].why}), which is not run to measure "
+                f'it; use counted costs (costs="counted")'
+            )
         counted = cached_layer_costs(program)
         return replace(program, costs=measure_layers(program, counted) if self.costs == MEASURED else counted)

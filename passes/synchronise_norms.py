@@ -25,6 +25,7 @@ from splitc.ir.graph import changes_statistics, copy_graph, info, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram
+from splitc.ir.regions import Region
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
                     f"{info(node).source}: F.batch_norm cannot be synchronised; make it a module, as nn.BatchNorm2d"
                 )
             module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(module, Region) and module.own.norms:
+                raise PlacementError(
+                    f"{info(node).source}: the BatchNorm inside {node.target} cannot be synchronised, since it stays "
+                    f"the user's own code ({module.own.why})"
+                )
             if not isinstance(module, _BatchNorm):
                 continue
             role = info(node).role

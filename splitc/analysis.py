@@ -18,6 +18,7 @@ from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.validate import validate_capture
 from splitc.cost_models.compute.cost_cache import graph_text
+from splitc.cost_models.compute.counting import OpCounter
 from splitc.errors import LaunchError
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.layers import Coupling, LossTerm
@@ -42,7 +43,7 @@ def analyse(
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
-    program = capture(model, example, name, autocast, code)
+    program = capture(model, example, name, autocast, code, OpCounter)
     program = gather_coupled(_validated(program, model, example, key))
     program = run_pass(MeasureCosts(costs), program, watch)
     if key is not None and costs == COUNTED and graph_text(program) is not None:  # which holds nothing of the model

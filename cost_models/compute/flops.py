@@ -24,6 +24,7 @@ from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of, quiet
 from splitc.ir.program import Program, under_autocast
+from splitc.ir.regions import OwnCode, region_of
 
 
 def layer_costs(program: Program) -> dict[str, CostLine]:
@@ -92,6 +93,9 @@ class _Count:
             before, first = saved.nbytes, len(self.ops[self._layer])
             value = run()
             self.saved_bytes[self._layer] += saved.nbytes - before
+            if (own := region_of(program, node)) is not None:
+                self.ops[self._layer][first:] = _region_ops(own, self.batch)
+                self._layer = ""  # of the stand-in's backward
             self._watch(value, _NodeForward(self._layer, self.ops[self._layer][first:]))
             return value
 
@@ -139,6 +143,16 @@ def new_functions(value: Any, known: Container[GradFn]) -> Iterator[GradFn]:
         if isinstance(function, GradFn) and function not in known:
             yield function
             waiting += [before for before, _ in function.next_functions]
+
+
+def _region_ops(own: OwnCode, batch: int) -> list[OpCost]:
+    """The forward of a region as it was counted on a few examples, and its estimated backward."""
+    small, large = own.costs
+    pairs = merged_pairs(small.ops, large.ops)
+    t = (batch - small.batch) / (large.batch - small.batch)
+    forward = [a.along(b, t) for a, b in pairs]
+    backward = [replace(_estimated_backward(op), unknown=op.unknown) for op in forward]
+    return forward + backward
 
 
 def _estimated_backward(op: OpCost) -> OpCost:

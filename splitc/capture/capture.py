@@ -23,6 +23,7 @@ from splitc.capture.loss_value import total
 from splitc.capture.patches import recorded
 from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
+from splitc.capture.region_runs import Counter
 from splitc.capture.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
@@ -44,16 +45,17 @@ def capture(
     name: str | None = None,
     autocast: torch.dtype | None = None,
     code: str | None = None,
+    counter: Counter | None = None,
 ) -> Program:
     """Trace the model and its loss on `example` into a Program.
 
     Where that fails, the paths that libraries take under compilers (`torch.compiler.is_compiling()`) are tried; where
     both fail, the module around that line becomes a region, and the trace begins again.
-    code: where the model's Python can be imported, see `OwnCode`.
+    code: where the model's Python can be imported, see `OwnCode`.  counter: counts what regions compute.
     autocast: the dtype of the torch.autocast that both run under; specs have the dtypes that values have there.
     Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
     """
-    regions = Regions(model, example, autocast, code)
+    regions = Regions(model, example, autocast, code, counter)
     while True:
         failed = []
         for compiling in (False, True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,15 +20,20 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
 from splitc.errors import CaptureError
-from splitc.ir.program import TensorSpec, under_autocast
+from splitc.ir.costs import LayerCost, OpCost
+from splitc.ir.program import SizeSpec, TensorSpec, under_autocast
 from splitc.ir.regions import OwnCode
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 
-_SMALL, _LARGE = 2, 3
+SMALL, LARGE = 2, 3
 """Examples of the two batches on which a region is seen."""
+
+
+Counter = Callable[[Callable[[OpCost], None]], AbstractContextManager[Any]]
+"""Makes a context that calls a function with every operation inside."""
 
 
 class NoRegion(Exception):
@@ -54,6 +59,7 @@ class _Call:
     changed: dict[str, Tensor] = field(default_factory=dict)
     saved: float = 0.0
     random: Sequence[str] = ()
+    ops: list[OpCost] = field(default_factory=list)
 
 
 class _Watch(SeededRandom):
@@ -72,12 +78,19 @@ class _Watch(SeededRandom):
 class Runs:
     """Three runs of a copy of the model: on two examples, on three, and on two others."""
 
-    def __init__(self, model: nn.Module, example: Example, autocast: torch.dtype | None, paths: list[str]) -> None:
-        rows = [[k % example.batch for k in range(n)] for n in (_SMALL, _LARGE)]
-        rows.append([-1 - k % example.batch for k in range(_SMALL)])
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        autocast: torch.dtype | None,
+        paths: list[str],
+        counter: Counter | None = None,
+    ) -> None:
+        rows = [[k % example.batch for k in range(n)] for n in (SMALL, LARGE)]
+        rows.append([-1 - k % example.batch for k in range(SMALL)])
         try:
             model, example = copy.deepcopy((model, example))
-            self._runs = [_run(model, example, autocast, paths, each) for each in rows]
+            self._runs = [_run(model, example, autocast, paths, each, counter) for each in rows]
         except CaptureError:
             raise
         except Exception as error:
@@ -96,7 +109,7 @@ class Runs:
             _require_own(path, *calls)
         a, b = small[0], large[0]
         module = a.module
-        per_example = max((b.saved - a.saved) / (_LARGE - _SMALL), 0.0)
+        per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
         return OwnCode(
             path=path,
             is_function=isinstance(module, OwnFunction),
@@ -104,15 +117,23 @@ class Runs:
             code=code,
             output=outputs[0],
             batch=_batch_input(a, b),
-            saved=(max(a.saved - _SMALL * per_example, 0.0), per_example),
-            norms=tuple(n - m for m, n in zip(a.watch.norms, b.watch.norms, strict=False)),
+            saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
+            norms=tuple(
+                SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.watch.norms, b.watch.norms, strict=False)
+            ),
             evaluating=tuple(name for name, each in module.named_modules() if not each.training),
+            costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
             random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
         )
 
 
 def _run(
-    model: nn.Module, example: Example, autocast: torch.dtype | None, paths: list[str], rows: list[int]
+    model: nn.Module,
+    example: Example,
+    autocast: torch.dtype | None,
+    paths: list[str],
+    rows: list[int],
+    counter: Counter | None,
 ) -> dict[str, list[_Call]]:
     """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
     calls: dict[str, list[_Call]] = {path: [] for path in paths}
@@ -122,7 +143,7 @@ def _run(
     for path in paths:
         module = example.loss if path == LOSS and not hasattr(model, LOSS) else model.get_submodule(path)
         assert isinstance(module, nn.Module)
-        before, after = _hooks(calls[path])
+        before, after = _hooks(calls[path], counter)
         handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
@@ -142,7 +163,7 @@ def _run(
     return calls
 
 
-def _hooks(calls: list[_Call]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _hooks(calls: list[_Call], counter: Counter | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Hooks that begin and end a `_Call`; the module gets inputs that hang together with nothing before it."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -162,6 +183,8 @@ def _hooks(calls: list[_Call]) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         stack.enter_context(watch)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        if counter is not None:
+            stack.enter_context(counter(call.ops.append))
         calls.append(call)
         return args, kwargs
 
@@ -203,13 +226,9 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
             isinstance(b, Tensor) and isinstance(c, Tensor) and a.dim() == b.dim() and a.dtype == b.dtype == c.dtype
         ):
             raise NoRegion(f"{what} returns other kinds of tensors for other data")
-        found = infer_spec((a, b), (_SMALL, _LARGE))
-        if (
-            not isinstance(found, TensorSpec)
-            or tuple(c.shape) != found.at(_SMALL)
-            or tuple(b.shape) != found.at(_LARGE)
-        ):
-            shapes = f"{tuple(a.shape)} for {_SMALL} examples and {tuple(b.shape)} for {_LARGE}"
+        found = infer_spec((a, b), (SMALL, LARGE))
+        if not isinstance(found, TensorSpec) or tuple(c.shape) != found.at(SMALL) or tuple(b.shape) != found.at(LARGE):
+            shapes = f"{tuple(a.shape)} for {SMALL} examples and {tuple(b.shape)} for {LARGE}"
             raise NoRegion(f"{what} returns a tensor of shape {shapes}, which has not one batch dimension")
         return found
 
@@ -255,7 +274,7 @@ def _leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:
 def _batch_input(small: _Call, large: _Call) -> tuple[int, int, int] | None:
     """The first tensor argument that has the batch."""
     for index, pair in enumerate(zip(small.inputs, large.inputs, strict=True)):
-        spec = infer_spec(pair, (_SMALL, _LARGE))
+        spec = infer_spec(pair, (SMALL, LARGE))
         if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
             return index, spec.batch_dim, spec.rows
     return None

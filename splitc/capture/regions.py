@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.example import LOSS, Example
-from splitc.capture.region_runs import NoRegion, Runs, TrainsWrong
+from splitc.capture.region_runs import Counter, NoRegion, Runs, TrainsWrong
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region
@@ -66,11 +66,19 @@ class Failure:
 class Regions:
     """The regions of a model, found one failed trace after the other.
 
-    code: where the model's Python can be imported, see `OwnCode`.
+    code: where the model's Python can be imported, see `OwnCode`.  counter: counts what regions compute.
     """
 
-    def __init__(self, model: nn.Module, example: Example, autocast: torch.dtype | None, code: str | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Example,
+        autocast: torch.dtype | None,
+        code: str | None,
+        counter: Counter | None,
+    ) -> None:
         self.found: dict[str, OwnCode] = {}
+        self._counter = counter
         self._model, self._example, self._autocast, self._code = model, example, autocast, code
         self._failures: list[Failure] = []
 
@@ -115,7 +123,7 @@ class Regions:
         outer = [p for p in self.found if p != LOSS]
         paths = [p for p in dict.fromkeys(paths) if p == path or not any(_inside(p, o) for o in outer)]
         try:
-            seen = Runs(self._model, with_loss_module(self._example), self._autocast, paths)
+            seen = Runs(self._model, with_loss_module(self._example), self._autocast, paths, self._counter)
             made = {path: seen.region(path, why, self._origin(path))}
         except NoRegion as reason:
             return reason

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.costs import LayerCost
+from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.runtime.nested import parts, with_parts
 from splitc.runtime.nested import tensors as tensors_of
 
@@ -28,7 +29,8 @@ class OwnCode:
     output: containers as the module returns them, with a TensorSpec for each tensor.
     batch: which tensor argument has the batch, along which dim, and rows for each example; None: no argument has it.
     saved: bytes that autograd keeps for 0 examples, and for each example.
-    norms: rows for each example of the BatchNorm calls inside, in order.
+    costs: the operations of its forward, at two batches.
+    norms: rows of the BatchNorm calls inside, in order.
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
     """
 
@@ -39,7 +41,8 @@ class OwnCode:
     output: Any
     batch: tuple[int, int, int] | None
     saved: tuple[float, float] = (0.0, 0.0)
-    norms: tuple[int, ...] = ()
+    costs: tuple[LayerCost, ...] = ()
+    norms: tuple[SizeSpec, ...] = ()
     evaluating: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tabulate as tables
@@ -14,6 +14,7 @@ from splitc.ir.graph import info
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.report.blocks import Hidden, Row, Shown, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
 
@@ -43,10 +44,33 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         sections.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
         sections.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
+    sections += map(_wrap, _own_code(program, layers))
     sections += map(_wrap, program.notes)
     if (norms := _norm_groups(program)) is not None:
         sections.append(norms)
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _own_code(program: PlacedProgram, layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Describe what stays the user's own code, its share of the model, and why; regions of one line together."""
+    total = sum(each.numel for each in program.tensors.values() if each.parameter)
+    flops = sum(layer["flops"] for layer in layers)
+    by_line: dict[str, list[OwnCode]] = {}
+    for _, own in regions(program):
+        by_line.setdefault(own.why.partition(": ")[0], []).append(own)
+    for group in by_line.values():
+        paths = list(dict.fromkeys(own.path for own in group))
+        held = {name for path in paths for name in names_in(program.root, path)}
+        parameters = sum(t.numel for name, t in program.tensors.items() if t.parameter and name in held)
+        inside = sum(layer["flops"] for layer in layers if layer["name"] in [path or "model" for path in paths])
+        listed = ", ".join(path or "the whole model" for path in paths[:4])
+        more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+        random = sorted({name for own in group for name in own.random})
+        yield (
+            f"The user's own code, since it cannot be traced: {listed}{more}, with {parameters / total:.1%} of the "
+            f"parameters and {inside / max(flops, 1):.1%} of the FLOPs (backward and memory are estimated). "
+            f"{group[0].why}." + (f" Each rank draws its own numbers from {', '.join(random)}." if random else "")
+        )
 
 
 def _headline(program: PlacedProgram) -> str:

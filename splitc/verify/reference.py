@@ -26,7 +26,8 @@ from splitc.capture.twins import CASTS, WIDE
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
-from splitc.ir.program import PlacedProgram, Program, TensorSpec, under_autocast
+from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec, under_autocast
+from splitc.ir.regions import Region
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
@@ -75,22 +76,27 @@ class _Replay(SeededRandom):
 def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[list[NormGroup]]:
     """The groups of every batch_norm call of the model, in order."""
     found = []
-    for node in _norms(program):
+    for node, rows in _norms(program):
         role = program.plan.placements[info(node).layer].role
-        spec = info(node).spec
-        if isinstance(spec, TensorSpec) and spec.batch_dim is None:  # it normalises a weight
-            found.append([NormGroup(torch.arange(spec.shape[0]), counts=True)])
+        if not rows.scale:  # it normalises a weight
+            found.append([NormGroup(torch.arange(rows.offset), counts=True)])
         else:
-            found.append(_groups(program, role, local_batches, spec.rows if isinstance(spec, TensorSpec) else 1))
+            found.append(_groups(program, role, local_batches, rows.scale))
     return found
 
 
-def _norms(program: Program) -> Iterator[fx.Node]:
-    """The BatchNorm nodes."""
+def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
+    """The node of every BatchNorm call, and the rows that it normalises; a region may have several."""
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
-            yield node
+        if isinstance(module, Region):
+            yield from ((node, rows) for rows in module.own.norms)
+        elif isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
+            spec = info(node).spec
+            if not isinstance(spec, TensorSpec):
+                yield node, SizeSpec(1)
+            else:
+                yield node, SizeSpec(0, spec.shape[0]) if spec.batch_dim is None else SizeSpec(spec.rows)
 
 
 def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int) -> list[NormGroup]:
@@ -121,7 +127,7 @@ def _further_calls(program: PlacedProgram, local_batches: Sequence[int]) -> dict
     """BatchNorm module -> its calls in a step on the first replica after the first: one for each further microbatch."""
     found: dict[str, int] = {}
     calls = iter(norm_groups(program, local_batches))
-    for node in _norms(program):
+    for node, _ in _norms(program):
         more = sum(group.counts for group in next(calls)) - 1
         if more > 0 and node.op == "call_module":
             found[str(node.target)] = found.get(str(node.target), 0) + more

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import splitc
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
+from splitc.runtime.worker import Worker
 from tests.support import untraceable
 from tests.support.compiled import CLUSTER
+from tests.support.ranks import on_workers, part_of, train
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
 
@@ -32,6 +36,8 @@ MODELS = {
     "containers": lambda: Perceptron(untraceable.Outputs()),
     "script": lambda: Perceptron(untraceable.Scripted()),
     "vmap": lambda: Perceptron(untraceable.Vectorised()),
+    "BatchNorm": lambda: Perceptron(untraceable.Normed()),
+    "left out by chance": lambda: nn.Sequential(nn.Dropout(0.2), Perceptron(untraceable.Dropped()), nn.Dropout(0.1)),
     "tied across the border": untraceable.Tied,
 }
 
@@ -41,6 +47,40 @@ MODELS = {
 def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
     torch.manual_seed(0)
     assert program_of(MODELS[name](), strategy).verify(dtype=torch.float64).holds
+
+
+@pytest.mark.parametrize("loss", [untraceable.finite_loss, untraceable.FiniteLoss()])
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+def test_a_loss_that_is_a_region_trains_as_in_one_process(loss: Any, strategy: str) -> None:
+    assert program_of(Perceptron(), strategy, loss).verify(dtype=torch.float64).holds
+
+
+@pytest.mark.parametrize("name", ["containers", "BatchNorm", "left out by chance"])
+def test_evaluation_is_that_of_the_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    program = program_of(model)
+    x, y = torch.randn(12, FEATURES), torch.arange(12) % CLASSES
+
+    def evaluated(worker: Worker) -> float:
+        train(worker, [(x, y)])
+        return float(worker.evaluate(*part_of(worker, (x, y), program.plan.local_batches)))
+
+    def state(worker: Worker) -> Any:
+        return train(worker, [(x, y)])[1]
+
+    trained = copy.deepcopy(model).eval()
+    trained.load_state_dict(next(found for found in on_workers(program, state) if found is not None))
+    with torch.no_grad():
+        expected = F.cross_entropy(trained(x), y)
+    torch.testing.assert_close(torch.tensor(on_workers(program, evaluated)), expected.expand(3))
+
+
+def test_the_report_names_regions_with_their_share_and_the_line() -> None:
+    text = " ".join(program_of(MODELS["two of a class"]()).report().split())
+    shares = "with 57.7% of the parameters and 63.2% of the FLOPs"
+    assert f"The user's own code, since it cannot be traced: middle.0, middle.1, {shares}" in text
+    assert "untraceable.py:" in text
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server", "single_device"])

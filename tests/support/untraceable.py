@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -186,3 +187,19 @@ class FiniteLoss(nn.Module):
 def gated() -> nn.Module:
     """A factory that scripts can import."""
     return Perceptron(Gated())
+
+
+class Dropped(nn.Module):
+    """Left out by chance, as LayerDrop does, with a dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and random.random() < 0.3:
+            return x
+        if self.training and float(torch.rand(1)) < 0.3:
+            return -x
+        return self.drop(self.fc(x))
