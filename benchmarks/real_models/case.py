@@ -62,7 +62,7 @@ def entries() -> dict[str, Entry]:
     return found
 
 
-def sliced(value: Any, rows: slice) -> Any:
+def sliced(value: Any, rows: slice | Tensor) -> Any:
     """The rows of every tensor in a structure."""
     return pytree.tree_map(lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf, value)
 

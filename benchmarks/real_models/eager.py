@@ -8,13 +8,14 @@ the two; any other runs on both batches at once.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.real_models.case import Case
+from benchmarks.real_models.case import Case, sliced
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram
 from splitc.runtime.launch.loader import load_rank
@@ -28,12 +29,16 @@ LEARNING_RATE = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative L2 errors of one step: the loss, and the worst gradient, and the worst parameter or buffer after it."""
+    """Relative L2 errors of one step: the loss, and the worst gradient, and the worst parameter or buffer after it.
+
+    rounding: the error of eager's gradients where its examples are in another order.
+    """
 
     loss: float
     gradient: float
     state: float
     worst: str
+    rounding: float
 
     @property
     def largest(self) -> float:
@@ -42,13 +47,12 @@ class Difference:
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """A copy in which every probability of dropping is 0: attributes that are floats below 1 and are called so."""
+    """A copy in which nothing is dropped: floats below 1 of attributes or classes that are called so are 0."""
     module = copy.deepcopy(module)
     for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.p = 0.0
+        drops = any(word in type(part).__name__.lower() for word in ("drop", "stochasticdepth"))
         for name, value in vars(part).items():
-            if "drop" in name and type(value) is float and 0 < value < 1:
+            if ("drop" in name or (drops and name in ("p", "prob"))) and type(value) is float and 0 < value < 1:
                 setattr(part, name, 0.0)
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0
@@ -78,6 +82,12 @@ def scalar_loss(case: Case, inputs: Any, target: Any, module: nn.Module) -> Tens
         value = output.loss
     assert isinstance(value, Tensor)
     return value
+
+
+def reordered(case: Case, batch: int) -> Case:
+    """The case with the examples of each rank in reverse order."""
+    rows = torch.cat([torch.arange(batch).flip(0), torch.arange(batch, 2 * batch).flip(0)])
+    return dataclasses.replace(case, inputs=sliced(case.inputs, rows), target=sliced(case.target, rows))
 
 
 def eager_step(case: Case, batch: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
@@ -111,7 +121,7 @@ def compiled_step(
     def run(transport: Transport) -> tuple[float, dict[str, Tensor], dict[str, Tensor] | None]:
         weights = program.weights()
         held = {k: v.clone() for k, v in {**weights["state"], **weights["extra"]}.items()}
-        part = load_rank(program.files, transport.rank)
+        part = load_rank(program.files, transport.rank, program.own)
         worker = Worker(part, transport, held, first_names(weights["state"]), _sgd)
         loss = float(worker.step(*feeds[transport.rank]))
         gradients = {name: gradient.detach().clone() for name, gradient in worker.gradients().items()}
@@ -125,6 +135,7 @@ def compiled_step(
 def difference(program: CompiledProgram, case: Case, batch: int) -> Difference:
     """One step on two ranks against the eager model, which neither changes.  case: twice `batch` examples."""
     loss, gradients, state = eager_step(case, batch)
+    rounding = _errors(eager_step(reordered(case, batch), batch)[1], gradients)
     losses, by_rank, after = compiled_step(program, case, batch)
     of_loss = max(abs(other - loss) for other in losses) / max(abs(loss), 1e-12)
     first_name = {id(p): name for name, p in case.module.named_parameters()}
@@ -143,6 +154,7 @@ def difference(program: CompiledProgram, case: Case, batch: int) -> Difference:
         max(of_gradients.values(), default=0.0),
         max(of_state.values(), default=0.0),
         max(errors, key=lambda name: errors[name]),
+        max(rounding.values(), default=0.0),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-import splitc.compiled
+import splitc.analysis
 from benchmarks.real_models.case import Case, Entry, entries
 from benchmarks.real_models.declare import declare
 from benchmarks.real_models.eager import difference, without_dropout
@@ -36,6 +36,7 @@ BATCH = 4  # examples of one rank
 CLUSTER = "k80-2.6gbe"
 DIVIDING = (("layer_separation", 3), ("modulo_shard", 2), ("hybrid_single", 2), ("late_multiply", 2))
 STEPS = 2  # of `verify`: the second one starts from an update with momentum
+EXAMPLES = 3  # of each rank in them: as many as BatchNorm needs after a pooling to 1 x 1, and one more
 EXACT, CLOSE = 1e-8, 1e-3  # largest error that counts as equal, in float64 and in float32
 
 
@@ -55,7 +56,8 @@ class Result:
     """What is known of one model.
 
     seconds: of CPU, for a compile under `auto`; validation: those of them in which graph and model were compared.
-    error, dtype: one data-parallel step against eager.  failed: the stage that failed, and its error.
+    error, dtype: one data-parallel step against eager.  rounding: eager against itself, with reordered examples.
+    failed: the stage that failed, and its error.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Result:
     error: float | None = None
     worst: str = ""
     dtype: str = ""
+    rounding: float = 0.0
     trained: list[Trained] = field(default_factory=list)
     failed: str = ""
     why: str = ""
@@ -81,8 +84,9 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether a step equals that of the eager model."""
-        return self.error is not None and self.error <= (EXACT if self.dtype == "float64" else CLOSE)
+        """Whether a step equals that of the eager model, but for rounding."""
+        exact = EXACT if self.dtype == "float64" else CLOSE
+        return self.error is not None and self.error <= max(exact, min(10 * self.rounding, CLOSE))
 
     @property
     def trains(self) -> bool:
@@ -141,13 +145,13 @@ def _bound(case: Case) -> Example:
 def _compile(result: Result, entry: Entry) -> None:
     case = _made(entry, BATCH)
     inputs, target = case.rows(slice(0, BATCH))
-    with _seconds_of(splitc.compiled, "validate_capture") as validation:
+    with _seconds_of(splitc.analysis, "validate_capture") as validation:
         begin = time.process_time()
         program = splitc.compile(case.module, 4, inputs, target, case.loss, cluster=CLUSTER)
         seconds = time.process_time() - begin
     assert isinstance(program, CompiledProgram)
     result.seconds, result.validation = seconds, sum(validation)
-    result.regions = regions_of(program.program)
+    result.regions = regions_of(program.program, case)
 
 
 @contextmanager
@@ -189,10 +193,11 @@ def _compare(result: Result, entry: Entry) -> None:
         compiled = _specialised(program, case, bound, "data_parallel", 2)
         found = difference(compiled, case, BATCH)
         result.error, result.worst, result.dtype = found.largest, found.worst, _dtype(case)
+        result.rounding = found.rounding
 
     _in_float64(result, entry, run)
     if not result.equal:
-        raise AssertionError(f"{result.error:.1e} at {result.worst}, in {result.dtype}")
+        raise AssertionError(f"{result.error:.1e} at {result.worst}, in {result.dtype}, rounding {result.rounding:.1e}")
 
 
 def _train(result: Result, entry: Entry) -> None:
@@ -219,7 +224,7 @@ def _trained(result: Result, program: Program, case: Case, bound: Example, strat
     except PlacementError as error:
         result.notes.append(f"{strategy}: {str(error).splitlines()[0]}")
         return False
-    found = compiled.verify(steps=STEPS)
+    found = compiled.verify(steps=STEPS, examples=EXAMPLES)
     worst = max(found.loss_error, found.gradient_error, found.parameter_error)
     what = compiled.plan.strategy if found.holds else f"{found.where} {found.worst}"
     result.trained.append(Trained(f"{strategy}({world})", str(what), _dtype(case), worst, found.holds))
@@ -242,6 +247,7 @@ def measure_alone(name: str, file: Path, log: Path, nbytes: int) -> None:
             os.dup2(stream.fileno(), descriptor)
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
     warnings.simplefilter("ignore")
+    os.environ["SPLITC_CACHE"] = "off"  # so that the seconds are those of a first compile
     torch.set_num_threads(1)
     declare()
     measure(name, entries()[name], lambda result: _write(file, result))
@@ -257,4 +263,5 @@ def read(text: str) -> Result:
     """The result that `main` wrote."""
     values = json.loads(text)
     trained = [Trained(**t) for t in values.pop("trained")]
-    return Result(**{**values, "regions": Regions(**values["regions"])}, trained=trained)
+    regions = Regions(**{**values["regions"], "why": tuple(values["regions"]["why"])})
+    return Result(**{**values, "regions": regions}, trained=trained)

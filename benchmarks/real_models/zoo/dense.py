@@ -92,7 +92,7 @@ def _entry(package: str, make: Any, *args: Any, shows: str = "", **options: Any)
 
 
 SMP = "segmentation-models-pytorch"
-UNET = {
+UNET: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 3,
     "out_channels": 3,

@@ -13,7 +13,7 @@ from benchmarks.real_models.case import Case, Entry
 from benchmarks.real_models.losses import CLASSES, images, labels, of_logits, tokens, tokens_loss
 
 VOCABULARY = 99
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -22,7 +22,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-T5 = {
+T5: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     "d_kv": 8,
@@ -31,7 +31,7 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-BART = {
+BART: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     "encoder_layers": 2,
@@ -42,7 +42,13 @@ BART = {
     "decoder_ffn_dim": 48,
     "max_position_embeddings": 64,
 }
-VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+VIT: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def _made(model: str, config: str, options: dict[str, Any]) -> Any:
@@ -169,9 +175,20 @@ def _entry(make: Any, *args: Any, shows: str = "", **options: Any) -> Entry:
     return Entry("transformers", partial(make, *args, **options), shows)
 
 
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_mambapy": False}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MAMBA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "state_size": 4,
+    "use_mambapy": False,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 2,
+}
 
 MODELS = {
     "bert": _entry(classifier, "BertForSequenceClassification", "BertConfig", **SMALL),

@@ -280,7 +280,7 @@ def _entry(package: str, make: Any, *args: Any, shows: str = "", batched: bool =
     return Entry(package, partial(make, *args, **options), shows, batched)
 
 
-GRAPH = {"shows": "no batch dimension", "batched": False}
+GRAPH: dict[str, Any] = {"shows": "no batch dimension", "batched": False}
 
 MODELS = {
     "wav2letter": _entry("torchaudio", _wav2letter),
