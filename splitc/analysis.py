@@ -17,6 +17,7 @@ from splitc.capture.code_digest import code_digest
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.validate import validate_capture
+from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.errors import LaunchError
@@ -37,14 +38,21 @@ def analyse(
     autocast: torch.dtype | None = None,
     costs: str = COUNTED,
     code: str | None = None,
+    now: Progress = no_progress,
 ) -> Program:
-    """Capture a model, validate the graph against it, and price its layers.  code: see `OwnCode`."""
+    """Capture a model, validate the graph against it, and price its layers.
+
+    code: see `OwnCode`.  now: called with what is being done to the model, before it is.
+    """
+    now("tracing")
     digest = None if is_off() else code_digest(model, example, autocast, name, costs, code)
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
     program = capture(model, example, name, autocast, code, OpCounter)
+    now("validating")
     program = gather_coupled(_validated(program, model, example, key))
+    now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)
     if key is not None and costs == COUNTED and graph_text(program) is not None:  # which holds nothing of the model
         _ANALYSED[model] = key, program

@@ -16,6 +16,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable, save_build
+from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory
 from splitc.cost_models.profiling.measured import require_this_machine
@@ -86,9 +87,16 @@ def compile_example(
 
 
 def specialise(
-    program: Program, settings: Settings, plan: Plan | None = None, watch: Watcher | None = None
+    program: Program,
+    settings: Settings,
+    plan: Plan | None = None,
+    watch: Watcher | None = None,
+    now: Progress = no_progress,
 ) -> LoweredProgram:
-    """Decide a plan (or take the one given) and rewrite an analysed program into one for each role."""
+    """Decide a plan (or take the one given) and rewrite an analysed program into one for each role.
+
+    now: as in `analyse`.
+    """
     model = fingerprint(program)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
         if plan is not None:
@@ -111,9 +119,13 @@ def specialise(
                 settings.memory,
             )
             cluster = place.cluster
-            lowered = lower(run_pass(replace(place, model=model), program, watch), watch)
+            placed = run_pass(replace(place, model=model), program, watch)
+            now("writing programs for")
+            lowered = lower(placed, watch)
+            now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
     require_batch_sizes(lowered)
+    now("measuring the memory of")
     _require_memory(lowered, settings.memory, cluster)
     return lowered
 

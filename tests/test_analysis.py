@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import splitc
 from splitc import analysis
-from splitc.compiled import CompiledProgram
+from splitc.capture.example import Example
+from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.transport.base import Transport
@@ -136,3 +137,13 @@ def test_an_error_of_rank_0_in_making_the_worker_is_raised_on_every_rank() -> No
         return str(caught.value)
 
     assert on_ranks(2, run) == ["no plan", "rank 0 could not compile the program: PlacementError: no plan"]
+
+
+def test_progress_names_what_is_running(calls: list[str]) -> None:
+    steps: list[str] = []
+    example = Example.bind(Net(), IMAGES, LABELS, F.cross_entropy)
+    program = analysis.analyse(Net(), example, now=lambda what: steps.append(f"{what} {len(calls)}"))
+    assert steps == ["tracing 0", "validating 1", "counting the layers of 2"]
+    steps.clear()
+    specialise(program, Settings(2, cluster="v100-10gbe"), now=steps.append)
+    assert steps == ["writing programs for", "simulating", "measuring the memory of"]

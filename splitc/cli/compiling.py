@@ -25,6 +25,7 @@ from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.save import WEIGHTS
 from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
 from splitc.cost_models.profiling.measured import require_this_machine
@@ -55,15 +56,14 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     observer = watch if args.verbose else None
-    and_measuring = " and measuring its layers" if settings.costs == MEASURED else ""
-    with Step(f"tracing {file.name}{and_measuring}", args.quiet):
-        program = _analysed(file, args.verbose, settings)
-    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet):
-        placed = specialise(program, settings, plan, observer)
+    with Step(f"tracing {file.name}", args.quiet) as step:
+        program = _analysed(file, args.verbose, settings, step.doing(file.name))
+    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
+        placed = specialise(program, settings, plan, observer, step.doing(file.name))
     return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
 
 
-def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
+def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress) -> Program:
     # torch logs a traceback for every op that fails on fake tensors; the error says the same
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -75,6 +75,7 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings) -> Program:
             autocast=settings.autocast,
             costs=settings.costs,
             code=file.code,
+            now=now,
         )
     except SplitcError as error:
         if error.__cause__ is not None and (problem := runs_alone(file, settings.autocast)) is not None:

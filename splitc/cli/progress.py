@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 PATIENCE = 2.0  # seconds before a step is shown where stderr is no terminal
@@ -35,6 +36,10 @@ class Step:
             return
         if time.perf_counter() - self._shown >= self._patience:
             self._show()
+
+    def doing(self, name: str) -> Callable[[str], None]:
+        """Return a function that changes what the step is doing to `name`."""
+        return lambda what: self.now(f"{what} {name}")
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._begin

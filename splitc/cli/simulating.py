@@ -44,8 +44,8 @@ def simulate(args: argparse.Namespace) -> int:
     found: dict[str, list[Cell]] = {}
     for model in args.models:
         file = load_model(model, args.input)
-        with Step(f"tracing {file.name}", args.quiet):
-            program = analyse(file.model, file.example, name=file.name)
+        with Step(f"tracing {file.name}", args.quiet) as step:
+            program = analyse(file.model, file.example, name=file.name, now=step.doing(file.name))
         cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
         total = len(worlds) * len(bandwidths) * len(strategies)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):

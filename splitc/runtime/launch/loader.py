@@ -40,9 +40,9 @@ def load_rank(source: Path | Mapping[str, str], rank: int, own: Mapping[str, Any
         sys.meta_path.insert(0, finder)
         try:
             part: Any = importlib.import_module(f"rank{rank}")
-            taken = inspect.signature(part.Stage).parameters.keys() & (own or {}).keys()
-            if own and taken:
-                part.Stage = partial(part.Stage, **{name: own[name] for name in taken})
+            if own:
+                taken = inspect.signature(part.Stage).parameters.keys() & own.keys()
+                part.Stage = partial(part.Stage, **{name: own[name] for name in taken}) if taken else part.Stage
             return part
         finally:
             sys.meta_path.remove(finder)
