@@ -123,13 +123,13 @@ def dropout(
 def uniform(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
     """Numbers in [0, 1) in the shape and dtype of `like`, seeded as the masks of `dropout` are."""
     mode, like = running(), like.detach()
-    return torch.rand_like(like) if mode is None else mode.uniform(like, (draw,), Layout(dim, rows))
+    return torch.rand_like(like) if mode is None else mode.numbers("uniform", like, (draw,), Layout(dim, rows))
 
 
 def normal(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
     """Numbers of the standard normal distribution in the shape and dtype of `like`, seeded likewise."""
     mode, like = running(), like.detach()
-    return torch.randn_like(like) if mode is None else mode.normal(like, (draw,), Layout(dim, rows))
+    return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(dim, rows))
 
 
 DRAWS = (dropout, uniform, normal)

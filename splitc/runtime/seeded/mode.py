@@ -37,8 +37,7 @@ class SeededRandom(TorchFunctionMode):
     """Draws the random numbers of eager code as functions of seed, step, call and example.
 
     draws: of this step.  Entering begins to count the calls, from `label` followed by 0.
-    layouts: label of a draw -> where its examples lie; others have them in dim 0, if it is a multiple of the number of
-    examples.
+    layouts: label of a draw -> where its examples lie; others have them in dim 0, if it has their number.
     dropout: False makes dropout the identity.
     `unseeded` collects the names of random functions that no example defines, and that draw from torch's generator.
     """
@@ -53,8 +52,9 @@ class SeededRandom(TorchFunctionMode):
 
     def __enter__(self) -> SeededRandom:
         _make_checkpoints_plain()
+        if running() is not self:  # else it handles a call, and is entered again for the calls inside
+            self._source.calls = 0
         _running.stack = [*getattr(_running, "stack", []), self]
-        self._source.calls = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -91,20 +91,20 @@ class SeededRandom(TorchFunctionMode):
         """`value` after dropout."""
         if not self._dropout:
             return value
-        return value * self.draws.mask(value, p, label, layout or self._layout(value, label), feature_dims)
+        layout = layout or self._layouts.get(label) or self._guess(value, merged=True)
+        return value * self.draws.mask(value, p, label, layout, feature_dims)
 
-    def uniform(self, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
-        return self.draws.uniform(like, label, layout or self._layout(like, label))
+    def numbers(self, kind: str, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
+        """Uniform or normal numbers, after `kind`."""
+        layout = layout or self._layouts.get(label) or self._guess(like, merged=False)
+        found: Tensor = getattr(self.draws, kind)(like.detach(), label, layout)
+        return found
 
-    def normal(self, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
-        return self.draws.normal(like, label, layout or self._layout(like, label))
-
-    def _layout(self, value: Tensor, label: Label) -> Layout:
-        if label in self._layouts:
-            return self._layouts[label]
+    def _guess(self, value: Tensor, merged: bool) -> Layout:
+        """Examples in dim 0, if it has their number.  merged: or a multiple of that."""
         count = sum(last - first for first, last in self.draws.examples or ())
-        has_examples = bool(count) and value.dim() > 0 and value.shape[0] > 0 and value.shape[0] % count == 0
-        return Layout(0, value.shape[0] // count) if has_examples else Layout(None)
+        rows, rest = divmod(value.shape[0], count) if count and value.dim() else (0, 1)
+        return Layout(0, rows) if rows and not rest and (merged or rows == 1) else Layout(None)
 
 
 @dataclass
@@ -124,28 +124,17 @@ class _Eager:
         return self.mode.mask(value, p, feature_dims, self.next())
 
     def uniform(self, like: Tensor) -> Tensor:
-        return self.mode.uniform(like.detach(), self.next())
+        return self.mode.numbers("uniform", like, self.next())
 
     def normal(self, like: Tensor) -> Tensor:
-        return self.mode.normal(like.detach(), self.next())
+        return self.mode.numbers("normal", like, self.next())
 
     def write(self, old: Tensor, new: Tensor) -> Tensor:
         return old.copy_(new)
 
     def inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _Again(self.mode):
+        with self.mode:
             return function(*args, **kwargs)
-
-
-class _Again(TorchFunctionMode):
-    """Lets a SeededRandom, which is off while it handles a call, handle the calls inside."""
-
-    def __init__(self, mode: SeededRandom) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._mode.__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager

@@ -14,19 +14,18 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 
 class Draw(Protocol):
-    """The source of random numbers.  Each call is a draw of its own, numbered in the order of calls."""
+    """The source of random numbers.  Each call of the first three is a draw, numbered in the order of calls."""
 
-    def dropout(self, value: Tensor, p: float, feature_dims: int) -> Tensor: ...
+    def dropout(self, value: Any, p: float, feature_dims: int) -> Any: ...
 
-    def uniform(self, like: Tensor) -> Tensor: ...
+    def uniform(self, like: Any) -> Any: ...
 
-    def normal(self, like: Tensor) -> Tensor: ...
+    def normal(self, like: Any) -> Any: ...
 
-    def write(self, old: Tensor, new: Tensor) -> Tensor: ...
+    def write(self, old: Any, new: Any) -> Any: ...
 
     def inside(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call Python that draws."""
@@ -47,48 +46,41 @@ def form_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     form = _FORMS.get(name)
-    if form is None or not (isinstance(function, str) or _is_torchs(function, name)):
+    if form is None or not (isinstance(function, _OF_TORCH) or getattr(F, name, None) is function):
         return None
-    draws = _DRAWS_IF.get(name)
-    return None if draws is not None and not draws(*args, **kwargs) else form
+    if name not in _RATE_AT:
+        return form
+    at = _RATE_AT[name]
+    rate = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
+    return form if rate and kwargs.get("training", True) else None
 
 
-def _is_torchs(function: Any, name: str) -> bool:
-    return any(getattr(place, name, None) is function for place in (torch, F, torch.Tensor)) or isinstance(
-        function,
-        types.BuiltinFunctionType | types.MethodDescriptorType,  # where `torch.rand` itself is patched
-    )
-
-
-# -- dropout -----------------------------------------------------------------------------------------------------------
+_OF_TORCH = (str, types.BuiltinFunctionType, types.MethodDescriptorType)
+_RATE_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_SELU = 1.0507009873554804934193349852946 * 1.6732632423543772848170429916717
 
 
 def _dropout(
-    channels: int, draw: Draw, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    channels: int,
+    alpha: bool,
+    draw: Draw,
+    input: Any,
+    p: float = 0.5,
+    training: bool | None = None,
+    inplace: bool = False,
+    train: bool = True,
 ) -> Any:
-    if p == 0 or not training:
+    """channels: spatial dims of a batched input, whose channels are dropped, or 0.  alpha: it keeps the moments."""
+    if p == 0 or not train or not (training if training is not None else not alpha):
         return input
-    new = draw.dropout(input, p, _feature_dims(channels, input.dim()))
+    feature_dims = 0 if not channels else 1 if channels != 2 and input.dim() != channels + 2 else 2
+    if alpha:
+        scale = 1 / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+        kept = draw.dropout(torch.ones_like(input), p, feature_dims) * (1 - p)
+        new = (input * kept - _SELU * (1 - kept)) * scale + scale * _SELU * p
+    else:
+        new = draw.dropout(input, p, feature_dims)
     return draw.write(input, new) if inplace else new
-
-
-def _alpha_dropout(
-    channels: int, draw: Draw, input: Any, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Any:
-    if p == 0 or not training:
-        return input
-    dropped = -1.0507009873554804934193349852946 * 1.6732632423543772848170429916717
-    scale = 1 / math.sqrt((dropped**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-    kept = draw.dropout(torch.ones_like(input), p, _feature_dims(channels, input.dim())) * (1 - p)
-    new = (input * kept + dropped * (1 - kept)) * scale - scale * dropped * p
-    return draw.write(input, new) if inplace else new
-
-
-def _feature_dims(channels: int, dims: int) -> int:
-    """The leading dims of the mask; 0: all.  channels: spatial dims, of which whole channels are dropped, or 0."""
-    if not channels:
-        return 0
-    return 1 if channels != 2 and dims == channels + 1 else 2
 
 
 def _attention(
@@ -115,88 +107,60 @@ def _attention(
     return draw.dropout(F.softmax(scores, dim=-1), dropout_p, 0) @ value
 
 
-def _attention_drops(*args: Any, **kwargs: Any) -> bool:
-    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-
-
-def _heads_drop(*args: Any, **kwargs: Any) -> bool:
-    return bool(args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)) and kwargs.get("training", True) is True
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _new(make: str, draw: Draw, *size: Any, generator: Any = None, requires_grad: bool = False, **options: Any) -> Any:
+def _new(make: str, draw: Draw, *size: Any, **options: Any) -> Any:
     """`rand` and `randn`."""
-    _require_common(generator, options)
-    return _trained(getattr(draw, make)(torch.empty(*size, **options)), requires_grad)
+    return getattr(draw, make)(torch.empty(*size, **_common(options)))
 
 
-def _like(make: str, draw: Draw, input: Any, requires_grad: bool = False, **options: Any) -> Any:
-    return _trained(getattr(draw, make)(torch.empty_like(input, **options)), requires_grad)
+def _like(make: str, draw: Draw, input: Any, **options: Any) -> Any:
+    return getattr(draw, make)(torch.empty_like(input, **options))
 
 
-def _trained(value: Any, requires_grad: bool) -> Any:
-    return value.requires_grad_() if requires_grad else value
-
-
-def _randint(draw: Draw, *args: Any, size: Any = None, generator: Any = None, dtype: Any = None, **options: Any) -> Any:
+def _randint(draw: Draw, *given: Any, size: Any = None, dtype: Any = None, **options: Any) -> Any:
     """randint(low=0, high, size), each by position or by name."""
-    low, high = (options.pop(name, None) for name in ("low", "high"))
-    _require_common(generator, options)
-    positional = list(args)
-    size = positional.pop() if size is None else size
-    like = torch.empty(size, **{**options, "dtype": torch.float64})
-    return _integers(draw, like, positional, low, high).to(dtype or torch.int64)
+    bounds = [*given, *(options.pop(name) for name in ("low", "high") if name in options)]
+    size = bounds.pop(len(given) - 1) if size is None else size
+    like = torch.empty(size, **_common(options), dtype=torch.float64)
+    return _integers(draw, like, *bounds).to(dtype or torch.int64)
 
 
-def _randint_like(
-    draw: Draw, input: Any, *bounds: int, low: Any = None, high: Any = None, dtype: Any = None, **options: Any
-) -> Any:
-    like = torch.empty_like(input, **{**options, "dtype": torch.float64})
-    return _integers(draw, like, list(bounds), low, high).to(dtype or input.dtype)
+def _randint_like(draw: Draw, input: Any, *bounds: int, dtype: Any = None, **options: Any) -> Any:
+    named = [options.pop(name) for name in ("low", "high") if name in options]
+    like = torch.empty_like(input, **options, dtype=torch.float64)
+    return _integers(draw, like, *bounds, *named).to(dtype or input.dtype)
 
 
-def _integers(draw: Draw, like: Any, bounds: list[int], low: Any = None, high: Any = None) -> Any:
-    """Whole numbers from `low` (by default 0) to `high` - 1; `bounds` are those given by position."""
-    high = bounds.pop() if high is None else high
-    low = low or (bounds.pop() if bounds else 0)
+def _random_(draw: Draw, input: Any, *bounds: int, **options: Any) -> Any:
+    _common(options)
+    like = torch.empty_like(input, dtype=torch.float64)
+    return draw.write(input, _integers(draw, like, *bounds).to(input.dtype))
+
+
+def _integers(draw: Draw, like: Any, *bounds: int) -> Any:
+    """Whole numbers from `bounds[-2]`, or 0, to `bounds[-1]` - 1."""
+    low, high = (0, *bounds)[-2:] if bounds else (0, 2**33)
     if high - low > 2**32:
         raise Unseeded("more than 2^32 whole numbers")
     return (draw.uniform(like) * (high - low)).floor() + low
 
 
-def _bernoulli(draw: Draw, input: Any, p: float | None = None, *, generator: Any = None) -> Any:
+def _bernoulli(draw: Draw, input: Any, p: float | None = None, **options: Any) -> Any:
     """torch.bernoulli(probabilities), or a probability and the shape of a tensor."""
-    _require_common(generator)
+    _common(options)
     return (draw.uniform(input) < (input if p is None else p)).to(input.dtype)
 
 
-def _bernoulli_(draw: Draw, input: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-    _require_common(generator)
+def _bernoulli_(draw: Draw, input: Any, p: Any = 0.5, **options: Any) -> Any:
+    _common(options)
     like = input if input.dtype.is_floating_point else torch.empty_like(input, dtype=torch.float32)
     return draw.write(input, (draw.uniform(like) < p).to(input.dtype))
 
 
-def _normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, *, generator: Any = None, **options: Any) -> Any:
+def _normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Any:
     """torch.normal(mean, std), of which one is a tensor or `size` is given."""
-    _require_common(generator, options)
+    _common(options)
     like = torch.empty(size, **options) if size is not None else torch.empty_like(mean + 0 * std)
     return draw.normal(like) * std + mean
-
-
-def _filled(make: str, formula: Callable[..., Any], draw: Draw, input: Any, *args: Any, **options: Any) -> Any:
-    """A method that fills `input` by a formula of uniform or normal numbers."""
-    _require_common(options.pop("generator", None))
-    return draw.write(input, formula(getattr(draw, make)(input), *args, **options))
-
-
-def _random_(draw: Draw, input: Any, *bounds: int, generator: Any = None) -> Any:
-    _require_common(generator)
-    if not bounds:
-        raise Unseeded("random_ without bounds")
-    like = torch.empty_like(input, dtype=torch.float64)
-    return draw.write(input, _integers(draw, like, list(bounds)).to(input.dtype))
 
 
 def _rrelu(
@@ -207,6 +171,17 @@ def _rrelu(
     return draw.write(input, new) if inplace else new
 
 
+def _filled(make: str, formula: Callable[..., Any], draw: Draw, input: Any, *args: Any, **options: Any) -> Any:
+    """A method that fills `input` by a formula of uniform or normal numbers."""
+    return draw.write(input, formula(getattr(draw, make)(input), *args, **_common(options)))
+
+
+def _between(uniform: Any, low: float = 0.0, high: float = 1.0, **named: float) -> Any:
+    """`from` and `to` of `uniform_`, by position or by name."""
+    low, high = named.get("from", low), named.get("to", high)
+    return uniform * (high - low) + low
+
+
 def _inside(function: Any, draw: Draw, *args: Any, **kwargs: Any) -> Any:
     return draw.inside(_undispatched(function), args, kwargs)
 
@@ -215,11 +190,11 @@ def _unseeded(name: str, draw: Draw, *args: Any, **kwargs: Any) -> Any:
     raise Unseeded(name)
 
 
-def _require_common(generator: Any, options: Mapping[str, Any] | None = None) -> None:
-    if generator is not None:
-        raise Unseeded("a generator of its own")
-    if options and options.get("out") is not None:
-        raise Unseeded("a tensor given as out=")
+def _common(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without `generator`.  Raises Unseeded for a generator, or a tensor to write into."""
+    if options.pop("generator", None) is not None or options.get("out") is not None:
+        raise Unseeded("a generator or an output of its own")
+    return options
 
 
 @cache
@@ -239,11 +214,11 @@ _UNSEEDED = (
 )
 
 _FORMS: dict[str, Form] = {
-    "dropout": partial(_dropout, 0),
-    **{f"dropout{n}d": partial(_dropout, n) for n in (1, 2, 3)},
-    "feature_dropout": partial(_dropout, 2),
-    "alpha_dropout": partial(_alpha_dropout, 0),
-    "feature_alpha_dropout": partial(_alpha_dropout, 2),
+    "dropout": partial(_dropout, 0, False),
+    **{f"dropout{n}d": partial(_dropout, n, False) for n in (1, 2, 3)},
+    "feature_dropout": partial(_dropout, 2, False),
+    "alpha_dropout": partial(_dropout, 0, True),
+    "feature_alpha_dropout": partial(_dropout, 2, True),
     "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": partial(_inside, F.multi_head_attention_forward),
     "gumbel_softmax": partial(_inside, F.gumbel_softmax),
@@ -253,16 +228,12 @@ _FORMS: dict[str, Form] = {
     "randn_like": partial(_like, "normal"),
     "randint": _randint,
     "randint_like": _randint_like,
+    "random_": _random_,
     "bernoulli": _bernoulli,
     "bernoulli_": _bernoulli_,
     "normal": _normal,
-    "random_": _random_,
     "rrelu": _rrelu,
-    "uniform_": partial(
-        _filled,
-        "uniform",
-        lambda u, low=0.0, high=1.0, **kw: u * (kw.get("to", high) - kw.get("from", low)) + kw.get("from", low),
-    ),
+    "uniform_": partial(_filled, "uniform", _between),
     "normal_": partial(_filled, "normal", lambda z, mean=0.0, std=1.0: z * std + mean),
     "log_normal_": partial(_filled, "normal", lambda z, mean=1.0, std=2.0: (z * std + mean).exp()),
     "exponential_": partial(
@@ -273,8 +244,4 @@ _FORMS: dict[str, Form] = {
     ),
     "geometric_": partial(_filled, "uniform", lambda u, p: (u.neg().log1p() / math.log1p(-p)).floor() + 1),
     **{name: partial(_unseeded, name) for name in _UNSEEDED.split()},
-}
-_DRAWS_IF: dict[str, Callable[..., bool]] = {
-    "scaled_dot_product_attention": _attention_drops,
-    "multi_head_attention_forward": _heads_drop,
 }

@@ -1,0 +1,92 @@
+"""Eager code under a SeededRandom: calls are counted, attention is taken apart, checkpoints draw once."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from splitc.runtime.seeded.draws import Draws, Label, Layout
+from splitc.runtime.seeded.mode import SeededRandom, running
+
+DRAWS = Draws(0, 0, [(0, 8)])
+
+
+def test_each_call_draws_other_numbers_and_a_new_run_the_same() -> None:
+    mode = SeededRandom(DRAWS)
+    runs = []
+    for _ in range(2):
+        with mode:
+            runs.append([torch.rand(8, 50) for _ in range(2)])
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_examples_are_in_dim_0_where_it_has_their_number_or_where_the_layout_says() -> None:
+    half = Draws(0, 0, [(4, 8)])
+    layouts: dict[Label, Layout] = {(1,): Layout(1), (2,): Layout(None)}
+    drawn: list[list[Tensor]] = []
+    for draws, n in ((DRAWS, 8), (half, 4)):
+        with SeededRandom(draws, layouts):
+            drawn.append(
+                [torch.rand(n, 5), torch.rand(3, n), torch.rand(8, 2), torch.rand(7), F.dropout(torch.ones(n * 2, 9))]
+            )
+    (rows, columns, shared, few, merged), part = drawn
+    assert all(map(torch.equal, (rows[4:], columns[:, 4:], shared, few, merged[8:]), part))
+
+
+def test_a_region_takes_one_number_whatever_it_draws() -> None:
+    def after(draws: int) -> Tensor:
+        with SeededRandom(DRAWS) as mode:
+            with mode.region():
+                [torch.rand(8) for _ in range(draws)]
+            return torch.rand(8)
+
+    assert torch.equal(after(0), after(3))
+
+
+def test_attention_is_that_of_torch_but_for_its_dropout() -> None:
+    attention = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True)
+    x = torch.randn(8, 5, 8)
+    with SeededRandom(DRAWS, dropout=False):
+        for need_weights in (False, True):
+            got = attention(x, x, x, need_weights=need_weights)[0]
+            attention.eval()
+            torch.testing.assert_close(got, attention(x, x, x, need_weights=need_weights)[0])
+            attention.train()
+    with SeededRandom(DRAWS):
+        q = x.view(8, 1, 5, 8)
+        a, b = (F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True) for _ in range(2))
+    assert not torch.equal(a, b)
+    assert torch.equal(a[..., 0, :] == 0, (a[..., 0, :] == 0).all(-1, True).expand(8, 1, 8))  # sees one, or nothing
+
+
+def test_checkpointed_functions_draw_once_and_others_stay_checkpointed() -> None:
+    calls: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(running() is not None)
+        return F.dropout(x, 0.5) * x
+
+    x = torch.ones(8, 100, requires_grad=True)
+    for reentrant in (False, True):
+        with SeededRandom(DRAWS):
+            out = checkpoint(function, x, use_reentrant=reentrant)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(gradient, 2 * out) and calls == [True]
+        calls.clear()
+        checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+        assert calls == [False, False]
+        calls.clear()
+
+
+def test_other_threads_draw_from_torchs_generator() -> None:
+    seen = []
+    with SeededRandom(DRAWS):
+        thread = threading.Thread(target=lambda: seen.append(running()))
+        thread.start()
+        thread.join()
+    assert seen == [None] and running() is None
