@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
+from splitc.capture.batch_layouts import first_apart
 from splitc.capture.capture import capture
 from splitc.capture.code_digest import code_digest
 from splitc.capture.example import Example
@@ -49,9 +50,13 @@ def analyse(
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
-    program = capture(model, example, name, autocast, code, OpCounter)
-    now("validating")
-    program = gather_coupled(_validated(program, model, example, key))
+
+    def validated(laid_out: Example) -> Program:
+        program = capture(model, laid_out, name, autocast, code, OpCounter)
+        now("validating")
+        return _validated(program, model, laid_out, key)
+
+    program = gather_coupled(first_apart(example, validated))
     now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)
     if key is not None and costs == COUNTED and graph_text(program) is not None:  # which holds nothing of the model
@@ -66,7 +71,7 @@ _ANALYSED: WeakKeyDictionary[nn.Module, tuple[str, Program]] = WeakKeyDictionary
 def _validated(program: Program, model: nn.Module, example: Example, analysis: str | None) -> Program:
     """The program with what its validation found, or an earlier one of the same graph and code without reservations."""
     graph = None if analysis is None else graph_text(program)
-    key = None if analysis is None or graph is None else digest_of(analysis, graph)
+    key = None if analysis is None or graph is None else digest_of(analysis, graph, str(dict(example.batch_dims)))
     if key is not None and (kept := recall("validated", key)):
         terms = tuple(LossTerm(**each) for each in kept["loss_terms"])
         return replace(program, loss_terms=terms, coupled=tuple(Coupling(**each) for each in kept["coupled"]))

@@ -44,7 +44,8 @@ def compile(
     """Compile the training of `model` for `world` ranks.
 
     model: a module, or a function or class that returns one without arguments.
-    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch.
+    example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch,
+    or where that cannot be, another one that agrees in size (sequences time first).
     Arguments may be nested: dicts, lists, dataclasses and objects of tensors, with plain values among them.
     None: the program compiles on the first batch of its worker.
     target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module,

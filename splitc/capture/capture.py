@@ -116,11 +116,10 @@ def _trace(
     root, original = tracer.root, tracer.original
 
     def placeholder(name: str, tensor: torch.Tensor) -> Any:
+        dim = example.batch_dims.get(name, 0)
+        shapes = ((*tensor.shape[:dim], b, *tensor.shape[dim + 1 :]) for b in tracer.evaluator.batches)
         with tracer.fake:
-            first, second = (
-                torch.empty((b, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-                for b in tracer.evaluator.batches
-            )
+            first, second = (torch.empty(shape, dtype=tensor.dtype, device=tensor.device) for shape in shapes)
         return tracer.placeholder(name, (first, second))
 
     proxies = {name: placeholder(name, tensor) for name, tensor in example.tensors.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,13 +32,14 @@ class Example:
     """A batch bound to the parameters of `model.forward`, and the loss with its targets.
 
     inputs: arguments by name, plain and nested values included; positional: those that forward takes by position only.
-    targets: by name, in the order in which the loss takes them.
+    targets: by name, in the order in which the loss takes them.  batch_dims: of the tensors that do not have it first.
     """
 
     inputs: Mapping[str, Any]
     targets: Mapping[str, Any]
     loss: Callable[..., Any] | nn.Module | None
     positional: tuple[str, ...] = ()
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def bind(cls, model: nn.Module, inputs: Inputs, target: Any = None, loss: Loss = None) -> Example:
@@ -51,9 +52,8 @@ class Example:
         refuse_model(model, loss)
         arguments, positional = _arguments(model, inputs)
         example = cls(arguments, _targets(target, arguments), loss, positional)
-        example._require_batch()
         example._require_pair()
-        return example
+        return example._laid_out()
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -77,11 +77,13 @@ class Example:
     @property
     def batch(self) -> int:
         """How many examples it holds."""
-        return next(iter(self.tensors.values())).shape[0]
+        name, tensor = next(iter(self.tensors.items()))
+        return tensor.shape[self.batch_dims.get(name, 0)]
 
     def rows(self, rows: slice | Sequence[int]) -> dict[str, Any]:
-        """These rows of every tensor, detached."""
-        return {name: tensor[rows].detach() for name, tensor in self.tensors.items()}
+        """These examples of every tensor, detached."""
+        index = {name: (slice(None),) * self.batch_dims.get(name, 0) for name in self.tensors}
+        return {name: tensor[(*index[name], rows)].detach() for name, tensor in self.tensors.items()}
 
     def output(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """`model` called on copies of `values`, which stand in for the tensors of the same names.
@@ -133,20 +135,24 @@ class Example:
                 )
         return root
 
-    def _require_batch(self) -> None:
+    def _laid_out(self) -> Example:
+        """The example with batch dimensions that agree in size.  Raises CaptureError where there are none."""
         if all(path[0] in self.targets for path in self.paths.values()):
             raise CaptureError("the example has no tensor; give example=(tensor, ...)")
         scalar = [name for name, tensor in self.tensors.items() if tensor.dim() == 0]
         if scalar:
             raise CaptureError(f"the input {scalar[0]} is a 0-d tensor; dim 0 of every input must be the batch")
-        sizes = {name: tensor.shape[0] for name, tensor in self.tensors.items()}
-        if set(sizes.values()) != {self.batch}:
+        found = next(layouts(self.tensors), None)
+        if found is None:
+            sizes = {name: tensor.shape[0] for name, tensor in self.tensors.items()}
             listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise CaptureError(
-                f"the example's tensors disagree about the batch: {listed} rows; dim 0 must be the batch in all"
+                f"the example's tensors disagree about the batch: {listed} rows, and no other size is in all of them; "
+                f"dim 0 must be the batch, or one dim of the same size in each"
             )
-        if self.batch == 0:
+        if 0 in self.tensors[next(iter(self.tensors))].shape[:1]:
             raise CaptureError("the example batch is empty; give at least one example")
+        return replace(self, batch_dims=found)
 
     def _require_pair(self) -> None:
         if self.loss is None and self.targets:
@@ -156,6 +162,17 @@ class Example:
             )
         if self.loss is not None and not self.targets:
             raise CaptureError("a loss is given but no target; give target=..., one row for each example")
+
+
+def layouts(found: Mapping[str, Tensor]) -> Iterator[dict[str, int]]:
+    """The batch dimensions that tensors may have: 0 of all, or their first ones of a size that each of them has."""
+    if len({tensor.shape[0] for tensor in found.values()}) == 1:
+        yield {}
+    shared = set.intersection(*(set(tensor.shape) for tensor in found.values())) - {0, 1}
+    for size in sorted(shared, key=lambda size: -sum(tensor.shape[0] == size for tensor in found.values())):
+        dims = {name: tuple(tensor.shape).index(size) for name, tensor in found.items()}
+        if any(dims.values()):
+            yield {name: dim for name, dim in dims.items() if dim}
 
 
 def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -142,8 +142,8 @@ EXAMPLES = {
     "number": (small(), torch.tensor(1.0), "the input x is a 0-d tensor; dim 0 of every input must be the batch"),
     "time_first": (
         small(),
-        torch.randn(7, BATCH, 8),
-        "disagree about the batch: x has 7, target has 4 rows; dim 0 must be the batch",
+        torch.randn(7, 3, 8),
+        "disagree about the batch: x has 7, target has 4 rows, and no other size is in all of them; dim 0 must be the",
     ),
     "empty": (small(), torch.randn(0, 8), "disagree about the batch: x has 0, target has 4 rows"),
     "too_wide": (

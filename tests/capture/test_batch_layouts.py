@@ -1,0 +1,82 @@
+"""The batch dimension of every input is found, also of models that take sequences time first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.example import Example
+from splitc.errors import CaptureError, LaunchError
+from splitc.runtime.worker import Worker
+from tests.support.compiled import analyse, compiled
+from tests.support.ranks import on_workers
+
+
+class Tagger(nn.Module):
+    """Words (time, batch) -> scores of tags, by an LSTM as it is by default."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.words, self.lstm, self.hidden = nn.Embedding(20, 8), nn.LSTM(8, 8), nn.Linear(8, 6)
+        self.tags, self.last = nn.Linear(6, 5), last
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.tags(self.hidden(self.lstm(self.words(words))[0]).relu())
+        return scores[-1] if self.last else scores
+
+
+def each_word(scores: Tensor, tags: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tags.flatten())
+
+
+def of(rows: int, last: bool) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 20, (7, rows)), torch.randint(0, 5, (rows,) if last else (7, rows))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single"])
+def test_sequences_with_time_first_train_as_in_one_process(strategy: str, last: bool) -> None:
+    program = compiled(Tagger(last), *of(4, last), F.cross_entropy if last else each_word, 2, strategy)
+    assert [i.spec.batch_dim for i in program.program.inputs] == [1, 0 if last else 1]
+    assert program.verify(dtype=torch.float64).holds
+
+
+def test_workers_take_their_columns_of_a_batch() -> None:
+    model, (words, tags) = Tagger(last=False), of(8, last=False)
+    program = compiled(model, *of(4, last=False), each_word, 2, "data_parallel")
+    expected = float(each_word(model(words), tags).detach())
+
+    def run(worker: Worker) -> float:
+        own = slice(4 * (worker.data_rank or 0), 4 * (worker.data_rank or 0) + 4)
+        with pytest.raises(LaunchError, match=r"words is \(4, 7\) torch.int64, this step needs \(7, 4\)"):
+            worker.step(words[:, own].t(), tags[:, own])
+        return float(worker.step(words[:, own], tags[:, own]))
+
+    losses = on_workers(program, run, optimizer=lambda params: torch.optim.SGD([p for _, p in params], 0.1))
+    assert losses == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_dim_0_is_the_batch_where_it_keeps_examples_apart() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    program = analyse(model, torch.randn(6, 8), torch.randn(6, 8), F.mse_loss)
+    assert [i.spec.batch_dim for i in program.inputs] == [0, 0]
+
+
+def test_inputs_without_a_common_size_are_refused() -> None:
+    with pytest.raises(CaptureError, match="words has 7, target has 4 rows, and no other size is in all of them"):
+        Example.bind(Tagger(last=True), torch.randint(0, 20, (7, 3)), torch.randint(0, 5, (4,)), F.cross_entropy)
+
+
+def test_rows_are_taken_along_the_batch() -> None:
+    words, tags = of(4, last=True)
+    bound = Example.bind(Tagger(last=True), words, tags, F.cross_entropy)
+    taken: Any = bound.rows([3, 1])
+    assert (
+        bound.batch == 4
+        and torch.equal(taken["words"], words[:, [3, 1]])
+        and torch.equal(taken["target"], tags[[3, 1]])
+    )
