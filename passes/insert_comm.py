@@ -94,11 +94,11 @@ def _store_in_each_stage(graph: fx.Graph) -> None:
     }
     before = None
     while before != stores:
-        before, roles = stores, {}
+        before, roles = stores, dict[fx.Node, set[str]]()
         for node in reversed(graph.nodes):
             readers: set[str] = set().union(*(roles[user] for user in node.users))
             roles[node] = stores.get(node, readers) if info(node).copied_to_each_stage else {info(node).role}
-        stores = {node: roles[node.args[0]] for node in stores}
+        stores = {node: roles[node.all_input_nodes[0]] for node in stores}
     for node, found in stores.items():
         own, *others = sorted(found) or [info(node).role]
         update_info(node, role=own)

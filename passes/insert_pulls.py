@@ -44,9 +44,9 @@ def _with_pulls(program: Program, stage: Stage) -> Stage:
     graph, _ = copy_graph(stage.graph)
     waiting = {k: set(bucket) for k, bucket in reversed(list(enumerate(stage.served)))}  # in the order of forward
     for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr", "output"):
+        if node.op in ("placeholder", "get_attr"):
             continue  # a parameter that stands by itself is read by its readers
-        read = read_by(program, node)
+        read = read_by(program, node) if node.op != "output" else {name for names in waiting.values() for name in names}
         for k in [k for k, bucket in waiting.items() if bucket & read]:
             del waiting[k]
             with graph.inserting_before(node):

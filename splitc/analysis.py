@@ -15,6 +15,7 @@ from torch import fx, nn
 from splitc.capture.batch_layouts import first_apart
 from splitc.capture.capture import capture
 from splitc.capture.code_digest import code_digest
+from splitc.capture.evaluation import capture_evaluation
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.validate import validate_capture
@@ -39,14 +40,16 @@ def analyse(
     autocast: torch.dtype | None = None,
     costs: str = COUNTED,
     code: str | None = None,
+    evaluation: bool = True,
     now: Progress = no_progress,
 ) -> Program:
     """Capture a model, validate the graph against it, and price its layers.
 
-    code: see `OwnCode`.  now: called with what is being done to the model, before it is.
+    code: see `OwnCode`.  evaluation: capture it in evaluation mode too; else it evaluates as it trains, modes switched.
+    now: called with what is being done to the model, before it is.
     """
     now("tracing")
-    digest = None if is_off() else code_digest(model, example, autocast, name, costs, code)
+    digest = None if is_off() else code_digest(model, example, autocast, name, costs, code, evaluation)
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
@@ -57,9 +60,16 @@ def analyse(
         return _validated(program, model, laid_out, key)
 
     program = gather_coupled(first_apart(example, validated))
+    if evaluation:
+        dims = {each.name: each.spec.batch_dim for each in program.inputs if each.spec.batch_dim}
+        laid_out = replace(example, batch_dims=dims)
+        found = capture_evaluation(program, model, laid_out, lambda each: _validated(each, model, laid_out, key))
+        program = replace(program, evaluation=found)
     now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)
-    if key is not None and costs == COUNTED and graph_text(program) is not None:  # which holds nothing of the model
+    programs = (program, *([program.evaluation] if isinstance(program.evaluation, Program) else []))
+    texts = map(graph_text, programs)
+    if key is not None and costs == COUNTED and None not in texts:  # they hold nothing of the model
         _ANALYSED[model] = key, program
     return program
 

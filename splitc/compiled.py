@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program, under_autocast
 from splitc.ir.strategies import Strategy
+from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
@@ -66,8 +67,12 @@ def compile_example(
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
+    evaluation: bool = True,
 ) -> CompiledProgram:
-    """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read."""
+    """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read.
+
+    evaluation: see `analyse`.
+    """
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
     if plan is not None:
         settings = replace(settings, costs=COUNTED)  # the plan has its prices
@@ -78,8 +83,8 @@ def compile_example(
 
     def program() -> LoweredProgram:
         autocast, costs, code = settings.autocast, settings.costs, settings.code
-        analysed = analyse(model, example, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
-        return specialise(analysed, settings, plan, watch)
+        analysed = partial(analyse, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
+        return specialise(analysed(model, example, evaluation=evaluation), settings, plan, watch)
 
     world = settings.world if plan is None else plan.world
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
@@ -124,6 +129,7 @@ def specialise(
             lowered = lower(placed, watch)
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
+        lowered = with_evaluation(lowered)
     require_batch_sizes(lowered)
     now("measuring the memory of")
     _require_memory(lowered, settings.memory, cluster)
@@ -214,7 +220,9 @@ class CompiledProgram:
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
         state = {k: v.detach() for k, v in self._model.state_dict().items()}
-        constants = dict(self.program.root.named_buffers(recurse=False))  # of no module
+        evaluation = self.program.evaluation
+        roots = [self.program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
+        constants = dict(named for root in roots for named in root.named_buffers(recurse=False))  # of no module
         loss = self._example.loss.named_buffers(prefix=LOSS) if isinstance(self._example.loss, nn.Module) else ()
         plain = {
             f"{path}.{name}".lstrip("."): value
@@ -277,6 +285,7 @@ class CompiledProgram:
             replace(self._settings, autocast=None),
             name=self.program.name,
             plan=replace(self.plan, model=""),
+            evaluation=False,
         )
 
 

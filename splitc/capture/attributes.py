@@ -19,6 +19,7 @@ class Attributes:
 
     def __init__(self, root: nn.Module, original: nn.Module) -> None:
         self.constants: dict[str, torch.Tensor] = {}
+        self.taken: dict[str, torch.Tensor] = {}  # constants of another trace of the model, whose names they keep
         self._root, self._original = root, original
         self._names = {**_names(original), **_names(root)}
 
@@ -65,7 +66,12 @@ class Attributes:
             raise Unsupported(f"a tensor of shape {shape} was computed outside of forward; compute it in forward")
         name = stem = name_in_user_code(tensor) or "constant"
         number = 0
-        while name == "constant" or hasattr(self._root, name) or name in self.constants:
+        while (
+            name == "constant"
+            or hasattr(self._root, name)
+            or name in self.constants
+            or not _is_same(self.taken.get(name, tensor), tensor)
+        ):
             name, number = f"{stem}{number}", number + 1
         return name
 
@@ -76,6 +82,10 @@ def identifier(path: str, module: nn.Module | None = None) -> str:
     if name and not name[0].isdigit():
         return name
     return f"{'value' if module is None else type(module).__name__.lower()}_{name}"
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _names(root: nn.Module) -> dict[int, str]:

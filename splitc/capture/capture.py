@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from splitc.capture.batch_dims import prune_gradients, require_whole_batch, set_specs
 from splitc.capture.example import LOSS, Example
@@ -46,6 +47,7 @@ def capture(
     autocast: torch.dtype | None = None,
     code: str | None = None,
     counter: Counter | None = None,
+    training: Program | None = None,
 ) -> Program:
     """Trace the model and its loss on `example` into a Program.
 
@@ -53,21 +55,24 @@ def capture(
     both fail, the module around that line becomes a region, and the trace begins again.
     code: where the model's Python can be imported, see `OwnCode`.  counter: counts what regions compute.
     autocast: the dtype of the torch.autocast that both run under; specs have the dtypes that values have there.
+    training: the program of the same model, now in evaluation mode, whose layers and constants have the same names.
     Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
     """
     regions = Regions(model, example, autocast, code, counter)
+    if training is not None:
+        regions.found = {m.own.path: m.own for m in training.root.modules() if isinstance(m, Region)}
     while True:
         failed = []
         for compiling in (False, True):
             traced = with_loss_module(example) if LOSS in regions.found else example
             tracer = _tracer(traced.root(model), example.batch, regions)
             try:
-                graph = _trace(tracer, model, traced, autocast, compiling)
-                return _program(tracer, graph, model, example, name or type(model).__name__, autocast)
+                graph = _trace(tracer, model, traced, autocast, compiling, training)
+                return _program(tracer, graph, model, example, name or type(model).__name__, autocast, training)
             except CaptureError as error:
                 failed.append((len(tracer.graph.nodes), error, tracer.failure))
         _, problem, failure = max(failed, key=lambda each: each[0])
-        if failure is None:
+        if failure is None or training is not None:
             raise problem
         regions.add(failure, problem)
 
@@ -79,7 +84,13 @@ def _tracer(original: nn.Module, batch: int, regions: Regions) -> Tracer:
 
 
 def _program(
-    tracer: Tracer, graph: fx.Graph, model: nn.Module, example: Example, name: str, autocast: torch.dtype | None
+    tracer: Tracer,
+    graph: fx.Graph,
+    model: nn.Module,
+    example: Example,
+    name: str,
+    autocast: torch.dtype | None,
+    training: Program | None,
 ) -> Program:
     root = tracer.root
     tracer.attributes.adopt_constants()
@@ -102,15 +113,21 @@ def _program(
         notes=tuple(tracer.notes),
         guards=tuple(tracer.guards.found),
     )
-    _require_loss(program)
+    _require_loss(program, training)
     isolate_terms(graph)
     require_whole_batch(graph)
     _require_any_batch(program, tracer.evaluator.probes)
-    return replace(program, **group_layers(program))
+    known = () if training is None else tuple(layer.name for layer in training.layers)
+    return replace(program, **group_layers(program, known=known))
 
 
 def _trace(
-    tracer: Tracer, model: nn.Module, example: Example, autocast: torch.dtype | None, compiling: bool
+    tracer: Tracer,
+    model: nn.Module,
+    example: Example,
+    autocast: torch.dtype | None,
+    compiling: bool,
+    training: Program | None,
 ) -> fx.Graph:
     """Run the tracer's fake copy of the model, and the loss, on proxies.  Raises CaptureError."""
     root, original = tracer.root, tracer.original
@@ -124,8 +141,12 @@ def _trace(
 
     proxies = {name: placeholder(name, tensor) for name, tensor in example.tensors.items()}
     paths = {module: path for tree in (original, root) for path, module in tree.named_modules()}
-    leaf_paths = {path for path, module in root.named_modules() if path and construction(module) is not None}
+    built = root if training is None else training.root
+    leaf_paths = {path for path, module in built.named_modules() if path and construction(module) is not None}
     leaf_paths |= {path for path, module in root.named_modules() if isinstance(module, Region)}
+    if training is not None:
+        tracer.attributes.taken = {name: t for name, t in built.named_buffers() if not isinstance(t, FakeTensor)}
+        leaf_paths -= {path for path, module in root.named_modules() if _is_norm(module) and module.training}
     loss = None if hasattr(model, LOSS) else root._modules.pop(LOSS, None)
     try:
         with (
@@ -167,8 +188,12 @@ def _has_side_effect(node: fx.Node, root: nn.Module) -> bool:
         module = root.get_submodule(str(node.target))
         if isinstance(module, Region):
             return any(True for _ in module.buffers())
-        return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+        return _is_norm(module) and module.training and bool(module.track_running_stats)
     return info(node).side_effect or changes_statistics(node)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: set[fx.Node]) -> dict[str, StateTensor]:
@@ -213,7 +238,7 @@ def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Inp
     return Input(name, spec, high, path[0] in example.targets, path if len(path) > 1 else None)
 
 
-def _require_loss(program: Program) -> None:
+def _require_loss(program: Program, training: Program | None) -> None:
     output = next(node for node in program.graph.nodes if node.op == "output")
     spec = info(output.args[0]).spec if isinstance(output.args[0], fx.Node) else None
     if not isinstance(spec, TensorSpec) or spec.shape != () or not spec.dtype.is_floating_point:
@@ -222,7 +247,7 @@ def _require_loss(program: Program) -> None:
             f"what is traced returns {got}, not a loss (a 0-d float tensor); let forward return the loss alone, or "
             f"give loss=... and target=..., for example loss=torch.nn.functional.cross_entropy"
         )
-    if not any(tensor.trainable for tensor in program.tensors.values()):
+    if training is None and not any(tensor.trainable for tensor in program.tensors.values()):
         raise CaptureError(
             f"{program.name} has no trainable parameter that its loss depends on; there is nothing to train"
         )

@@ -65,7 +65,8 @@ def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
     trained = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(partial(keep, n)) for n, p in trained]
     try:
-        loss.backward()
+        if loss.requires_grad:  # in evaluation it may not
+            loss.backward()
     except RuntimeError as error:
         raise CaptureError(f"the backward of {name} fails: {error}") from error
     finally:

@@ -23,13 +23,14 @@ from splitc.ir.layers import Layer
 from splitc.ir.program import Program, SizeSpec
 
 
-def group_layers(program: Program, in_batch: Collection[fx.Node] = ()) -> dict[str, Any]:
+def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Collection[str] = ()) -> dict[str, Any]:
     """The fields `layers`, `frozen_layers` and `in_batch` of the program; sets the layer of every node.
 
     in_batch: nodes that need the whole global batch, all that reads them included; they are the last layer.
+    known: all layers that there may be, in order; none: those that the graph has.
     """
     parameters = {alias for t in program.tensors.values() if t.parameter for alias in (t.name, *t.names)}
-    members: dict[str, list[fx.Node]] = {}
+    members: dict[str, list[fx.Node]] = {name: [] for name in known}
     index: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
     _mark_copied(program.graph, parameters)
@@ -37,11 +38,12 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = ()) -> dict[s
     for node in sorted(program.graph.nodes, key=lambda node: node in in_batch):  # stable
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        name = last if node in in_batch else _owner(program, node, parameters)
+        owner = None if node in in_batch else _owner(program, node, parameters)
         below = [index[n] for n in node.all_input_nodes if n in index]
-        if name is not None and node not in in_batch:
-            name = _label(name, list(members), max(below, default=0))
-        elif name is None and below:
+        name = last if node in in_batch else None
+        if owner is not None:
+            name = _label(owner, list(members), max(below, default=0), known=bool(known))
+        if name is None and below:
             name = list(members)[max(below)]
         elif name is None:
             waiting.append(node)
@@ -59,19 +61,21 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = ()) -> dict[s
             members[list(members)[first]].append(node)
     sequence = {node: i for i, node in enumerate(program.graph.nodes)}
     layers = tuple(
-        _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters) for name, nodes in members.items()
+        _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters)
+        for name, nodes in members.items()
+        if nodes
     )
     frozen = tuple(layer.name for layer in layers if _is_frozen(program, layer))
     return {"layers": layers, "frozen_layers": frozen, "in_batch": last}
 
 
-def gather_coupled(program: Program) -> Program:
-    """The program with one layer of all that needs the whole batch, where examples are coupled."""
+def gather_coupled(program: Program, known: Collection[str] = ()) -> Program:
+    """The program with one layer of all that needs the whole batch, where examples are coupled.  known: all layers."""
     if not program.coupled:
         return program
     names = {each.node for each in program.coupled}
     nodes = in_batch_nodes(program, [node for node in program.graph.nodes if node.name in names])
-    grouped = group_layers(program, nodes)
+    grouped = group_layers(program, nodes, known)
     note = f"{grouped['in_batch']} runs where the whole batch is: {program.coupled[0].why}"
     return replace(program, **grouped, notes=(*program.notes, note))
 
@@ -112,9 +116,14 @@ def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:
     return None
 
 
-def _label(name: str, order: list[str], before: int) -> str:
-    """The label of the node's layer: a new one, `name#2`, where it depends on layers after the module's first."""
+def _label(name: str, order: list[str], before: int, known: bool) -> str | None:
+    """The label of the node's layer: a new one, `name#2`, where it depends on layers after the module's first.
+
+    known: only those of `order` may be; None where none is late enough.
+    """
     labels = [label for label in order if label.split("#")[0] == name]
+    if known:
+        return next((label for label in labels if order.index(label) >= before), None)
     if labels and order.index(labels[-1]) >= before:
         return labels[-1]
     return f"{name}#{len(labels) + 1}" if labels else name

@@ -45,7 +45,7 @@ def simulate(args: argparse.Namespace) -> int:
     for model in args.models:
         file = load_model(model, args.input)
         with Step(f"tracing {file.name}", args.quiet) as step:
-            program = analyse(file.model, file.example, name=file.name, now=step.doing(file.name))
+            program = analyse(file.model, file.example, name=file.name, evaluation=False, now=step.doing(file.name))
         cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
         total = len(worlds) * len(bandwidths) * len(strategies)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):

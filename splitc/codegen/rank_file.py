@@ -31,6 +31,7 @@ _NOTES = {
     "inputs": "what a reader reads",
     "served": "the parameters that servers hold",
     "guards": "batch sizes for which the traced branches hold",
+    "no_evaluation": "why worker.evaluate is refused",
 }
 """The comments of a description's fields."""
 

@@ -36,6 +36,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         },
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
         program.guards,
+        program.evaluation if isinstance(program.evaluation, str) else "",
     )
 
 
@@ -63,8 +64,9 @@ def trained_every_microbatch(program: LoweredProgram, stage: Stage) -> tuple[str
 def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> RoleSpec:
     plan, role = program.plan, stage.role
     group = plan.group(role, rank) if role in plan.groups else ()
-    partners = [c.producer for c in stage.receives if c.passes("send")]
-    partners += [c.consumer for c in stage.sends if c.passes("send")]
+    evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
+    partners = [c.producer for each in (stage, *evaluated) for c in each.receives if c.passes("send")]
+    partners += [c.consumer for each in (stage, *evaluated) for c in each.sends if c.passes("send")]
     shards = ((name, shard_of(program, stage, name, group.index(rank), len(group))) for name in stage.shards)
     served = _served_rows(program, rank, [stage]) if is_server else {}
     return RoleSpec(

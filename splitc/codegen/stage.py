@@ -16,7 +16,8 @@ from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.graph import assigned, cut_of, info, op_name
 from splitc.ir.names import RESERVED
-from splitc.ir.program import Cut, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.plan import SERVER
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import numel_on
 
 _STATEMENT = 72
@@ -24,6 +25,9 @@ _STATEMENT = 72
 
 _FOLDED = 52
 """Columns of a value that may be written inside its reader."""
+
+EVALUATING = "_evaluating"
+"""Ends the name of a method that runs a stage in evaluation only."""
 
 _FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
 """Functions and methods whose result shares no memory with other tensors."""
@@ -34,7 +38,8 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
 
     batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
     """
-    tree = ModuleTree(program, stages)
+    evaluated = [own for stage in stages if (own := own_evaluation(program, stage)) is not None]
+    tree = ModuleTree(program, [*stages, *evaluated])
     lines = [f"class Stage({tree.base}):"]
     lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
     parameters = ", ".join(["self", *tree.parameters])
@@ -43,7 +48,10 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
     for stage in stages:
-        name = "forward" if len(stages) == 1 else method_name(program, stage)
+        name = method_name(program, stage, alone=len(stages) == 1)
+        lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
+    for stage in evaluated:
+        name = method_name(program, stage, alone=len(stages) == 1, suffix=EVALUATING)
         lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
     return lines
 
@@ -59,10 +67,20 @@ def _module_lines(text: str) -> list[str]:
     return [f"{indent}{line}" for line in lines]
 
 
-def method_name(program: Program, stage: Stage) -> str:
-    """The method that runs a stage, in a class with several stages: not the name of something that it holds."""
+def own_evaluation(program: PlacedProgram, stage: Stage) -> Stage | None:
+    """What the role of a stage runs in evaluation; None where that is the same."""
+    if not isinstance(program.evaluation, LoweredProgram) or stage.role == SERVER:
+        return None
+    evaluated = program.evaluation.stage(stage.role)
+    return None if str(evaluated.graph) == str(stage.graph) else evaluated
+
+
+def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "") -> str:
+    """The method that runs a stage, alone in its class or one of several: not the name of something that it holds."""
     held = {name.partition(".")[0] for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)}
-    name = f"forward_{stage.role}"
+    if alone and not suffix:
+        return "forward"
+    name = f"forward{suffix}" if alone else f"forward_{stage.role}{suffix}"
     while name in held:
         name += "_"
     return name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
-from splitc.codegen.stage import forward_inputs, method_name, returned_cuts, variables
+from splitc.codegen.stage import EVALUATING, forward_inputs, method_name, own_evaluation, returned_cuts, variables
 from splitc.ir.actions import Action
 from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import SERVER
@@ -20,14 +20,23 @@ _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "mult
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
     """The lines of both functions."""
-    train, evaluate = (_StepWriter(program, rank_program, training) for training in (True, False))
+    train = _StepWriter(program, rank_program)
     if not train.stages:
         step = "Send parameters to the workers and leave the sum of their gradients in `.grad`."
         loss = "Send parameters to the workers, which compute the loss of one batch."
     else:
         step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
         loss = "The loss of one batch, forward only."
-    return [*train.function("step", step), "", "", *evaluate.function("evaluate", loss)]
+    return [*train.function("step", step), "", "", *_evaluate(program, rank_program, loss)]
+
+
+def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
+    """The lines of `evaluate`."""
+    if isinstance(program.evaluation, str):
+        return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
+    evaluated = program.evaluation if isinstance(program.evaluation, LoweredProgram) else program
+    own = {stage.role for stage in program.stages if own_evaluation(program, stage) is not None}
+    return _StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), own).function("evaluate", doc)
 
 
 def _where(stages: Sequence[Stage]) -> str:
@@ -44,14 +53,20 @@ def buckets_name(rank_program: RankProgram, stage: Stage) -> str:
 
 
 class _StepWriter:
-    """Writes one function of a rank program, from its actions."""
+    """Writes one function of a rank program, from its actions.
 
-    def __init__(self, program: LoweredProgram, rank_program: RankProgram, training: bool) -> None:
-        self._program, self._plan, self._rank_program, self._training = program, program.plan, rank_program, training
+    evaluated: of evaluation, the roles that run another stage in it than in training; None: of training.
+    """
+
+    def __init__(
+        self, program: LoweredProgram, rank_program: RankProgram, evaluated: Collection[str] | None = None
+    ) -> None:
+        self._program, self._plan, self._rank_program = program, program.plan, rank_program
+        self._training, self._evaluated = evaluated is None, evaluated or ()
         self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
         self._microbatched = {stage.role for stage in self.stages if program.num_microbatches(stage) > 1}
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
-        self._cuts = CutLines(program, rank_program, training, self._microbatched)
+        self._cuts = CutLines(program, rank_program, self._training, self._microbatched)
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
@@ -137,7 +152,9 @@ class _StepWriter:
             value, received = self._cuts.stage_input(cut), self._cuts.received(cut)
             if value != received and not cut.passes("modulo"):
                 lines.append((f"{value} = {received}.detach().requires_grad_()", ""))
-        called = "stage" if len(self.stages) == 1 else f"stage.{method_name(self._program, stage)}"
+        suffix = EVALUATING if stage.role in self._evaluated else ""
+        method = method_name(self._program, stage, len(self.stages) == 1, suffix)
+        called = "stage" if method == "forward" else f"stage.{method}"
         call = f"{called}({', '.join([comm, *forward_inputs(stage), *map(self._cuts.stage_input, stage.receives)])})"
         returned = [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
         line = f"{', '.join(returned)} = {call}" if returned else call

@@ -109,12 +109,14 @@ def dropout(
     dim: int | None = 0,
     rows: int = 1,
     features: int | None = None,
+    evaluating: bool = False,
 ) -> torch.Tensor:
     """Apply dropout with a mask that depends on seed, step, draw, example and position, not on the rank.
 
     draw: the ordinal of the random call in forward and loss.  feature_dims: leading dims of the mask; 0: all.
     dim, rows: the batch dimension (None: the mask is the same for all), and how many rows of it one example has.
     features: size of the whole last dim, of which the rank has a slice; None: it has all.
+    evaluating: also in evaluation mode.
     """
     mode = running()
     return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(dim, rows))

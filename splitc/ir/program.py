@@ -183,6 +183,7 @@ class Program:
     coupled: where examples begin to depend on each other; the loss has no terms then.
     notes: sentences for the report, such as what could not be checked.
     guards: the batch sizes for which the branches of the trace hold.
+    evaluation: the program of evaluation mode, where it is another one; a text: why there is none.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Program:
     in_batch: str = ""
     autocast: torch.dtype | None = None
     guards: tuple[BatchGuard, ...] = ()
+    evaluation: Program | str | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def allows(self, batch: int) -> bool:

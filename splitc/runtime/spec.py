@@ -133,6 +133,7 @@ class RankSpec:
     readers: the ranks that read data.  batch_offsets: where the examples of each reader begin, and where the last end.
     inputs: what a reader reads, by name.  guards: the batches for which the traced branches hold.
     served: the buckets of parameters that servers hold.
+    no_evaluation: why there is no evaluation, if there is none.
     """
 
     index: int
@@ -143,6 +144,7 @@ class RankSpec:
     inputs: Mapping[str, Input] = field(default_factory=dict)
     served: Served = field(default_factory=dict)
     guards: tuple[BatchGuard, ...] = ()
+    no_evaluation: str = ""
 
     @property
     def role(self) -> str:

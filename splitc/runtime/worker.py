@@ -126,15 +126,20 @@ class Worker:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
 
         It changes nothing but the buffers of the other replicas, which are overwritten.
+        Raises LaunchError where the model could not be captured in evaluation mode.
         """
+        if self.rank.spec.no_evaluation:
+            raise LaunchError(f"the model in evaluation mode could not be compiled: {self.rank.spec.no_evaluation}")
         batch = self._checked(batch)
+        training = [module for module in self.stage.modules() if module.training]
         self.stage.eval()
         try:
             with torch.no_grad(), self.rank.step(self._context(training=False)) as comms:
                 self._broadcast_buffers()
                 loss: Tensor = self._program.evaluate(*comms, self.stage, *self._on_device(batch))
         finally:
-            self.stage.train()
+            for module in training:
+                module.training = True
         return loss
 
     def shard(

@@ -35,13 +35,14 @@ class SeededComm:
         dim: int | None = 0,
         rows: int = 1,
         features: int | None = None,
+        evaluating: bool = False,
     ) -> Tensor:
-        """Dropout whose mask one process draws too (see `Draws.mask`); the identity outside of training.
+        """Dropout whose mask one process draws too (see `Draws.mask`); outside of training only if `evaluating`.
 
         draw: the ordinal of the random call.  dim, rows: the batch dimension, and how many rows of it one example has;
         None: the mask is the same for all examples.  features: size of the last dim, of which `value` has a shard.
         """
-        if not self._context.training:
+        if not (self._context.training or evaluating):
             return value
         columns = None
         if features is not None and not 0 < feature_dims < value.dim():

@@ -1,0 +1,59 @@
+"""Give a lowered program the stages of its evaluation, where a model in evaluation mode computes something else.
+
+The same plan places its layers by name, and the same passes rewrite its graph; the stages of training hold what both
+read.  Evaluation trains nothing, so every value that training changes must be read in a role that has it anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from splitc.errors import PlacementError, SplitcError
+from splitc.ir.pass_manager import run_pass, run_passes
+from splitc.ir.program import LoweredProgram, Program
+from splitc.passes.insert_pulls import InsertPulls
+from splitc.passes.rewriting import ON_THE_GRAPH
+from splitc.passes.schedule import Schedule
+from splitc.passes.split_ranks import SplitRanks
+
+
+def with_evaluation(program: LoweredProgram) -> LoweredProgram:
+    """The program with its evaluation lowered too; with the reason where that is not possible."""
+    if not isinstance(program.evaluation, Program):
+        return program
+    own = {name: t for name, t in program.evaluation.tensors.items() if name not in program.tensors}
+    tensors = {**program.tensors, **{name: replace(t, requires_grad=False) for name, t in own.items()}}
+    try:
+        evaluation = _lowered(program, replace(program.evaluation, tensors=tensors))
+    except SplitcError as error:
+        return replace(program, evaluation=str(error))
+    stages = []
+    for stage in program.stages:
+        other = evaluation.stage(stage.role)
+        held = {*stage.tensors, *other.tensors}
+        both = tuple(name for name in tensors if name in held)
+        stages.append(replace(stage, tensors=both, shards={**other.shards, **stage.shards}))
+    return replace(program, tensors=tensors, stages=tuple(stages), evaluation=evaluation)
+
+
+def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
+    placed = replace(evaluation, costs=program.costs).placed(program.plan)
+    lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
+    for problem in _stale(program, lowered):
+        raise PlacementError(problem)
+    stages = tuple(replace(stage, served=program.stage(stage.role).served) for stage in lowered.stages)
+    return run_pass(Schedule(), InsertPulls().run(replace(lowered, stages=stages)))
+
+
+def _stale(program: LoweredProgram, evaluation: LoweredProgram) -> Iterator[str]:
+    """What evaluation reads in a role where training does not update it, or divides otherwise."""
+    changed = {name for name, t in program.tensors.items() if t.trainable or (t.persistent and not t.parameter)}
+    held = {name for stage in program.stages for name in stage.tensors}
+    for stage in evaluation.stages:
+        training = program.stage(stage.role)
+        for name in stage.tensors:
+            if name in changed & held and name not in training.tensors:
+                yield f"evaluation reads {name} in role {stage.role}, which does not have it in training"
+            if name in training.tensors and stage.shards.get(name) != training.shards.get(name):
+                yield f"evaluation reads {name} in role {stage.role} in another division than training"
