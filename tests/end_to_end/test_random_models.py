@@ -1,0 +1,45 @@
+"""Random models with random losses train on ranks as a plain loop trains them; `benchmarks.random_models` runs more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.support.random_models import random_case
+from tests.support.random_training import outcome
+
+NUMBER = 50
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4, 7, 9, 17, 18, 20])
+def test_a_random_model_trains_as_in_a_plain_loop(seed: int) -> None:
+    got = outcome(seed)
+    assert not got.refused and not got.wrong, got
+
+
+@pytest.mark.slow
+def test_new_random_models_train_as_in_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    first = random.SystemRandom().randrange(10**9)
+    with capsys.disabled():
+        print(f"\nrandom models of the seeds from {first}: python -m benchmarks.random_models --first {first}")
+    outcomes = [outcome(seed) for seed in range(first, first + NUMBER)]
+    assert [each for each in outcomes if each.wrong] == []
+    refused = [each for each in outcomes if each.refused]
+    assert len(refused) <= NUMBER / 10, refused  # 5 % of many; of 50 there may be some more
+
+
+def test_a_seed_gives_the_same_model_loss_and_data() -> None:
+    for seed in range(10):
+        first, second = random_case(seed), random_case(seed)
+        assert str(first.model) == str(second.model)
+        inputs, target = first.batch(3, 1)
+        assert all(map(torch.equal, first.model.state_dict().values(), second.model.state_dict().values()))
+        assert all(map(torch.equal, (*inputs, target), (*second.batch(3, 1)[0], second.batch(3, 1)[1])))
+
+
+def test_training_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.worker.clip", lambda *arguments: None)
+    clipped = next(seed for seed in range(100) if (run := outcome(seed).run) is not None and run.clip_norm is not None)
+    assert any(line.startswith("gradient of ") for line in outcome(clipped).wrong)
