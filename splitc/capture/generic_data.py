@@ -33,7 +33,7 @@ class Draw(IntEnum):
     def text(self) -> str:
         return (
             "generic data",
-            "floats with noise beside whole numbers and masks of the example",
+            "noise beside the whole numbers, masks and signs of the example",
             "rows of the example in another order",
             "the example itself",
         )[self]
@@ -98,8 +98,8 @@ def _floats(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generato
     spread = float(finite.std(correction=0)) or max(abs(low), 1.0)
     drawn = chosen + spread * torch.randn(chosen.shape, generator=generator, dtype=seen.dtype)
     uniform = torch.rand(chosen.shape, generator=generator, dtype=seen.dtype)
-    if low < high and low >= 0:
-        drawn = (chosen + uniform) / 2 if high <= 1 else drawn.abs()
+    if low >= 0 and (low < high or how is Draw.SEEN):
+        drawn = (chosen + uniform) / 2 if low < high <= 1 else drawn.abs()
     sums = finite.sum(-1)
     if seen.dim() > 1 and seen.shape[-1] > 1 and low >= 0 and bool(torch.allclose(sums, torch.ones_like(sums), 1e-3)):
         drawn = drawn / drawn.sum(-1, keepdim=True)

@@ -88,6 +88,7 @@ def test_a_seed_decides_and_other_draws_are_nearer_to_the_example() -> None:
     seen, rows, same = (data.draw(8, 1, how) for how in (Draw.SEEN, Draw.ROWS, Draw.EXAMPLE))
     assert set(seen["ids"].tolist()) <= {2, 7, 9, 4} and len(seen["x"].unique(dim=0)) == 8
     assert {tuple(row) for row in rows["x"].tolist()} <= {tuple(row) for row in tensor.tolist()}
+    assert float(drawn(torch.ones(4, 6), how=Draw.SEEN).min()) > 0
     assert torch.equal(same["x"], tensor.repeat(2, 1)) and same["ids"].tolist() == ids.tolist() * 2
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from splitc.capture.proxy import is_proxy
 from splitc.ir import comm_ops
 from tests.support.capturing import captured, refusal, validated
-from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, padded, vectors
+from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, made, padded, vectors
 from tests.support.sampling import sampled
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -263,6 +263,43 @@ def test_a_model_that_fails_on_few_examples_is_told_its_line() -> None:
     said = refusal(Made(run, fc=nn.Linear(8, CLASSES)), vectors()(), labels()(), CE)
     assert "the model fails on 3 examples of its batch: ValueError: four at least" in said
     assert said.startswith("test_validate.py:")
+
+
+def test_what_does_not_run_on_generic_data_is_validated_on_nearer_data_and_noted() -> None:
+    def lengths(m: Any, x: Tensor) -> Tensor:
+        assert is_proxy(x) or bool((x[:, 0] == 3).all()), "the first column is a constant"
+        return m.fc(x)
+
+    x = rows()
+    x[:, 0] = 3
+    (note,) = validated(made(lengths, fc=nn.Linear(8, CLASSES)), x, classes(), CE).notes
+    assert note.startswith("Validated on rows of the example in another order, since it does not run on generic data: ")
+    assert "the first column is a constant" in note
+    (note,) = validated(
+        made(lambda m, x: m.fc(x.log()), fc=nn.Linear(8, CLASSES)), torch.ones(6, 8), classes(), CE
+    ).notes
+    assert note.startswith("Validated on noise beside the whole numbers, masks and signs of the example")
+
+
+def test_a_model_that_insists_on_float32_is_compared_in_it_bit_by_bit() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        eps = torch.finfo(x.dtype).eps
+        return m.fc(x / (x.pow(2).sum(1, keepdim=True) + 1e5 * eps).sqrt())
+
+    assert validated(made(run, fc=nn.Linear(8, CLASSES)), rows(), classes(), CE).notes == ()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_initialisation_of_a_convolutional_network_is_refused(seed: int) -> None:
+    torch.manual_seed(seed)
+    program = validated(*CASES["alexnet"].make())
+    assert not program.in_batch and [term.kind for term in program.loss_terms] == ["weighted"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_model_of_the_tests_couples_examples(name: str) -> None:
+    program = validated(*CASES[name].make())
+    assert not program.in_batch and program.notes == ()
 
 
 def test_one_example_is_enough() -> None:
