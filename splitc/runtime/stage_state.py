@@ -76,7 +76,8 @@ class StageState:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the parameters, or parts of them, that this rank updates, under each of their names."""
-        named = (*self._named_parameters(), *self.trained)
+        own, first = dict(self.trained), {parameter: name for name, parameter in self.stage.named_parameters()}
+        named = ((name, own.get(first[parameter], parameter)) for name, parameter in self._named_parameters())
         return {name: p.grad for name, p in named if p.grad is not None}
 
     def trained_gradients(self) -> list[tuple[str, Tensor]]:

@@ -169,3 +169,19 @@ def test_a_batch_on_another_device_is_moved_to_the_ranks() -> None:
 
     on_workers(program, run)
     assert moved == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server(servers=2, beside=True)"])
+def test_the_gradient_of_a_tied_parameter_stands_under_each_of_its_names(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    x, y = torch.randn(4, 6), torch.randint(6, (4,))
+    program = compiled(model, x, y, F.cross_entropy, 2, strategy)
+
+    def run(worker: Worker) -> None:
+        worker.step(*part_of(worker, (torch.cat([x, x]), torch.cat([y, y])), (4, 4)))
+        gradients = worker.gradients()
+        assert gradients.keys() >= {"0.weight", "2.weight"}
+        assert torch.equal(gradients["0.weight"], gradients["2.weight"])
+
+    on_workers(program, run)
