@@ -31,7 +31,7 @@ LOSS = "loss"  # the name under which a loss module's buffers appear beside the 
 class Example:
     """A batch bound to the parameters of `model.forward`, and the loss with its targets.
 
-    inputs: arguments by name, plain and nested values included; positional: those that forward takes by position only.
+    inputs: arguments by name, plain and nested values included; positional: those that are given by position.
     targets: by name, in the order in which the loss takes them.  batch_dims: of the tensors that do not have it first.
     """
 
@@ -191,18 +191,15 @@ def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[
             f"or a dict of keyword arguments"
         ) from error
     flat: dict[str, Any] = {}
-    positional: list[str] = []
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             flat.update(value)
         elif kind is inspect.Parameter.VAR_POSITIONAL:
             flat.update((f"{name}_{k}", each) for k, each in enumerate(value))
-            positional = list(flat)  # and all before them
         else:
             flat[name] = value
-            positional += [name] if kind is inspect.Parameter.POSITIONAL_ONLY else []
-    return flat, tuple(positional)
+    return flat, () if isinstance(inputs, Mapping) else tuple(flat)
 
 
 def _targets(target: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,13 @@ def _without(kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != name}
 
 
+def is_reshaped(view: torch.Tensor, base: Any) -> bool:
+    """Whether a view has all elements of its traced base, in the same order."""
+    whole = base._values[0]
+    in_order = view.is_contiguous() and whole.is_contiguous() and view.storage_offset() == whole.storage_offset()
+    return in_order and view.numel() == whole.numel()
+
+
 class Aliasing:
     """Which nodes share a storage, and which of them are stale because another one was written into."""
 

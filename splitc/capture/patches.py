@@ -50,6 +50,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
             patch(torch.func, name, refused(_TRANSFORM))
         patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
         patch(torch.compiler, "_is_compiling_flag", compiling)  # which every spelling of the question reads
+        patch(torch.distributions.Distribution, "_validate_args", False)  # a check of data, without an effect
         # checkpointed functions are traced through
         patch(checkpoint, "_checkpoint_without_reentrant_generator", lambda *args, **kwargs: iter((None,)))
         if "torch._dynamo" in sys.modules:

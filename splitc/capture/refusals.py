@@ -154,6 +154,9 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
     for name, _ in module.named_children():
         if hasattr(nn.Module, name):
             yield f"{where} has a child named {name!r}, which hides nn.Module.{name}; rename it"
+    for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            yield f"{where}.{name} is a sparse tensor, which programs cannot hold; keep it dense ({name}.to_dense())"
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             yield (

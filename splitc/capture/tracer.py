@@ -22,7 +22,7 @@ from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.example import LOSS
-from splitc.capture.inplace import Aliasing, functional
+from splitc.capture.inplace import Aliasing, functional, is_reshaped
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
@@ -213,8 +213,12 @@ class Tracer:
         node, before = old._node, old._values[0]
         if new._values[0].dtype != before.dtype:
             new = self.record("call_method", "to", (new, before.dtype), {})
-        base = self._proxies.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
-        if base is not None and self._storage(before) == self._storage(base._values[0]):
+        base = self._proxies.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if base is None or base is old or self._storage(before) != self._storage(base._values[0]):
+            pass
+        elif node.target is not operator.getitem and self.evaluator.unrecorded(lambda: is_reshaped(before, base)):
+            self._write(base, self.record("call_method", "reshape_as", (new, base), {}))
+        elif node.target is operator.getitem:
             key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
             self.record("call_function", operator.setitem, (base, key, new), {})
         owner = self._aliasing.owner(self._storage(before))

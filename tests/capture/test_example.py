@@ -33,7 +33,7 @@ def example() -> Example:
 
 def test_inputs_and_targets_have_names_and_tensors_are_those_of_the_program() -> None:
     bound = example()
-    assert list(bound.inputs) == ["x", "y", "scale"] and bound.positional == ("x",)
+    assert list(bound.inputs) == ["x", "y", "scale"] and bound.positional == ("x", "y", "scale")
     assert list(bound.tensors) == ["x", "y", "target"] and bound.batch == 4
 
 
@@ -73,3 +73,16 @@ def test_another_precision_changes_floats_and_a_copy_of_the_loss() -> None:
 def test_plain_inputs_reach_the_one_process_that_verify_trains() -> None:
     program = compiled(Net(), (X, Y, 2.0), LABELS, F.cross_entropy, 2, "data_parallel")
     assert program.verify(steps=1).holds
+
+
+def test_a_hook_of_the_model_gets_what_was_given_by_position() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    assert compiled(model, X, LABELS, F.cross_entropy, 2, "data_parallel").verify(dtype=torch.float64).holds
+
+
+def test_a_sparse_buffer_is_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(CaptureError, match=r"Linear\.adjacency is a sparse tensor, .*adjacency\.to_dense\(\)"):
+        Example.bind(model, X, LABELS, F.cross_entropy)

@@ -156,6 +156,18 @@ def guarded(m: Any, x: Tensor) -> Tensor:
     return m.fc(x)
 
 
+def view_written_into(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    z = y.view(-1, 2, 4)
+    z *= 2
+    return m.fc(y) + z.flatten(1)[:, :5]
+
+
+def distributions(m: Any, x: Tensor) -> Tensor:
+    normal = torch.distributions.Normal(m.a(x), 1.0)
+    return m.fc(normal.mean + normal.log_prob(torch.zeros(())))
+
+
 def for_compilers(m: Any, x: Tensor) -> Tensor:
     if is_compiling() or torch.compiler.is_dynamo_compiling():
         raise RuntimeError("not for compilers")
@@ -208,6 +220,8 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
         (guarded, (8,), {}),
         (guarded_by_another_spelling, (8,), {}),
         (for_compilers, (8,), {}),
+        (view_written_into, (8,), {}),
+        (distributions, (8,), {}),
         (cached, (8,), {"cache": None}),
         (complex_numbers, (8,), {"phase": nn.Parameter(torch.randn(5, dtype=torch.complex64))}),
         (
