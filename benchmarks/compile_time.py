@@ -1,19 +1,25 @@
-"""CPU seconds of a compile, phase by phase, and of a second one of the same model under another strategy.
+"""CPU seconds of a compile, phase by phase, and of a second one of the same model.
 
     python -m benchmarks.compile_time
-    python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile place
+    python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile costs
 
-One thread; each model at a batch of 8 on a described cluster of four ranks.  `--profile PHASE` prints where a phase
-spends its time instead.  The analysis cache on disk is off: what is printed is the work, not the look-up.
+    capture, validate, costs    the analysis, with nothing kept from before
+    specialise                  the plan, the rewriting, the simulation of a step, the memory of the ranks
+    again                       the analysis for another strategy, world or cluster, in the same process
+    process                     the same in another process, which reads what the first one kept on disk
+
+One thread; each model at a batch of 8, for four ranks of a described cluster.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import os
 import pstats
 import time
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,8 +30,10 @@ from examples.alexnet import alexnet
 from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
+from splitc.analysis import analyse
 from splitc.capture.capture import capture
 from splitc.capture.example import Example
+from splitc.capture.group_layers import gather_coupled
 from splitc.capture.validate import validate_capture
 from splitc.compiled import Settings, specialise
 from splitc.ir.pass_manager import run_pass
@@ -33,7 +41,8 @@ from splitc.ir.strategies import parse_strategy
 from splitc.passes.measure_costs import MeasureCosts
 
 CLUSTER, WORLD, BATCH = "v100-10gbe", 4, 8
-PHASES = ("capture", "validate", "costs", "specialise", "second")
+PHASES = ("capture", "validate", "costs", "specialise", "again", "process")
+OF_ONE_COMPILE = 4  # of these phases
 
 
 class Bottleneck(nn.Module):
@@ -102,7 +111,8 @@ class _Phases:
         self._profiled = profiled
 
     def run(self, phase: str, work: Callable[[], Any]) -> Any:
-        profile = cProfile.Profile() if phase == self._profiled else None
+        """Return what `work` does, timed."""
+        profile = cProfile.Profile(time.thread_time) if phase == self._profiled else None
         begin = time.process_time()
         result = profile.runcall(work) if profile is not None else work()
         self.seconds[phase] = time.process_time() - begin
@@ -119,30 +129,41 @@ def measure(name: str, strategy: str, profiled: str | None = None, validate: boo
     example = Example.bind(model, inputs, target, loss)
     settings = Settings(WORLD, cluster=CLUSTER, strategy=parse_strategy(strategy))
     phases = _Phases(profiled)
-    program = captured = phases.run("capture", lambda: capture(model, example))
+    os.environ["SPLITC_CACHE"] = "off"
+    program = phases.run("capture", lambda: capture(model, example))
     if validate:
-        program = phases.run("validate", lambda: validate_capture(captured, model, example))
-    program = phases.run("costs", lambda: run_pass(MeasureCosts(), program))
+        program = phases.run("validate", lambda: validate_capture(program, model, example))
+    program = phases.run("costs", lambda: run_pass(MeasureCosts(), gather_coupled(program)))
     phases.run("specialise", lambda: specialise(program, settings))
+    if validate:
+        with TemporaryDirectory() as folder:
+            os.environ["SPLITC_CACHE"] = folder
+            analyse(model, example)
+            phases.run("again", lambda: analyse(model, example))
+            again = make()
+            phases.run("process", lambda: analyse(again, Example.bind(again, inputs, target, loss)))
     return phases.seconds
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_time", description=__doc__.partition("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []])
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--profile", choices=PHASES)
-    parser.add_argument("--no-validate", action="store_true", help="leave validation out, which takes forward passes")
+    parser.add_argument("--no-validate", action="store_true", help="leave out validation, and what follows from it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measure("resnet18", options.strategy)  # what torch imports and starts on first use
-    print("model         " + "".join(f"{phase:>12}" for phase in (*PHASES, "all but val.")))
+    print("| model | " + " | ".join((*PHASES[:OF_ONE_COMPILE], "all but validate", *PHASES[OF_ONE_COMPILE:])) + " |")
+    print("|---|" + "---:|" * (len(PHASES) + 1))
     for name in options.models:
         seconds = measure(name, options.strategy, options.profile, not options.no_validate)
-        own = sum(s for phase, s in seconds.items() if phase not in ("validate", "second"))
-        cells = [seconds.get(phase, float("nan")) for phase in PHASES]
-        print(f"{name:<14}" + "".join(f"{each:12.2f}" for each in (*cells, own)), flush=True)
+        own = sum(s for phase, s in seconds.items() if phase in PHASES[:OF_ONE_COMPILE] and phase != "validate")
+        cells = [f"{seconds[phase]:.2f}" if phase in seconds else "" for phase in PHASES]
+        print(
+            "| " + " | ".join([name, *cells[:OF_ONE_COMPILE], f"{own:.2f}", *cells[OF_ONE_COMPILE:]]) + " |", flush=True
+        )
 
 
 if __name__ == "__main__":

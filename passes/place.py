@@ -30,7 +30,7 @@ from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.profiling.measured import is_measured, require_this_machine
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
-from splitc.ir.disk_cache import digest_of, keep, recall
+from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.prediction import Candidate, Prediction
@@ -61,6 +61,7 @@ from splitc.passes.planner.request import Request
 from splitc.passes.planner.whole_batch import with_whole_batch
 from splitc.passes.planner.wire_price import layer_seconds
 
+_NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
 _EXACT = 1e-9  # a smaller gap is none
 
 
@@ -118,9 +119,11 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _key(self, program: Program) -> str | None:
         """A digest of what the plan follows from; None if a text does not tell all of it."""
-        graph = graph_text(program)
-        known = {each.name: getattr(program, each.name) for each in fields(Program)} | {"graph": graph, "root": None}
-        return None if graph is None else digest_of(repr(known), repr(self))
+        graph = None if is_off() else graph_text(program)
+        if graph is None:
+            return None
+        known = [getattr(program, each.name) for each in fields(Program) if each.name not in _NOT_READ]
+        return digest_of(graph, repr(known), repr(self))
 
     def _plan(self, request: Request) -> Plan:
         """The plan to take, with its prices."""

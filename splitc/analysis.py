@@ -24,6 +24,7 @@ from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.errors import LaunchError
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
+from splitc.ir.graph import is_region
 from splitc.ir.layers import Coupling, LossTerm
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Plan
@@ -68,8 +69,10 @@ def analyse(
     now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)
     programs = (program, *([program.evaluation] if isinstance(program.evaluation, Program) else []))
-    texts = map(graph_text, programs)
-    if key is not None and costs == COUNTED and None not in texts:  # they hold nothing of the model
+    regions = [
+        node for each in programs for node in each.graph.nodes if is_region(node)
+    ]  # which hold modules of the model
+    if key is not None and costs == COUNTED and not regions:
         _ANALYSED[model] = key, program
     return program
 
