@@ -16,6 +16,7 @@ from splitc import analysis
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
+from splitc.passes.place import Place
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import on_ranks, sgd
@@ -137,6 +138,16 @@ def test_an_error_of_rank_0_in_making_the_worker_is_raised_on_every_rank() -> No
         return str(caught.value)
 
     assert on_ranks(2, run) == ["no plan", "rank 0 could not compile the program: PlacementError: no plan"]
+
+
+def test_a_second_model_of_the_same_code_is_planned_by_what_was_kept(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled(Net(), 2, "auto")
+    monkeypatch.setattr(Place, "_plan", lambda self, request: pytest.fail("searched for a plan"))
+    second = compiled(Net(), 2, "auto")
+    assert first.plan == second.plan and first.plan.candidates == second.plan.candidates
+    assert first.files == second.files
 
 
 def test_progress_names_what_is_running(calls: list[str]) -> None:
