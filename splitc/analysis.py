@@ -18,6 +18,7 @@ from splitc.capture.code_digest import code_digest
 from splitc.capture.evaluation import capture_evaluation
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
+from splitc.capture.random_calls import located
 from splitc.capture.validate import validate_capture
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
@@ -85,13 +86,14 @@ def _validated(program: Program, model: nn.Module, example: Example, analysis: s
     """The program with what its validation found, or an earlier one of the same graph and code without reservations."""
     graph = None if analysis is None else graph_text(program)
     key = None if analysis is None or graph is None else digest_of(analysis, graph, str(dict(example.batch_dims)))
-    if key is not None and (kept := recall("validated", key)):
+    if key is not None and (kept := recall("validated", key)) and "flattened" in kept:
         terms = tuple(LossTerm(**each) for each in kept["loss_terms"])
-        return replace(program, loss_terms=terms, coupled=tuple(Coupling(**each) for each in kept["coupled"]))
-    validated = validate_capture(program, model, example)
+        coupled = tuple(Coupling(**each) for each in kept["coupled"])
+        return located(replace(program, loss_terms=terms, coupled=coupled, flattened=kept["flattened"]))
+    validated = located(validate_capture(program, model, example))
     if key is not None and validated.notes == program.notes:  # generic data, which no numbers of the example decide
         found = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
-        keep("validated", key, found)
+        keep("validated", key, {**found, "flattened": dict(validated.flattened)})
     return validated
 
 

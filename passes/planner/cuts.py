@@ -65,12 +65,14 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
         direct = {_layer(user, layer_of): user for user in _readers(node, through=False)}
         direct.pop(maker or "", None)
         spec = info(node).spec
-        if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
+        apart = node.name in program.flattened
+        if isinstance(spec, TensorSpec) and spec.batch_dim is not None and not apart:
             if direct:
                 crossings.append(Crossing(node.name, maker, tuple(direct), spec))
             continue
         for reader, user in direct.items():
-            why = f"{reader} ({_source(user)}) reads {node.name}, which has no examples to divide"
+            lacks = "in which the rows of an example lie apart" if apart else "which has no examples to divide"
+            why = f"{reader} ({_source(user)}) reads {node.name}, {lacks}"
             if maker is None:
                 reader_only.setdefault(reader, why)
             else:

@@ -52,7 +52,7 @@ class Apart:
     values: dict[fx.Node, list[float]] = field(default_factory=dict)
     weights: dict[fx.Node, list[float]] = field(default_factory=dict)
     _changing: set[fx.Node] = field(default_factory=set)  # differ, which what reads them must make good
-    _flattened: set[fx.Node] = field(default_factory=set)  # rows of an example are apart
+    flattened: dict[fx.Node, int] = field(default_factory=dict)  # see `Program`
 
     def __post_init__(self) -> None:
         self.couplings.update(self.terms.couplings)
@@ -113,7 +113,7 @@ class Apart:
             is_layer
             and has_examples
             and operands == [value]
-            and value in self.terms.data - self._changing - self._flattened
+            and value in self.terms.data - self._changing - self.flattened.keys()
         )
 
     def _rows(self, node: fx.Node, whole: Tensor, part: int) -> Tensor:
@@ -155,7 +155,7 @@ class Apart:
             for choice, order in zip(_CHOICES, _ORDERS, strict=True)
         ]
         if all(outers):
-            self._flattened |= {node} if outers[0] != 1 else set()
+            self.flattened.update({node: outers[0]} if outers[0] != 1 else {})
             return
         if (is_number and not self._changing.isdisjoint(node.all_input_nodes)) or (
             self.terms.is_scaling(node) and self._reads_change(node)

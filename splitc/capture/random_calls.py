@@ -18,7 +18,7 @@ from splitc.capture.refusals import Unsupported, random_text
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
-from splitc.ir.program import TensorSpec
+from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.seeded.draws import Label, Layout
 from splitc.runtime.seeded.table import Form, Unseeded, form_of
 
@@ -77,7 +77,16 @@ def locate_draws(graph: fx.Graph) -> None:
                 node.update_kwarg("rows", spec.rows)
 
 
+def located(program: Program) -> Program:
+    """The program whose draws know that the rows of an example lie apart."""
+    for node in program.graph.nodes:
+        if node.target in comm_ops.DRAWS and node.name in program.flattened:
+            node.update_kwarg("outer", program.flattened[node.name])
+    return program
+
+
 def draw_layouts(graph: fx.Graph) -> dict[Label, Layout]:
     """Where the examples of each draw lie, as eager code needs to know it."""
     options = [node.kwargs for node in graph.nodes if node.target in comm_ops.DRAWS]
-    return {(each["draw"],): Layout(each.get("dim", 0), each.get("rows", 1)) for each in options}
+    names = ("dim", "rows", "outer")
+    return {(each["draw"],): Layout(**{name: each[name] for name in names if name in each}) for each in options}

@@ -78,6 +78,7 @@ def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
         program,
         loss_terms=terms,
         coupled=tuple(Coupling(node.name, why) for node, why in couplings),
+        flattened={node.name: outer for node, outer in apart.flattened.items()},
         notes=(*program.notes, *notes),
     )
 

@@ -108,30 +108,31 @@ def dropout(
     feature_dims: int = 0,
     dim: int | None = 0,
     rows: int = 1,
+    outer: int = 1,
     features: int | None = None,
     evaluating: bool = False,
 ) -> torch.Tensor:
     """Apply dropout with a mask that depends on seed, step, draw, example and position, not on the rank.
 
     draw: the ordinal of the random call in forward and loss.  feature_dims: leading dims of the mask; 0: all.
-    dim, rows: the batch dimension (None: the mask is the same for all), and how many rows of it one example has.
+    dim, rows, outer: where its examples lie (see `Layout`).
     features: size of the whole last dim, of which the rank has a slice; None: it has all.
     evaluating: also in evaluation mode.
     """
     mode = running()
-    return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(dim, rows))
+    return F.dropout(value, p) if mode is None else mode.mask(value, p, feature_dims, (draw,), Layout(dim, rows, outer))
 
 
-def uniform(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
+def uniform(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> torch.Tensor:
     """Numbers in [0, 1) in the shape and dtype of `like`, seeded as the masks of `dropout` are."""
     mode, like = running(), like.detach()
-    return torch.rand_like(like) if mode is None else mode.numbers("uniform", like, (draw,), Layout(dim, rows))
+    return torch.rand_like(like) if mode is None else mode.numbers("uniform", like, (draw,), Layout(dim, rows, outer))
 
 
-def normal(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> torch.Tensor:
+def normal(like: torch.Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> torch.Tensor:
     """Numbers of the standard normal distribution in the shape and dtype of `like`, seeded likewise."""
     mode, like = running(), like.detach()
-    return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(dim, rows))
+    return torch.randn_like(like) if mode is None else mode.numbers("normal", like, (draw,), Layout(dim, rows, outer))
 
 
 DRAWS = (dropout, uniform, normal)

@@ -34,28 +34,29 @@ class SeededComm:
         feature_dims: int = 0,
         dim: int | None = 0,
         rows: int = 1,
+        outer: int = 1,
         features: int | None = None,
         evaluating: bool = False,
     ) -> Tensor:
         """Dropout whose mask one process draws too (see `Draws.mask`); outside of training only if `evaluating`.
 
-        draw: the ordinal of the random call.  dim, rows: the batch dimension, and how many rows of it one example has;
-        None: the mask is the same for all examples.  features: size of the last dim, of which `value` has a shard.
+        draw: the ordinal of the random call.  dim, rows, outer: see `Layout`.
+        features: size of the last dim, of which `value` has a shard.
         """
         if not (self._context.training or evaluating):
             return value
         columns = None
         if features is not None and not 0 < feature_dims < value.dim():
             columns = sum(feature_widths(features, self._group.size)[: self._group.index]), features
-        return value * self._draws.mask(value, p, (draw,), Layout(dim, rows, columns), feature_dims)
+        return value * self._draws.mask(value, p, (draw,), Layout(dim, rows, outer, columns), feature_dims)
 
-    def uniform(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> Tensor:
+    def uniform(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> Tensor:
         """Numbers in [0, 1) that one process draws too, in the shape and dtype of `like`."""
-        return self._draws.uniform(like, (draw,), Layout(dim, rows))
+        return self._draws.uniform(like, (draw,), Layout(dim, rows, outer))
 
-    def normal(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1) -> Tensor:
+    def normal(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> Tensor:
         """Numbers of the standard normal distribution that one process draws too, in the shape and dtype of `like`."""
-        return self._draws.normal(like, (draw,), Layout(dim, rows))
+        return self._draws.normal(like, (draw,), Layout(dim, rows, outer))
 
     @contextmanager
     def seeded(self, draw: int) -> Iterator[SeededRandom]:

@@ -25,11 +25,13 @@ _GOLDEN = 0x9E3779B1 - (1 << 32)  # odd, so that neighbours differ in all bits a
 class Layout(NamedTuple):
     """Where the examples of a tensor lie: along `dim`, with `rows` rows each; None: it has no examples.
 
+    outer: the rows of an example lie apart, (outer, examples, rows / outer) flattened, as in sequences time first.
     columns: the first index of a shard of the last dim, and the size of the whole; None: the tensor has all of it.
     """
 
     dim: int | None = 0
     rows: int = 1
+    outer: int = 1
     columns: tuple[int, int] | None = None
 
 
@@ -53,7 +55,7 @@ class Draws:
         shape = value.shape
         if 0 < feature_dims < value.dim():
             shape = torch.Size((*shape[:feature_dims], *[1] * (value.dim() - feature_dims)))
-            layout = Layout(None if layout.dim is None or layout.dim >= feature_dims else layout.dim, layout.rows)
+            layout = Layout(None) if layout.dim is None or layout.dim >= feature_dims else layout._replace(columns=None)
         if p >= 1:
             return value.new_zeros(shape)
         threshold = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
@@ -76,11 +78,11 @@ class Draws:
 
     def words(self, shape: torch.Size, device: torch.device, label: Label, layout: Layout, stream: int = 0) -> Tensor:
         """Uniform int32 numbers; another `stream` gives numbers that are independent."""
-        dim, rows, columns = layout
+        dim, rows, apart, columns = layout
         outer, count, inner = 1, 1, shape.numel()
         if dim is not None:
-            outer, count = shape[:dim].numel(), shape[dim] // rows
-            inner = rows * shape[dim + 1 :].numel()
+            outer, count = shape[:dim].numel() * apart, shape[dim] // rows
+            inner = rows // apart * shape[dim + 1 :].numel()
         with torch.no_grad():
             first, second = self._keys(count, dim is not None, device, (label, stream))
             inside = torch.arange(outer * inner, dtype=torch.int32, device=device)

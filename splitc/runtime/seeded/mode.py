@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -139,19 +140,25 @@ class _Eager:
 
 @contextmanager
 def seeded_generators(draws: Draws, label: Label) -> Iterator[None]:
-    """Let Python's random and numpy.random draw the same on every rank, from this step and label; restore them."""
+    """Let the generators of Python, numpy and torch draw the same on every rank, from step and label; restore them."""
     key = repr((draws.seed, draws.step, label)).encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
     numpy = sys.modules.get("numpy")
+    torchs = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
     with _GENERATORS:  # which simulated ranks share
         before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+        states = [(generator, generator.get_state()) for generator in torchs]
         random.seed(seed)
+        for generator in torchs:
+            generator.manual_seed(seed)
         if numpy:
             numpy.random.seed(seed)
         try:
             yield
         finally:
             random.setstate(before)
+            for generator, state in states:
+                generator.set_state(state)
             if numpy:
                 numpy.random.set_state(of_numpy)
 

@@ -38,7 +38,7 @@ def test_the_numbers_of_some_examples_are_those_that_all_examples_have_there() -
 
 @pytest.mark.parametrize(("start", "width"), [(0, 7), (7, 7), (9, 5)])
 def test_the_numbers_of_a_shard_of_the_features_are_those_of_its_columns(start: int, width: int) -> None:
-    shard = words((400, 3, width), layout=Layout(0, 1, (start, 14)))
+    shard = words((400, 3, width), layout=Layout(columns=(start, 14)))
     assert torch.equal(shard, words((400, 3, 14))[..., start : start + width])
 
 
@@ -49,6 +49,12 @@ def test_the_batch_may_be_in_another_dim_and_an_example_may_have_several_rows() 
     assert torch.equal(part, rows[21:27])
     whole = words((6, 400, 5), layout=Layout(1))
     assert torch.equal(words((6, 2, 5), replace(DRAWS, examples=[(7, 9)]), layout=Layout(1)), whole[:, 7:9])
+
+
+def test_the_rows_of_an_example_may_lie_apart() -> None:
+    whole = words((3 * 400 * 2, 5), layout=Layout(0, 6, 3)).view(3, 400, 2, 5)
+    part = words((3 * 2 * 2, 5), replace(DRAWS, examples=[(7, 9)]), layout=Layout(0, 6, 3))
+    assert torch.equal(part.view(3, 2, 2, 5), whole[:, 7:9])
 
 
 def test_numbers_without_examples_are_the_same_whatever_the_examples_are() -> None:
@@ -168,7 +174,7 @@ def test_whole_channels_are_dropped_whatever_part_of_them_a_rank_has() -> None:
     made = DRAWS.mask(torch.ones(400, 50, 3, 3), 0.5, (0,), ROWS, feature_dims=2)
     assert made.shape == (400, 50, 1, 1)
     assert len({tuple(row.tolist()) for row in made[:, :, 0, 0]}) == 400  # every example has its own
-    half = DRAWS.mask(torch.ones(400, 50, 2), 0.5, (0,), Layout(0, 1, (2, 4)), feature_dims=2)
+    half = DRAWS.mask(torch.ones(400, 50, 2), 0.5, (0,), Layout(columns=(2, 4)), feature_dims=2)
     assert torch.equal(half, made[..., 0])
 
 

@@ -90,3 +90,12 @@ def test_other_threads_draw_from_torchs_generator() -> None:
         thread.start()
         thread.join()
     assert seen == [None] and running() is None
+
+
+def test_in_a_region_what_no_example_defines_is_the_same_on_all_ranks() -> None:
+    before = torch.get_rng_state()
+    drawn = []
+    for examples in ([(0, 8)], [(3, 5)]):
+        with SeededRandom(Draws(0, 0, examples)) as mode, mode.region():
+            drawn.append(torch.randperm(100))
+    assert torch.equal(*drawn) and torch.equal(torch.get_rng_state(), before)
