@@ -36,6 +36,7 @@ from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.runtime.launch.loader import load_rank, of_rank_0
 from splitc.runtime.optimizers import OptimizerFactory
+from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.transport.distributed import init, rank_among
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
@@ -223,14 +224,10 @@ class CompiledProgram:
         evaluation = self.program.evaluation
         roots = [self.program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
         constants = dict(named for root in roots for named in root.named_buffers(recurse=False))  # of no module
-        loss = self._example.loss.named_buffers(prefix=LOSS) if isinstance(self._example.loss, nn.Module) else ()
-        plain = {
-            f"{path}.{name}".lstrip("."): value
-            for path, module in self._model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, Tensor)
-        }
-        buffers = {**plain, **constants, **dict(loss), **dict(self._model.named_buffers())}
+        loss: dict[str, Tensor] = {}
+        if isinstance(own := self._example.loss, nn.Module):
+            loss = {**plain_tensors(own, LOSS), **dict(own.named_buffers(prefix=LOSS))}
+        buffers = {**plain_tensors(self._model), **constants, **loss, **dict(self._model.named_buffers())}
         return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
 
     def worker(

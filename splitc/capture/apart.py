@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.source_lines import first_line
-from splitc.capture.twins import Twin
+from splitc.capture.twins import Twin, same_buffers
 from splitc.errors import CaptureError
-from splitc.ir.graph import info
+from splitc.ir.graph import info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner
 from splitc.ir.layers import LossTerm
 from splitc.ir.program import Program, TensorSpec
@@ -83,7 +83,12 @@ class Apart:
         values: list[Any] = []
         for k, runner in enumerate(runners):
             try:
-                value = self._rows(node, values[0], k) if k and self._is_known(node) else runner.run_node(node)
+                if k and self._is_known(node):
+                    value = self._rows(node, values[0], k)
+                else:
+                    module = runner.fetch_attr(str(node.target)) if is_region(node) else nn.Module()
+                    with same_buffers(module):
+                        value = runner.run_node(node)
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
                 if k == 0:

@@ -141,8 +141,6 @@ def refuse_model(model: nn.Module, loss: Any) -> None:
 def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, torch.jit.ScriptModule):
         yield f"{where} was made by torch.jit and has no Python to trace; use the module it was made from"
-    if module._backward_hooks or module._backward_pre_hooks:
-        yield f"{where} has a backward hook, which a graph would lose; change the forward instead, or remove it"
     if isinstance(module, nn.SyncBatchNorm):
         yield f"{where} is an nn.SyncBatchNorm, which talks to process groups of its own; use nn.BatchNorm"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):

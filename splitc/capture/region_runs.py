@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from splitc.capture.source_lines import first_line, line_of
 from splitc.errors import CaptureError
 from splitc.ir.costs import LayerCost, OpCost
 from splitc.ir.program import SizeSpec, TensorSpec, under_autocast
-from splitc.ir.regions import OwnCode
+from splitc.ir.regions import OwnCode, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws
@@ -103,7 +103,8 @@ class Runs:
         if not small or not len(small) == len(large) == len(others):
             raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
         outputs = [_output(path, *calls) for calls in zip(small, large, others, strict=True)]
-        if any(output != outputs[0] for output in outputs[1:]):
+        shapes = [made_like(output, (replace(s, requires_grad=False) for s in specs_in(output))) for output in outputs]
+        if any(each != shapes[0] for each in shapes[1:]):
             raise NoRegion(f"{path} is called several times in a forward, and returns other shapes each time")
         for calls in zip(small, large, others, strict=True):
             _require_own(path, *calls)
@@ -115,7 +116,7 @@ class Runs:
             is_function=isinstance(module, OwnFunction),
             why=why,
             code=code,
-            output=outputs[0],
+            output=max(outputs, key=lambda output: sum(s.requires_grad for s in specs_in(output))),
             batch=_batch_input(a, b),
             saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
             norms=tuple(

@@ -22,7 +22,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.region_runs import Counter, NoRegion, Runs, TrainsWrong
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
-from splitc.ir.regions import OwnCode, Region
+from splitc.ir.regions import OwnCode, Region, is_inside
 from splitc.runtime.own_code import OwnFunction, adopt_plain_tensors
 from splitc.runtime.seeded.mode import running
 
@@ -121,7 +121,7 @@ class Regions:
     def _try(self, path: str, paths: list[str], why: str) -> NoRegion | None:
         """Make `path` a region, and those of `paths` that can be; the reason when `path` cannot be one."""
         outer = [p for p in self.found if p != LOSS]
-        paths = [p for p in dict.fromkeys(paths) if p == path or not any(_inside(p, o) for o in outer)]
+        paths = [p for p in dict.fromkeys(paths) if p == path or not any(is_inside(p, o) for o in outer)]
         try:
             seen = Runs(self._model, with_loss_module(self._example), self._autocast, paths, self._counter)
             made = {path: seen.region(path, why, self._origin(path))}
@@ -132,17 +132,12 @@ class Regions:
                 made[other] = seen.region(other, why, self._origin(other))
             except NoRegion:
                 continue
-        kept = {p: own for p, own in self.found.items() if not any(_inside(p, new) for new in made)}
+        kept = {p: own for p, own in self.found.items() if not any(is_inside(p, new) for new in made)}
         self.found = kept | made
         return None
 
     def _origin(self, path: str) -> str | None:
         return importable(self._example.loss) if path == LOSS and not hasattr(self._model, LOSS) else self._code
-
-
-def _inside(path: str, outer: str) -> bool:
-    """Whether a module is another one or inside it; the loss is outside of the model."""
-    return path == outer or path.startswith(f"{outer}.") or (outer == "" and path != LOSS)
 
 
 def importable(value: Any) -> str | None:

@@ -121,6 +121,8 @@ class Twin:
         """Run the graph inside.  apart: see `_Standing`."""
         held = self._root_tensors if tensors is None else tensors
         with ExitStack() as stack:
+            if apart:
+                stack.enter_context(same_buffers(self.root))
             if self.wide:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(torch.float64)
@@ -130,6 +132,18 @@ class Twin:
             stack.enter_context(under_autocast(self.model, self._autocast))
             stack.enter_context(_Standing(self._graph, held, self.wide, apart))
             yield
+
+
+@contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers afterwards, which regions may change."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, version, was in before:
+            if buffer._version != version:
+                buffer.data.copy_(was)  # backward may still read it
 
 
 def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from splitc.cli.options import Parser, positive
@@ -47,7 +49,22 @@ def _checked(folder: Path) -> Plan:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise LaunchError(f"{folder} has no {', '.join(missing[:4])}{more}; compile the model again")
     _same_plan(folder, plan)
+    _require_own_code(folder, parts)
     return plan
+
+
+def _require_own_code(folder: Path, parts: Sequence[str]) -> None:
+    """Raise LaunchError where the ranks cannot find the modules of the user that the build runs."""
+    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in parts]
+    needed = {name for text in texts for name in re.findall(r'\b(?:model|loss)="(\w+)[\w.]*:', text)}
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(folder), *filter(None, given), *(path for path in sys.path if path not in ("", os.getcwd()))]
+    missing = sorted(name for name in needed if PathFinder.find_spec(name, paths) is None)
+    if missing:
+        raise LaunchError(
+            f"{folder} runs the user's own code of {', '.join(missing)}, which its ranks cannot import; put the folder "
+            f"of {missing[0]} into PYTHONPATH, or copy it into {folder}"
+        )
 
 
 def _same_plan(folder: Path, plan: Plan) -> None:

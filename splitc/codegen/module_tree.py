@@ -11,7 +11,7 @@ from splitc.ir.graph import info
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_attribute
 from splitc.ir.program import Program, Stage
-from splitc.ir.regions import OwnCode, Region, names_in
+from splitc.ir.regions import OwnCode, Region, is_inside, names_in
 
 
 class ModuleTree:
@@ -25,12 +25,17 @@ class ModuleTree:
         held = {name for stage in stages for name in stage.tensors}
         self._held = [tensor for name, tensor in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
-        self._regions: dict[str, OwnCode] = {}
-        for path in dict.fromkeys(path for stage in stages for path in _called(program, stage)):
-            module = program.root.get_submodule(path)
-            if isinstance(module, Region):
-                self._regions[path] = module.own
-            call = _own(module.own) if isinstance(module, Region) else construction(module)
+        called = dict.fromkeys(path for stage in stages for path in _called(program, stage))
+        evaluation = program.evaluation
+        roots = [program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
+        found = {path: [root.get_submodule(path) for root in roots] for path in called}
+        self._regions = {
+            path: m.own for path, modules in found.items() for m in reversed(modules) if isinstance(m, Region)
+        }
+        for path, (module, *_) in found.items():
+            if any(is_inside(path, each) for each in self._regions if each != path):
+                continue  # training runs the region around it
+            call = _own(self._regions[path]) if path in self._regions else construction(module)
             assert call is not None, path
             self._modules[path] = call
         self._whole = set(names_in(program.root, "")) if "" in self._regions else set()

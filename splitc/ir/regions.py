@@ -99,6 +99,11 @@ def names_in(root: nn.Module, path: str) -> list[str]:
     return [f"{path}.{name}" if path else name for name in names]
 
 
+def is_inside(path: str, outer: str) -> bool:
+    """Whether a module is another one or inside it; the loss is outside of the model."""
+    return path == outer or path.startswith(f"{outer}.") or (outer == "" and path != "loss")
+
+
 def region_of(program: Program, node: fx.Node) -> OwnCode | None:
     """The region that a node calls; None for any other node."""
     module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None

@@ -80,18 +80,25 @@ def _imported(origin: str) -> Any:
 
 def adopt_plain_tensors(module: nn.Module, made: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
     """Turn plain tensor attributes into buffers that no state_dict has.  made: gives the buffer of a tensor."""
-    for each in module.modules():
-        for name, value in list(vars(each).items()):
-            if isinstance(value, Tensor):
-                delattr(each, name)
-                each.register_buffer(name, made(value), persistent=False)
+    for path, value in plain_tensors(module).items():
+        owner, _, name = path.rpartition(".")
+        each = module.get_submodule(owner)
+        delattr(each, name)
+        each.register_buffer(name, made(value), persistent=False)
+
+
+def plain_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors that are plain attributes of modules, by name."""
+    attributes = (
+        ((path, name), value) for path, m in module.named_modules(prefix=prefix) for name, value in vars(m).items()
+    )
+    return {".".join(filter(None, path)): value for path, value in attributes if isinstance(value, Tensor)}
 
 
 def _copied(origin: nn.Module) -> nn.Module:
     """A copy whose tensors are empty."""
-    plain = [value for module in origin.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     memo: dict[int, Any] = {}
-    for tensor in (*origin.parameters(), *origin.buffers(), *plain):
+    for tensor in (*origin.parameters(), *origin.buffers(), *plain_tensors(origin).values()):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty

@@ -98,7 +98,7 @@ def test_a_number_that_is_used_keeps_its_line() -> None:
     assert guard.source == here(over)
 
 
-def test_a_loop_over_the_batch_is_refused_as_before() -> None:
+def test_a_loop_over_the_batch_is_not_traced() -> None:
     def loop(x: Tensor) -> Tensor:
         return torch.stack([x[i] for i in range(x.size(0))])
 

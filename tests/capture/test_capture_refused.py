@@ -71,7 +71,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "OptimizedModule hides the model: give compile() what is inside it, model._orig_mod",
     ),
     "scripted": (scripted, "RecursiveScriptModule has no Python to trace: give compile() the model it was made from"),
-    "backward_hook": (lambda: hooked("module"), "fc has a backward hook, which a graph would lose"),
     "gradient_hook": (lambda: hooked("tensor"), "fc.weight has a gradient hook, which a graph would lose; remove it"),
     "lstm_dropout": (
         lambda: small(rnn=nn.LSTM(8, 8, 2, dropout=0.5)),

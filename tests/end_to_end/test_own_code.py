@@ -38,6 +38,11 @@ MODELS = {
     "vmap": lambda: Perceptron(untraceable.Vectorised()),
     "BatchNorm": lambda: Perceptron(untraceable.Normed()),
     "left out by chance": lambda: nn.Sequential(nn.Dropout(0.2), Perceptron(untraceable.Dropped()), nn.Dropout(0.1)),
+    "noise and dropout": lambda: nn.Sequential(Perceptron(untraceable.Noisy()), nn.Dropout(0.1)),
+    "frozen norm": lambda: Perceptron(untraceable.Frozen()),
+    "counter": lambda: Perceptron(untraceable.Counted(), nn.Linear(FEATURES, FEATURES)),
+    "called again": untraceable.Calling,
+    "backward hook": untraceable.hooked,
     "tied across the border": untraceable.Tied,
 }
 

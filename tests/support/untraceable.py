@@ -189,6 +189,75 @@ def gated() -> nn.Module:
     return Perceptron(Gated())
 
 
+class Noisy(nn.Module):
+    """Draws for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(Sign.apply(self.drop(self.fc(x))) * x) + torch.rand_like(x)
+
+
+class Frozen(nn.Module):
+    """A BatchNorm that stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES).eval()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + Sign.apply(self.norm(x))
+
+
+class Counted(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return Sign.apply(x) * x * (1 + 0.1 * self.calls)
+
+
+class Several(nn.Module):
+    """Takes a tuple and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]], scale: float = 1.0) -> Tensor:
+        return Sign.apply(self.fc(pair[0])) * pair[1]["by"] * scale
+
+
+class Calling(Perceptron):
+    """Calls a region twice, with nested arguments, and once without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Several(), Gated())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        several, gated = self.middle
+        x = several((gated(x), {"by": gated(x)}), scale=2.0)
+        with torch.no_grad():
+            again = gated(x)
+        return self.last(x + again)
+
+
+def hooked() -> nn.Module:
+    """A module with a backward hook."""
+    model = Perceptron(nn.Linear(FEATURES, FEATURES))
+    model.middle[0].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    return model
+
+
 class Dropped(nn.Module):
     """Left out by chance, as LayerDrop does, with a dropout inside."""
 

@@ -103,6 +103,8 @@ class SeededRandom(TorchFunctionMode):
 
     def _guess(self, value: Tensor, merged: bool) -> Layout:
         """Examples in dim 0, if it has their number.  merged: or a multiple of that."""
+        if self.draws.examples is None and self._source.label and value.dim():
+            return Layout(0)  # in a region: the same for all rows, and so for all examples
         count = sum(last - first for first, last in self.draws.examples or ())
         rows, rest = divmod(value.shape[0], count) if count and value.dim() else (0, 1)
         return Layout(0, rows) if rows and not rest and (merged or rows == 1) else Layout(None)
