@@ -38,7 +38,8 @@ def _values(program: PlacedProgram, role: str) -> Iterator[str]:
         if node.target in (comm_ops.recv, comm_ops.modulo):
             layouts[node] = "replicated"
             continue
-        read = [value for value in node.all_input_nodes if isinstance(info(value).spec, TensorSpec)]
+        inputs = [value for value in node.all_input_nodes if value.op != "get_attr"]
+        read = [value for value in inputs if isinstance(info(value).spec, TensorSpec)]
         reads = {value: layouts.get(value, "replicated") for value in read}
         needed, layouts[node] = _rule(program, node, set(reads.values()))
         for value, layout in reads.items():

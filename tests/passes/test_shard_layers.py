@@ -279,3 +279,16 @@ def test_a_layer_divided_by_rows_cannot_read_a_replicated_value() -> None:
     broken = program.placed(replace(program.plan, placements=placements))
     with pytest.raises(PlacementError, match=r"fc1 .* is to be divided by rows, but its ranks have the whole"):
         program_after(ShardLayers, broken)
+
+
+def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, net.w, net.v).tanh(), net.w2, net.v2)
+
+    shapes = {"w": (16, 8), "v": (16,), "w2": (CLASSES, 16), "v2": (CLASSES,)}
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    model = made(run, **parameters).double()
+    x, target = torch.randn(4, 8, dtype=torch.float64), torch.randint(CLASSES, (4,))
+    program = compiled(model, (x,), target, F.cross_entropy, 2, "modulo_shard(mp=2)")
+    assert {place.split for place in program.plan.placements.values() if place.split} == {"columns", "rows"}
+    assert program.verify(steps=2).holds
