@@ -64,7 +64,7 @@ def _state() -> None:
 
 def _users_classes(module: nn.Module) -> Iterator[type]:
     for cls in type(module).__mro__:
-        if cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc"):
+        if (cls.__module__ or "").partition(".")[0] not in ("torch", "builtins", "typing", "abc"):
             yield cls
 
 
@@ -127,7 +127,7 @@ class _State:
 
     def add_globals(self, function: FunctionType) -> None:
         """The globals that a function reads; modules, functions and classes are followed for its own file only."""
-        if function.__module__.partition(".")[0] in ("torch", "splitc"):
+        if (function.__module__ or "").partition(".")[0] in ("torch", "splitc"):
             return
         for variable in _names(function.__code__):
             value = function.__globals__.get(variable)

@@ -32,7 +32,7 @@ def is_role(name: object, known: Iterable[str]) -> bool:
     """Whether generated files and variables may have the name of a role.  known: the roles of plans made here."""
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name):
         return False
-    if name in known:
+    if name in known or re.fullmatch(r"stage\d+", name):
         return True
     return not (keyword.iskeyword(name) or is_ours(name) or name in sys.stdlib_module_names or "__" in name)
 
