@@ -135,9 +135,7 @@ class LossTerms:
         return factor if is_scaled and value is not factor and isinstance(factor, fx.Node) else None
 
     def _may_divide(self, node: object) -> bool:
-        if not isinstance(node, fx.Node) or node not in self.batched or isinstance(info(node).spec, SizeSpec):
-            return False
-        return _is_scalar(node) and not _requires_grad(node)
+        return isinstance(node, fx.Node) and node in self.batched and _is_scalar(node) and not _requires_grad(node)
 
     def _walk(self, node: fx.Node) -> None:
         name, inputs = op_name(node), node.all_input_nodes
@@ -177,8 +175,10 @@ class LossTerms:
             self._couples(node, f"{node.name} is not known to be a sum or a mean over examples")
 
     def _denominator(self, node: fx.Node) -> None:
-        parts = self._operands(node)
-        if parts and all(_is_scalar(n) for n in parts):
+        parts = [
+            n for n in node.all_input_nodes if n in self.batched
+        ]  # the batch size too, of which a rank has its own
+        if parts and all(map(_is_scalar, parts)):
             self._globals.add(node)
             for value in parts:
                 self._denominator(value)
@@ -196,7 +196,7 @@ class LossTerms:
             if node in self._globals:
                 readers = [u for u in readers if u not in self._globals and self._factor(u) is not node]
             for user in readers:
-                if user not in self.tail or not self._is_linear(user, node):
+                if not is_aggregate(user) or not self._is_linear(user, node):
                     self._couples(
                         user,
                         f"{user.name} is no linear function of {node.name} ({info(node).source}), which is over the "
@@ -281,7 +281,7 @@ def _is_stack(node: fx.Node) -> bool:
 
 def _is_scalar(node: fx.Node) -> bool:
     spec = info(node).spec
-    return isinstance(spec, SizeSpec) or (isinstance(spec, TensorSpec) and spec.shape == ())
+    return isinstance(spec, TensorSpec) and spec.shape == ()
 
 
 def _requires_grad(node: fx.Node) -> bool:

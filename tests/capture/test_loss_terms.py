@@ -124,6 +124,9 @@ def test_a_numerator_of_parameters_counts_once_over_a_denominator_of_the_batch()
 
 LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "scaled_in_each": (lambda o, y, m: (each(o, y) / o.size(0)).sum(), ["mean"]),
+    "scaled_sum": (lambda o, y, m: 0.5 * each(o, y).sum() / o.size(0), ["mean"]),
+    "over_elements": (lambda o, y, m: (o - y).pow(2).sum() / o.numel(), ["mean"]),
+    "over_more_than_size": (lambda o, y, m: each(o, y).sum() / (m.sum() + o.size(0)), ["sum", "sum denominator"]),
     "stacked": (lambda o, y, m: torch.stack([mse(o, y), each(o, y).sum()]).sum(), ["mean", "sum"]),
     "columns": (lambda o, y, m: (o - y).pow(2).mean(0).sum(), ["mean"]),
     "focal": (lambda o, y, m: ((1 - o.sigmoid()) ** 2 * o.sigmoid().log() * y).mean(), ["mean"]),

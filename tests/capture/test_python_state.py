@@ -49,6 +49,11 @@ def averaged(m: Any, x: Tensor) -> Tensor:
     return h * m.mean
 
 
+def stepped(m: Any, x: Tensor) -> Tensor:
+    m.t = m.t + 1
+    return m.fc(x) * m.t
+
+
 def cached(m: Any, x: Tensor) -> Tensor:
     before = m.before if m.before is not None else x
     m.before = x.detach()
@@ -72,7 +77,7 @@ STATES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any], str]
     "numbers": (once, lambda: itertools.count(1), "changes numbers"),
     "rng": (lambda m, x: m.fc(x) * m.rng.random(), lambda: random.Random(1), "changes rng"),
     "rng_np": (lambda m, x: m.fc(x) * float(m.rng_np.random()), lambda: np.random.default_rng(1), "changes rng_np"),
-    "t": (lambda m, x: (setattr(m, "t", m.t + 1), m.fc(x) * m.t)[1], lambda: torch.zeros(()), "t changed"),
+    "t": (stepped, lambda: torch.zeros(()), "t changed"),
     "mean": (averaged, lambda: torch.zeros(()), "mean changed"),
     "before": (cached, lambda: None, "before"),
     "name": (text, lambda: "a", "changes name"),
@@ -167,7 +172,8 @@ def test_compiling_leaves_model_example_and_generators_as_they_were() -> None:
 
 def test_state_has_a_name_that_a_user_knows() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    model[0].note = {"a": [1, 2]}  # type: ignore[assignment]
+    numbers = [1, 2]
+    model[0].note = {"a": numbers}  # type: ignore[assignment]
     before = python_state(model, None)
-    model[0].note["a"][1] = 3  # type: ignore[index]
+    numbers[1] = 3
     assert changed(before, python_state(model, None)) == ["0.note['a'][1]"]
