@@ -74,8 +74,8 @@ class BatchGuards:
             found += [(starts, ends - 1)] if alike else []
             starts = ends
         ranges: list[tuple[int, int | None]] = [*found]
-        if same[-1]:
-            ranges[-1] = ranges[-1][0], _last(at, wanted)
+        if same[-1] and all(at(batch) == wanted for batch in _FAR):
+            ranges[-1] = ranges[-1][0], None
         if len(ranges) > _MOST_RANGES:
             ranges = [each for each in ranges if each[0] <= traced <= (each[1] or traced)]
         return tuple(ranges)
@@ -89,15 +89,3 @@ def _same(at: Callable[[Any], Any], wanted: Any) -> Any:
             return np.broadcast_to(at(batches) == wanted, batches.shape)
     except Exception:  # a method of Python's numbers that arrays have not
         return np.array([at(int(batch)) == wanted for batch in batches])
-
-
-def _last(at: Callable[[Any], Any], wanted: Any) -> int | None:
-    """The last batch of a range that holds at `_EVERY`; None where it has no end."""
-    end = next((batch for batch in _FAR if at(batch) != wanted), None)
-    if end is None:
-        return None
-    low, high = max(_EVERY, end // 2), end
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle) == wanted else (low, middle)
-    return low

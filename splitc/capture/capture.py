@@ -110,7 +110,7 @@ def _program(
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=autocast,
-        notes=tuple(tracer.notes),
+        notes=(*tracer.notes, *(f"Traced for batches of {guard} ({guard.source})." for guard in tracer.guards.found)),
         guards=tuple(tracer.guards.found),
     )
     _require_loss(program, training)
