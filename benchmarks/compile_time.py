@@ -1,12 +1,12 @@
 """CPU seconds of a compile, phase by phase, and of a second one of the same model.
 
     python -m benchmarks.compile_time
-    python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile costs
+    python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile tracing
 
-    capture, validate, costs    the analysis, with nothing kept from before
-    specialise                  the plan, the rewriting, the simulation of a step, the memory of the ranks
-    again                       the analysis for another strategy, world or cluster, in the same process
-    process                     the same in another process, which reads what the first one kept on disk
+The phases are those that the command line names.  Two more are the analysis once more, which reads what is kept:
+
+    again       of the same model for another strategy, world or cluster, in the same process
+    process     of the same code in another process
 
 One thread; each model at a batch of 8, for four ranks of a described cluster.
 """
@@ -31,18 +31,16 @@ from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
 from splitc.analysis import analyse
-from splitc.capture.capture import capture
 from splitc.capture.example import Example
-from splitc.capture.group_layers import gather_coupled
-from splitc.capture.validate import validate_capture
 from splitc.compiled import Settings, specialise
-from splitc.ir.pass_manager import run_pass
 from splitc.ir.strategies import parse_strategy
-from splitc.passes.measure_costs import MeasureCosts
 
 CLUSTER, WORLD, BATCH = "v100-10gbe", 4, 8
-PHASES = ("capture", "validate", "costs", "specialise", "again", "process")
-OF_ONE_COMPILE = 4  # of these phases
+OF_ONE_COMPILE = (
+    "tracing", "tracing the evaluation", "validating", "counting the layers", "planning", "writing programs",
+    "simulating", "measuring the memory",
+)  # fmt: skip
+PHASES = (*OF_ONE_COMPILE, "again", "process")
 
 
 class Bottleneck(nn.Module):
@@ -104,24 +102,31 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tens
 
 
 class _Phases:
-    """CPU seconds of each phase; the one to profile is printed."""
+    """CPU seconds by what a compile says it is doing; the phase to profile is printed."""
 
-    def __init__(self, profiled: str | None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._profiled = profiled
+    def __init__(self, profiled: str | None = None) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._profile, self._profiled = cProfile.Profile(time.thread_time), profiled
+        self._phase, self._begin = "", time.process_time()
 
-    def run(self, phase: str, work: Callable[[], Any]) -> Any:
-        """Return what `work` does, timed."""
-        profile = cProfile.Profile(time.thread_time) if phase == self._profiled else None
-        begin = time.process_time()
-        result = profile.runcall(work) if profile is not None else work()
-        self.seconds[phase] = time.process_time() - begin
-        if profile is not None:
-            pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
-        return result
+    def now(self, what: str) -> None:
+        """End the phase that runs, and begin another one."""
+        here = time.process_time()
+        if self._phase:
+            self.seconds[self._phase] += here - self._begin
+        if self._phase == self._profiled:
+            self._profile.disable()
+        self._phase, self._begin = what.removesuffix(" of").removesuffix(" for"), time.process_time()
+        if self._phase == self._profiled:
+            self._profile.enable()
+
+    def print_profile(self) -> None:
+        """Print where the profiled phase spent its time."""
+        if self._profiled:
+            pstats.Stats(self._profile).sort_stats("cumulative").print_stats(60)
 
 
-def measure(name: str, strategy: str, profiled: str | None = None, validate: bool = True) -> dict[str, float]:
+def measure(name: str, strategy: str, profiled: str | None = None) -> dict[str, float]:
     """CPU seconds of each phase of compiling a model."""
     make, data, loss = MODELS[name]
     torch.manual_seed(0)
@@ -129,19 +134,20 @@ def measure(name: str, strategy: str, profiled: str | None = None, validate: boo
     example = Example.bind(model, inputs, target, loss)
     settings = Settings(WORLD, cluster=CLUSTER, strategy=parse_strategy(strategy))
     phases = _Phases(profiled)
-    os.environ["SPLITC_CACHE"] = "off"
-    program = phases.run("capture", lambda: capture(model, example))
-    if validate:
-        program = phases.run("validate", lambda: validate_capture(program, model, example))
-    program = phases.run("costs", lambda: run_pass(MeasureCosts(), gather_coupled(program)))
-    phases.run("specialise", lambda: specialise(program, settings))
-    if validate:
-        with TemporaryDirectory() as folder:
-            os.environ["SPLITC_CACHE"] = folder
-            analyse(model, example)
-            phases.run("again", lambda: analyse(model, example))
-            again = make()
-            phases.run("process", lambda: analyse(again, Example.bind(again, inputs, target, loss)))
+    with TemporaryDirectory() as folder:
+        os.environ["SPLITC_CACHE"] = folder
+        program = analyse(model, example, now=phases.now)
+        phases.now("planning")
+        specialise(program, settings, now=phases.now)
+        phases.now("again")
+        analyse(model, example)
+        phases.now("")
+        again = make()
+        bound = Example.bind(again, inputs, target, loss)
+        phases.now("process")
+        analyse(again, bound)
+        phases.now("")
+    phases.print_profile()
     return phases.seconds
 
 
@@ -151,19 +157,16 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--profile", choices=PHASES)
-    parser.add_argument("--no-validate", action="store_true", help="leave out validation, and what follows from it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measure("resnet18", options.strategy)  # what torch imports and starts on first use
-    print("| model | " + " | ".join((*PHASES[:OF_ONE_COMPILE], "all but validate", *PHASES[OF_ONE_COMPILE:])) + " |")
+    print(f"| model | {' | '.join((*PHASES, 'all but validating'))} |")
     print("|---|" + "---:|" * (len(PHASES) + 1))
     for name in options.models:
-        seconds = measure(name, options.strategy, options.profile, not options.no_validate)
-        own = sum(s for phase, s in seconds.items() if phase in PHASES[:OF_ONE_COMPILE] and phase != "validate")
-        cells = [f"{seconds[phase]:.2f}" if phase in seconds else "" for phase in PHASES]
-        print(
-            "| " + " | ".join([name, *cells[:OF_ONE_COMPILE], f"{own:.2f}", *cells[OF_ONE_COMPILE:]]) + " |", flush=True
-        )
+        seconds = measure(name, options.strategy, options.profile)
+        own = sum(seconds[phase] for phase in OF_ONE_COMPILE if phase != "validating")
+        cells = [f"{each:.2f}" for each in (*seconds.values(), own)]
+        print(f"| {' | '.join([name, *cells])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,16 +56,18 @@ def analyse(
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
 
-    def validated(laid_out: Example) -> Program:
-        program = capture(model, laid_out, name, autocast, code, OpCounter)
+    def checked(program: Program, laid_out: Example) -> Program:
         now("validating")
         return _validated(program, model, laid_out, key)
 
-    program = gather_coupled(first_apart(example, validated))
+    program = gather_coupled(
+        first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
+    )
     if evaluation:
+        now("tracing the evaluation of")
         dims = {each.name: each.spec.batch_dim for each in program.inputs if each.spec.batch_dim}
         laid_out = replace(example, batch_dims=dims)
-        found = capture_evaluation(program, model, laid_out, lambda each: _validated(each, model, laid_out, key))
+        found = capture_evaluation(program, model, laid_out, lambda each: checked(each, laid_out))
         program = replace(program, evaluation=found)
     now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)

@@ -154,7 +154,7 @@ def test_progress_names_what_is_running(calls: list[str]) -> None:
     steps: list[str] = []
     example = Example.bind(Net(), IMAGES, LABELS, F.cross_entropy)
     program = analysis.analyse(Net(), example, now=lambda what: steps.append(f"{what} {len(calls)}"))
-    assert steps == ["tracing 0", "validating 1", "counting the layers of 2"]
+    assert steps == ["tracing 0", "validating 1", "tracing the evaluation of 2", "counting the layers of 2"]
     steps.clear()
     specialise(program, Settings(2, cluster="v100-10gbe"), now=steps.append)
     assert steps == ["writing programs for", "simulating", "measuring the memory of"]
