@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import fx
 
+from splitc.capture.asserts import passing_truth
 from splitc.ir.graph import info
 
 BINARY = {
@@ -41,6 +43,8 @@ class QueryTable(Protocol):
     def peek(self, value: Any, name: str) -> Any: ...
 
     def sizes(self, proxy: Any) -> Any: ...
+
+    def assumed(self, proxy: Any, truth: bool) -> bool: ...
 
 
 class Recorder(Protocol):
@@ -83,7 +87,10 @@ class Traced:
     def __bool__(self) -> bool:
         if type(self) is TracedNumber:  # which batches take the branch is found as for comparisons
             return bool(self._tracer.record("call_function", operator.ne, (self, 0), {}))
-        return bool(self._tracer.plain(self, "a branch"))
+        truth = passing_truth(sys._getframe(1))
+        return (
+            bool(self._tracer.plain(self, "a branch")) if truth is None else self._tracer.queries.assumed(self, truth)
+        )
 
     def __int__(self) -> int:
         return int(self._tracer.plain(self, "int()"))

@@ -18,11 +18,19 @@ from splitc.ir.graph import info
 
 
 class Queries:
-    """constants: evaluates nodes that depend on no input.  size_node: makes the node of one size, from its values."""
+    """constants: evaluates nodes that depend on no input.  size_node: makes the node of one size, from its values.
+
+    notes: receives a sentence for each assertion that is left out.
+    """
 
     def __init__(
-        self, evaluator: Evaluator, constants: Constants, size_node: Callable[[Call, tuple[int, ...]], Any]
+        self,
+        evaluator: Evaluator,
+        constants: Constants,
+        size_node: Callable[[Call, tuple[int, ...]], Any],
+        notes: list[str],
     ) -> None:
+        self._notes = notes
         self._evaluator, self._constants, self._size_node = evaluator, constants, size_node
         self._sizes: dict[tuple[fx.Node, int], Any] = {}
 
@@ -31,6 +39,8 @@ class Queries:
         tensor = call.args[0] if call.args else None
         if type(tensor) is not TracedTensor:
             return NotImplemented
+        if call.target in (torch._assert, torch._assert_async):
+            return self._left_out(tensor)
         if call.target is getattr and call.args[1] == "shape":
             return self.sizes(tensor)
         if call.target is setattr and call.args[1] == "requires_grad":
@@ -80,6 +90,17 @@ class Queries:
             f"{what} fixes the batch size: {shown} changes with the batch, and ranks run other batches than the "
             f"example's; {REMEDIES.get(what, f'leave {what} out')}"
         )
+
+    def assumed(self, proxy: TracedTensor, truth: bool) -> bool:
+        """The truth of a value that an assert asks for: `truth` where it depends on the data."""
+        try:
+            return bool(self.plain(proxy, "an assert"))
+        except Unsupported:
+            self._left_out(proxy)
+            return truth
+
+    def _left_out(self, proxy: TracedTensor) -> None:
+        self._notes.append(f"The assertion on {proxy._node.name} ({info(proxy._node).source}) is left out.")
 
     def _size(self, proxy: TracedTensor, dim: int) -> Any:
         key = proxy._node, dim

@@ -66,7 +66,7 @@ class Tracer:
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
-        self.queries = Queries(self.evaluator, self._constants, self._result)
+        self.queries = Queries(self.evaluator, self._constants, self._result, self.notes)
         self.random = RandomCalls(self.record, self._write)
         self._aliasing = Aliasing()
         self._proxies: dict[fx.Node, TracedTensor] = {}

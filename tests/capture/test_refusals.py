@@ -186,7 +186,7 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (inner_gradient, "torch.autograd.grad acts on gradients on their way", {}),
     (autocast, "forward enters torch.autocast in bfloat16 itself", {}),
     (noise, "randperm draws random numbers that cannot be seeded by example", {}),
-    (own_generator, "bernoulli_ (a generator of its own) draws random numbers that cannot be seeded", {}),
+    (own_generator, "bernoulli_ (a generator or an output of its own) draws random numbers that cannot be seeded", {}),
     (foreign_module, "a parameter of shape (8, 8) is used that the model does not own", {"others": [nn.Linear(8, 8)]}),
     (vectorised, "torch.vmap and torch.func are not traced", {}),
     (set_data, "sets .data of a tensor; make a new tensor instead", {}),

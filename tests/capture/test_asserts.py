@@ -1,0 +1,87 @@
+"""Assertions on data: left out of the graph, with a note; tests of data anywhere else are refused.
+
+PYTEST_DONT_REWRITE: the assert statements of the models below are to be Python's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.capture.example import Example
+from tests.support.capturing import captured, refusal
+from tests.support.models import labels, made, vectors
+
+Run = Callable[[Any, Tensor], Tensor]
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    assert (x < 1e6).all()
+    return m.fc(x)
+
+
+def negated(m: Any, x: Tensor) -> Tensor:
+    assert not torch.isnan(x).any(), "no numbers"
+    return m.fc(x)
+
+
+def several(m: Any, x: Tensor) -> Tensor:
+    assert x.max() < 1e6 and not (x.isinf().any() or x.isnan().any())
+    assert x.isnan().any() or (x.ndim == 2 and not x.min() > 1e6), f"{x.shape}"
+    return m.fc(x)
+
+
+def chained(m: Any, x: Tensor) -> Tensor:
+    assert -1e6 < x.mean() < 1e6
+    return m.fc(x)
+
+
+def by_torch(m: Any, x: Tensor) -> Tensor:
+    torch._assert((x < 1e6).all(), "too large")
+    return m.fc(x)
+
+
+@pytest.mark.parametrize("run", [plain, negated, several, chained, by_torch], ids=lambda run: run.__name__)
+def test_an_assertion_on_data_is_left_out_and_noted(run: Run) -> None:
+    program = captured(made(run), vectors()(), labels()(), F.cross_entropy)
+    assert program.notes and all(note.startswith("The assertion on ") for note in program.notes)
+
+
+def test_an_assertion_on_constants_counts() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        assert m.flag > 0
+        return m.fc(x)
+
+    captured(made(run, flag=nn.Buffer(torch.ones(()))), vectors()(), labels()(), F.cross_entropy)
+    said = refusal(made(run, flag=nn.Buffer(torch.zeros(()))), vectors()(), labels()(), F.cross_entropy)
+    assert "AssertionError" in said
+
+
+def in_a_branch(m: Any, x: Tensor) -> Tensor:
+    if x.mean() > 0: assert x.ndim == 2; x = 2 * x  # fmt: skip  # noqa: E701, E702
+    return m.fc(x)
+
+
+def in_a_loop(m: Any, x: Tensor) -> Tensor:
+    while x.mean() > 0:
+        assert x.ndim == 2
+        x = x - 1
+    return m.fc(x)
+
+
+def used_afterwards(m: Any, x: Tensor) -> Tensor:
+    positive = x.mean() > 0
+    assert positive
+    return m.fc(x if positive else -x)
+
+
+@pytest.mark.parametrize("run", [in_a_branch, in_a_loop, used_afterwards], ids=lambda run: run.__name__)
+def test_a_test_of_data_that_is_no_assertion_is_refused(run: Run) -> None:
+    model = made(run)
+    assert Example.bind(model, vectors()(), labels()(), F.cross_entropy)
+    assert "a branch needs the value of gt" in refusal(model, vectors()(), labels()(), F.cross_entropy)
