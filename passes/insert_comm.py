@@ -203,13 +203,15 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         role = info(node).role
         if info(source).role == role:
             continue
-        received = [
+        arriving = [
             n
             for n in graph.nodes
-            if n.target in comm_ops.ENTRIES and info(n).role == role and tensor_spec(n).batch_dim is not None
+            if (n.op == "placeholder" or n.target in comm_ops.ENTRIES)
+            and info(n).role == role
+            and tensor_spec(n).batch_dim is not None
         ]
-        tensor = next((n for n in received if n.target is comm_ops.modulo), received[0])
-        with graph.inserting_after(tensor):
+        tensor = next((n for n in arriving if n.target is comm_ops.modulo), arriving[0])
+        with graph.inserting_after(_last_of_role(tensor)):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
                 set_info(new, info(node))

@@ -6,6 +6,7 @@ from inspect import cleandoc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.checks.graph import cuts_are_communicated
@@ -150,3 +151,12 @@ def test_what_reads_a_device_or_a_size_comes_after_the_tensor_that_has_it() -> N
 def test_positions_made_early_on_the_device_of_the_input_train_as_in_one_process(strategy: str) -> None:
     batch = torch.randn(4, 8), torch.randn(4, 5)
     assert compiled(_Positions(), *batch, _squares, 2, strategy).verify(dtype=torch.float64).holds
+
+
+def test_a_role_that_receives_nothing_reads_a_device_off_its_inputs() -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores, target.to(scores.device))
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    program = compiled(model, torch.randn(4, 8), torch.randint(4, (4,)), loss, 2, "layer_separation")
+    assert program.verify(dtype=torch.float64).holds
