@@ -167,3 +167,23 @@ def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
     _, program = plain()
     with pytest.raises(LaunchError, match=f"accumulate={accumulate}: give a whole number of batches, at least 1"):
         on_workers(program, lambda worker: None, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", SEPARATION])
+def test_accumulated_batches_have_the_masks_of_one_batch_of_all_their_examples(strategy: str) -> None:
+    model = Net(norm=False, drop=0.5).double()
+    program = compile_net(model, strategy, STRATEGIES[strategy])
+    batches = [batch_of(program.plan.global_batch, torch.float64) for _ in range(4)]
+    whole = [tuple(torch.cat(pair) for pair in zip(*batches[k : k + 2], strict=True)) for k in (0, 2)]
+    twice = [2 * size for size in program.plan.local_batches]
+
+    def parts(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
+        return train(worker, batches)
+
+    def at_once(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
+        return train(worker, whole, twice)
+
+    _, accumulated = on_workers(program, parts, accumulate=2)[0]
+    _, expected = on_workers(program, at_once)[0]
+    assert expected is not None
+    assert_same(accumulated, expected, tolerance=1e-11)
