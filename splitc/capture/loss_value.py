@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from splitc.errors import CaptureError
-from splitc.runtime.nested import parts
+from splitc.runtime.nested import parts, tensors
 
 
 class SummedLosses(nn.Module):
@@ -29,7 +29,7 @@ class SummedLosses(nn.Module):
 def losses_in(returned: Any, by: str) -> dict[str, Any]:
     """The losses in what `by` returned: a tensor, its "loss", its one 0-d tensor, or several if there is nothing else.
 
-    Raises CaptureError.
+    Metrics, which have no gradient, do not count.  Raises CaptureError.
     """
     if isinstance(returned, Tensor):
         return {"loss": returned}
@@ -37,10 +37,11 @@ def losses_in(returned: Any, by: str) -> dict[str, Any]:
     own = found.get("loss", getattr(returned, "loss", None))
     if isinstance(own, Tensor):
         return {"loss": own}
-    tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
-    scalars = {name: each for name, each in tensors.items() if each.dim() == 0 and each.dtype.is_floating_point}
-    if len(scalars) == 1 or (scalars and len(scalars) == len(found)):
-        return scalars
+    held = {name: each for name, each in found.items() if any(tensors(each))}
+    scalars = {name: each for name, each in held.items() if isinstance(each, Tensor) and each.dim() == 0}
+    losses = {name: each for name, each in scalars.items() if each.requires_grad} or scalars  # the others are metrics
+    if len(losses) == 1 or (losses and len(scalars) == len(held)):
+        return losses
     what = f"a {type(returned).__name__}" + (f" of {', '.join(found)}" if found else "")
     several = f"{len(scalars)} of them 0-d" if scalars else "no 0-d tensor in it"
     raise CaptureError(

@@ -170,7 +170,7 @@ def test_what_is_no_loss_is_named_by_its_shape() -> None:
     assert "the model returns a dict of logits, hidden, no 0-d tensor in it, so the loss is not" in refusal(
         none, vectors()()
     )
-    two = Made(lambda m, x: (m.fc(x), x.mean(), m.fc(x).mean()), fc=nn.Linear(8, CLASSES))
+    two = Made(lambda m, x: (m.fc(x), m.fc(x).sum(), m.fc(x).mean()), fc=nn.Linear(8, CLASSES))
     assert "the model returns a tuple of 0, 1, 2, 2 of them 0-d, so the loss is not known" in refusal(two, vectors()())
 
 

@@ -124,6 +124,7 @@ RETURNED: dict[str, Returned] = {
     "logits and loss": lambda loss, logits: [logits, loss],
     "a dict": lambda loss, logits: {"logits": logits, "cost": loss, "name": "x"},
     "a dict with several": lambda loss, logits: {"logits": logits, "loss": loss, "metric": logits.sum()},
+    "loss and accuracy": lambda loss, logits: (loss, (logits.argmax(1) == 0).float().mean(), 0.5),
     "an object": lambda loss, logits: Output(loss, logits),
 }
 
