@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_the_norm_counts_the_imaginary_part() -> None:
 
 def test_a_tensor_that_is_conjugated_or_negated_lazily_travels_as_its_values() -> None:
     values = torch.randn(3, dtype=torch.cfloat)
-    flight = Flight(torch.device("cpu"), False, lambda: pytest.raises(RuntimeError))
+    flight = Flight(torch.device("cpu"), False, nullcontext)
     for lazy in (values.conj(), values.conj().imag, torch._neg_view(torch.randn(3))):
         sent = as_bytes(flight.outgoing(lazy)).view(lazy.dtype)
         torch.testing.assert_close(sent, lazy.resolve_conj().resolve_neg())

@@ -41,7 +41,7 @@ class Own(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self.direction, self.steps = direction, 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
         for group in self.param_groups:
             for p in group["params"]:
@@ -131,8 +131,9 @@ def test_the_elementwise_optimizers_of_torch_pass_with_groups_by_name(kind: Any,
         named = list(params)
         decayed = [p for name, p in named if name.endswith("weight")]
         others = [p for name, p in named if not name.endswith("weight")]
-        groups = [{"params": decayed, "weight_decay": 0.1, "lr": 0.02}, {"params": others}]
-        return kind([group for group in groups if group["params"]], lr=0.01)  # type: ignore[no-any-return]
+        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1, "lr": 0.02}, {"params": others}]
+        optimizer: torch.optim.Optimizer = kind([group for group in groups if group["params"]], lr=0.01)
+        return optimizer
 
     assert any(isinstance(optimizer, kind) for optimizer in made(strategy, factory))
 
