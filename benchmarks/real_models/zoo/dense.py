@@ -30,12 +30,6 @@ def _segmentation(name: str, n: int, **options: Any) -> Case:
     return Case(module, images(n, 64), torch.randint(3, (n, 64, 64)), pixels)
 
 
-def _dice(n: int) -> Case:
-    package = importlib.import_module("segmentation_models_pytorch")
-    module = package.Unet("resnet18", encoder_weights=None, classes=1, encoder_depth=3, decoder_channels=(16, 8, 8))
-    return Case(module, images(n, 32), torch.rand(n, 1, 32, 32).round(), F.binary_cross_entropy_with_logits)
-
-
 def _monai(name: str, size: tuple[int, ...], n: int, **options: Any) -> Case:
     nets = importlib.import_module("monai.networks.nets")
     return Case(getattr(nets, name)(**options), torch.randn(n, 1, *size), torch.rand(n), energy)
@@ -112,9 +106,7 @@ PATCHES: dict[str, Any] = {
 
 MODELS = {
     "smp_unet": _entry(SMP, _segmentation, "Unet", encoder_name="resnet18"),
-    "smp_unet_dice": _entry(SMP, _dice),
     "smp_fpn": _entry(SMP, _segmentation, "FPN", encoder_name="mobilenet_v2", shows="Dropout2d"),
-    "smp_deeplab": _entry(SMP, _segmentation, "DeepLabV3Plus", encoder_name="resnet18"),
     "smp_segformer": _entry(SMP, _segmentation, "Segformer", encoder_name="mit_b0", shows="DropPath"),
     "monai_unet": _entry(
         "monai",
@@ -154,18 +146,6 @@ MODELS = {
         blocks_down=(1, 1),
         blocks_up=(1,),
     ),
-    "monai_densenet": _entry(
-        "monai",
-        _monai,
-        "DenseNet",
-        (32, 32),
-        spatial_dims=2,
-        in_channels=1,
-        out_channels=4,
-        init_features=8,
-        growth_rate=8,
-        block_config=(2, 2),
-    ),
     "monai_swin_unetr": _entry(
         "monai",
         _monai,
@@ -203,7 +183,6 @@ MODELS = {
     "diffusers_dit": _entry("diffusers", _dit, shows="class dropout by torch.rand"),
     "diffusers_vae": _entry("diffusers", _vae, shows="output object"),
     "vit_pytorch_vit": _entry("vit-pytorch", _lucidrains, "vit", "ViT", **PATCHES, dropout=0.1),
-    "vit_pytorch_deepvit": _entry("vit-pytorch", _lucidrains, "deepvit", "DeepViT", **PATCHES),
     "vit_pytorch_cait": _entry(
         "vit-pytorch",
         _lucidrains,

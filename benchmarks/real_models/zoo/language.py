@@ -206,7 +206,6 @@ MODELS = {
     "albert": _entry(
         classifier, "AlbertForSequenceClassification", "AlbertConfig", **SMALL, embedding_size=16, shows="shared layers"
     ),
-    "electra": _entry(classifier, "ElectraForSequenceClassification", "ElectraConfig", **SMALL, embedding_size=16),
     "deberta_v2": _entry(
         classifier,
         "DebertaV2ForSequenceClassification",

@@ -30,13 +30,6 @@ class Connectionist(nn.Module):
         return F.ctc_loss(log_probs, targets, steps, lengths)
 
 
-def _wav2letter(n: int) -> Case:
-    models = importlib.import_module("torchaudio.models")
-    return Case(
-        models.Wav2Letter(num_classes=10, input_type="mfcc", num_features=8), torch.randn(n, 8, 60), labels(n), _first
-    )
-
-
 def _first(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.mean(-1), target)
 
@@ -283,7 +276,6 @@ def _entry(package: str, make: Any, *args: Any, shows: str = "", batched: bool =
 GRAPH: dict[str, Any] = {"shows": "no batch dimension", "batched": False}
 
 MODELS = {
-    "wav2letter": _entry("torchaudio", _wav2letter),
     "deepspeech_ctc": _entry("torchaudio", _deepspeech, shows="ctc_loss"),
     "conformer": _entry("torchaudio", _conformer, shows="sequence first inside, lengths"),
     "conv_tasnet": _entry("torchaudio", _conv_tasnet),
@@ -296,8 +288,6 @@ MODELS = {
         "deepctr-torch", _deepctr, "xDeepFM", cin_layer_size=(8, 8), shows="floats that hold ids"
     ),
     "deepctr_autoint": _entry("deepctr-torch", _deepctr, "AutoInt", shows="floats that hold ids"),
-    "deepctr_dcn": _entry("deepctr-torch", _deepctr, "DCN", shows="floats that hold ids"),
-    "recbole_bpr": _entry("recbole", _recbole, "general_recommender.bpr", "BPR", shows="a dict as input"),
     "recbole_neumf": _entry("recbole", _recbole, "general_recommender.neumf", "NeuMF", shows="a dict as input"),
     "recbole_sasrec": _entry("recbole", _recbole, "sequential_recommender.sasrec", "SASRec", shows="a dict as input"),
     "recbole_gru4rec": _entry(
@@ -321,6 +311,5 @@ MODELS = {
     "conformer_pytorch": _entry("conformer", _conformer_pytorch),
     "graph_gcn": _entry("torch-geometric", _graph, "GCN", **GRAPH),
     "graph_gat": _entry("torch-geometric", _graph, "GAT", **GRAPH),
-    "graph_sage": _entry("torch-geometric", _graph, "GraphSAGE", **GRAPH),
     "graph_attentive": _entry("torch-geometric", _whole_graphs, **GRAPH),
 }

@@ -24,12 +24,6 @@ def _swin(n: int) -> Case:
     return Case(module, images(n, 64), labels(n), classes)
 
 
-def _maxvit(n: int) -> Case:
-    models = importlib.import_module("torchvision.models.maxvit")
-    module = models.MaxVit((64, 64), 16, 4, [16, 32], [1, 1], 8, 0.1, num_classes=CLASSES)
-    return Case(module, images(n, 64), labels(n), classes)
-
-
 def _timm(name: str, size: int, n: int, **options: Any) -> Case:
     timm = importlib.import_module("timm")
     module = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
@@ -74,13 +68,11 @@ MODELS = {
         "torchvision", _torchvision, "googlenet", 64, aux_logits=False, init_weights=False, shows="output object"
     ),
     "swin": _entry("torchvision", _swin, shows="DropPath"),
-    "maxvit": _entry("torchvision", _maxvit, shows="stochastic depth"),
     "timm_resnet10t": _entry("timm", _timm, "resnet10t", 64),
     "timm_vit": _entry(
         "timm", _timm, "vit_tiny_patch16_224", 64, img_size=64, depth=2, drop_path_rate=0.1, shows="DropPath"
     ),
     "timm_convnext": _entry("timm", _timm, "convnext_atto", 64, depths=(1, 1, 2, 1), drop_path_rate=0.1),
-    "timm_mixer": _entry("timm", _timm, "mixer_s32_224", 64, img_size=64),
     "timm_cait": _entry(
         "timm", _timm, "cait_xxs24_224", 64, img_size=64, depth=2, embed_dim=64, num_heads=2, shows="class attention"
     ),
@@ -89,9 +81,6 @@ MODELS = {
     "timm_regnet": _entry("timm", _timm, "regnetx_002", 64),
     "timm_mobilevit": _entry("timm", _timm, "mobilevit_xxs", 64),
     "timm_ghostnet": _entry("timm", _timm, "ghostnet_050", 64),
-    "timm_halonet": _entry("timm", _timm, "halonet26t", 256, shows="attention over blocks"),
     "efficientnet_pytorch_b0": _entry("efficientnet-pytorch", _efficientnet, shows="custom autograd.Function"),
     "pytorchcv_preresnet10": _entry("pytorchcv", _pytorchcv, "preresnet10", 224, num_classes=CLASSES),
-    "pytorchcv_octresnet10": _entry("pytorchcv", _pytorchcv, "octresnet10_ad2", 224, num_classes=CLASSES),
-    "pytorchcv_squeezenext": _entry("pytorchcv", _pytorchcv, "sqnxt23_w1", 224, num_classes=CLASSES),
 }
