@@ -379,6 +379,14 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
 ]  # fmt: skip
 
 
+def test_a_build_whose_code_cannot_be_imported_starts_no_process(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "gated.py").write_text(
+        NET.replace("return self.second", "x = x * x.sum().item()\n        return self.second")
+    )
+    assert splitc(capsys, "compile gated.py --world 2 --cluster v100-10gbe -q -o build").code == 0
+    refused(capsys, "run build --steps 1", "build runs the user's own code of gated", "into PYTHONPATH")
+
+
 @pytest.mark.parametrize(("edit", "message"), EDITS, ids=[message for _, message in EDITS])
 def test_a_plan_that_was_edited_wrongly_is_refused_by_compile_and_by_run(
     edit: Callable[[dict[str, object]], None], message: str, build: Path, capsys: Capture
