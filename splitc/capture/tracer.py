@@ -22,22 +22,15 @@ from splitc.capture.calls import Call, is_plain, normalized, require_recordable
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.example import LOSS
-from splitc.capture.inplace import Aliasing, functional, is_reshaped
+from splitc.capture.inplace import functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
-from splitc.capture.refusals import (
-    DATA,
-    Failed,
-    Unsupported,
-    generator_states,
-    require_same_generators,
-    writes_text,
-)
+from splitc.capture.refusals import DATA, Failed, Unsupported, generator_states, require_same_generators
 from splitc.capture.regions import Failure
 from splitc.capture.source_lines import line_of, user_line
+from splitc.capture.writes import Writes, is_assigned
 from splitc.errors import CaptureError
-from splitc.ir.comm_ops import store_buffer
 from splitc.ir.graph import assigned, info, set_info, update_info
 from splitc.ir.regions import Region
 from splitc.runtime.nested import parts, with_parts
@@ -67,12 +60,11 @@ class Tracer:
         self.root, self.original, self.fake = root, original, fake
         self._constants = Constants(self.values, self.attributes.real)
         self.queries = Queries(self.evaluator, self._constants, self._result, self.notes)
-        self.random = RandomCalls(self.record, self._write)
-        self._aliasing = Aliasing()
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
-        self._owned: dict[int, str] = {}  # `id` of a proxy -> the parameter or buffer that it stands for
         self._batched: set[fx.Node] = set()
+        self._writes = Writes(self, self._proxies, self._constants)
+        self.random = RandomCalls(self.record, self._writes.write)
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
         node = self.graph.placeholder(name)
@@ -102,7 +94,7 @@ class Tracer:
 
     def output(self, value: Any) -> None:
         for name in self._constants.changing:
-            self._store(self._attribute_nodes[name])
+            self._writes.store(self._attribute_nodes[name])
         update_info(self.graph.output(map_tree(value, self._argument)), source="output")
 
     def record(
@@ -129,16 +121,16 @@ class Tracer:
             return self.random.run(form, call)
         self.evaluator.unrecorded(lambda: require_recordable(call))
         new = functional(normalized(call))
-        if id(new.written) in self._owned:
-            self._require_counter(call, new.written)
-        if new.target is assigned and self._is_assigned(new):
+        if id(new.written) in self._writes.owned:
+            self._writes.require_counter(call, new.written, any(v._node in self._batched for v in call.inputs))
+        if new.target is assigned and is_assigned(new):
             return new.written
         try:
             values = self.evaluator.values(new)
         except DYNAMIC as error:
             return self._constant(new, error)
         result = self._result(new, values, name)
-        return result if new.written is None else self._write(new.written, result)
+        return result if new.written is None else self._writes.write(new.written, result)
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """The value as plain Python, or a proxy of a new node; a tuple of these for a tuple."""
@@ -208,53 +200,6 @@ class Tracer:
             raise Unsupported(f"{call.name} cannot be traced: {DATA}") from error
         return self._traced(result)
 
-    def _write(self, old: TracedTensor, new: TracedTensor) -> TracedTensor:
-        """Let every variable that holds `old` stand for `new`; where `old` is a view, write it back into its base."""
-        node, before = old._node, old._values[0]
-        if new._values[0].dtype != before.dtype:
-            new = self.record("call_method", "to", (new, before.dtype), {})
-        base = self._proxies.get(node.all_input_nodes[0]) if node.all_input_nodes else None
-        if base is None or base is old or self._storage(before) != self._storage(base._values[0]):
-            pass
-        elif node.target is not operator.getitem and self.evaluator.unrecorded(lambda: is_reshaped(before, base)):
-            self._write(base, self.record("call_method", "reshape_as", (new, base), {}))
-        elif node.target is operator.getitem:
-            key = map_tree(node.args[1], lambda value: self._proxies.get(value, value))
-            self.record("call_function", operator.setitem, (base, key, new), {})
-        owner = self._aliasing.owner(self._storage(before))
-        if owner is not None and id(old) not in self._owned:
-            raise Unsupported(writes_text("this", str(owner.target)), stays=True)
-        self._aliasing.write(node, self._storage(before), self.source())
-        old.__dict__.update(_node=new._node, _values=new._values)
-        self._proxies[new._node] = old
-        return old
-
-    def _is_assigned(self, call: Call) -> bool:
-        """Whether x holds the value already: `x[k] *= 2` writes into the view, and then the view into x."""
-        node = call.args[0]._node
-        parts = map_tree(call.args[1:], lambda value: value._node if is_proxy(value) else value)
-        return node.target is assigned and node.args[1:] == parts
-
-    def _require_counter(self, call: Call, tensor: TracedTensor) -> None:
-        """Raise Unsupported for a write into a parameter, and into a buffer other than one that counts steps."""
-        name = self._owned[id(tensor)]
-        if isinstance(tensor, nn.Parameter) or any(value._node in self._batched for value in call.inputs):
-            raise Unsupported(writes_text(call.name, name), stays=True)
-        if name in self._constants.used:
-            raise Unsupported(f"{call.name} changes {name}, whose value forward has used as a plain number or a branch")
-        self._constants.changing[name] = None
-
-    def _store(self, buffer: fx.Node) -> None:
-        """Record that the buffer has another value from the next step on."""
-        value = self._proxies[buffer]._node
-        with self.graph.inserting_after(value):
-            node = self.graph.call_function(store_buffer, (buffer, value))
-        set_info(node, info(value), side_effect=True)
-
-    def _storage(self, tensor: torch.Tensor) -> int:
-        """The identity of a tensor's storage, which all its views share."""
-        return self.evaluator.unrecorded(lambda: int(tensor.untyped_storage()._cdata))
-
     def _node(self, call: Call, name: str | None = None) -> fx.Node:
         args, kwargs = map_tree(call.args, self._argument), map_tree(dict(call.kwargs), self._argument)
         node = self.graph.create_node(call.op, call.target, args, kwargs, name or self._node_name(call))
@@ -277,14 +222,14 @@ class Tracer:
         self.values[node] = values
         if not isinstance(values[0], torch.Tensor):
             return TracedNumber(self, node, values)
-        self._aliasing.add(node, self._storage(values[0]))
+        self._writes.aliasing.add(node, self._writes.storage(values[0]))
         self._proxies[node] = self.evaluator.unrecorded(lambda: TracedTensor(self, node, values))
         return self._proxies[node]
 
     def _argument(self, value: Any) -> Any:
         """A leaf of the arguments as an argument of a node."""
         if is_proxy(value):
-            self._aliasing.require_fresh(value._node)
+            self._writes.aliasing.require_fresh(value._node)
             return value._node
         return value
 
@@ -308,7 +253,7 @@ class Tracer:
             tensor = self.evaluator.unrecorded(lambda: self.fake.from_tensor(self.attributes.traced(name)))
             self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
             update_info(node, source=self.source(), module=name.rpartition(".")[0])
-            self._owned[id(self._proxy(node, (tensor, tensor)))] = name
+            self._writes.owned[id(self._proxy(node, (tensor, tensor)))] = name
         return self._proxies[self._attribute_nodes[name]]
 
     def source(self) -> str:
