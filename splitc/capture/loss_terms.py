@@ -38,7 +38,7 @@ _REDUCTIONS = {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "linear", "matmul", "mean", "mm", "mv",
     "nansum", "scatter_add", "sum", "tensordot", "trace", "vdot",
 }  # fmt: skip
-_OF_SIZES = ("new_", "empty", "full", "ones", "zeros")
+_OF_SIZES = ("new_empty", "new_full", "new_ones", "new_zeros", "empty", "full", "ones", "zeros")
 _NO_TENSOR = {"device", "dtype", "shape", "size"}
 
 
@@ -240,9 +240,10 @@ def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
             if isinstance(spec, SizeSpec) and spec.scale:
                 batched.add(node)
         elif name.startswith(_OF_SIZES):
+            filled = set(node.all_input_nodes) - set(node.args[:1])  # with what, where it is no constant
             has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
-            if has_examples or any(n in batched for n in node.all_input_nodes[1:]):
-                batched.add(node)
+            data |= {node} if filled & data else set()
+            batched |= {node} if has_examples or filled & batched else set()
         else:
             if not data.isdisjoint(node.all_input_nodes):
                 data.add(node)

@@ -79,7 +79,7 @@ COUPLED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("like", [torch.zeros, torch.ones])
+@pytest.mark.parametrize("like", [torch.zeros, pytest.param(torch.ones, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_loss_that_is_not_linear_over_examples_is_refused_on_a_constant_example(name: str, like: Any) -> None:
     said = refusal(nn.Linear(6, CLASSES), like(8, 6), (like(8, CLASSES), torch.ones(8)), COUPLED[name])
@@ -142,7 +142,7 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("like", [torch.zeros, torch.randn])
+@pytest.mark.parametrize("like", [torch.zeros, pytest.param(torch.randn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_sum_or_a_mean_is_let_through(name: str, like: Any) -> None:
     loss, kinds = LOSSES[name]
