@@ -6,7 +6,7 @@ A model with a digest (`capture/code_digest.py`) is analysed once in a process, 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,15 +88,16 @@ def _validated(program: Program, model: nn.Module, example: Example, analysis: s
     """The program with what its validation found, or an earlier one of the same graph and code without reservations."""
     graph = None if analysis is None else graph_text(program)
     key = None if analysis is None or graph is None else digest_of(analysis, graph, str(dict(example.batch_dims)))
-    if key is not None and (kept := recall("validated", key)) and "flattened" in kept:
+    if key is not None and (kept := recall("validated", key)):
         terms = tuple(LossTerm(**each) for each in kept["loss_terms"])
         coupled = tuple(Coupling(**each) for each in kept["coupled"])
         return located(replace(program, loss_terms=terms, coupled=coupled, flattened=kept["flattened"]))
-    validated = located(validate_capture(program, model, example))
-    if key is not None and validated.notes == program.notes:  # generic data, which no numbers of the example decide
-        found = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
-        keep("validated", key, {**found, "flattened": dict(validated.flattened)})
-    return validated
+    validated = validate_capture(program, model, example)
+    found = {each.name for each in fields(Program) if getattr(validated, each.name) != getattr(program, each.name)}
+    if key is not None and found <= {"loss_terms", "coupled", "flattened"}:  # no notes: generic data show all of it
+        lists = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
+        keep("validated", key, {**lists, "flattened": dict(validated.flattened)})
+    return located(validated)
 
 
 def fingerprint(program: Program) -> str:

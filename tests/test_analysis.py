@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from splitc import analysis
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
+from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.transport.base import Transport
@@ -89,6 +91,40 @@ def test_a_changed_model_is_analysed_and_validated_anew(
     change(net, monkeypatch)
     compiled(net)
     assert calls == ["capture", "validate_capture"] * 2
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.tokens(tokens)).transpose(0, 1).flatten(0, 1)
+
+
+def test_a_program_by_an_earlier_validation_is_the_same_in_every_field(calls: list[str]) -> None:
+    tokens = torch.arange(24).reshape(6, 4) % 11
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target.t().flatten())
+
+    examples = [(net, Example.bind(net, tokens, tokens, loss)) for net in (Sequences(), Sequences())]
+    first, second = (analysis.analyse(net, example, evaluation=False) for net, example in examples)
+    assert calls.count("validate_capture") == 1 and first.flattened
+    for each in fields(Program):
+        if each.name not in ("graph", "root"):
+            assert getattr(first, each.name) == getattr(second, each.name), each.name
+
+
+@pytest.mark.parametrize(("field", "value"), [("notes", ("validated on the example itself",)), ("in_batch", "head")])
+def test_a_validation_that_found_something_else_is_not_kept(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    real = analysis.validate_capture
+    monkeypatch.setattr(analysis, "validate_capture", lambda *args: replace(real(*args), **{field: value}))
+    for net in (Net(), Net()):
+        analysis.analyse(net, Example.bind(net, IMAGES, LABELS, F.cross_entropy), evaluation=False)
+    assert calls.count("validate_capture") == 2
 
 
 def test_a_model_without_a_digest_is_validated_every_time(calls: list[str]) -> None:
