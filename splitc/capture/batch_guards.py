@@ -7,7 +7,6 @@ are linear in the batch and Python's numbers are made of sizes, so both are comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,10 @@ class BatchGuards:
             return False
 
         def at(batch: Any) -> Any:
+            known: dict[fx.Node, Any] = {}
+
             def pick(value: Any) -> Any:
-                return self._number(value._node, batch) if is_proxy(value) else value
+                return self._number(value._node, batch, known) if is_proxy(value) else value
 
             return execute(call.op, call.target, map_tree(call.args, pick), map_tree(dict(call.kwargs), pick))
 
@@ -54,26 +55,26 @@ class BatchGuards:
             self.found[BatchGuard(ranges, source())] = None
         return True
 
-    def _number(self, node: fx.Node, batch: Any) -> Any:
-        """The number of a node at a batch, or at an array of them."""
-        first, second = self._values[node][:2]
-        if any(isinstance(self._values[each][0], torch.Tensor) for each in node.all_input_nodes):
-            return first + (second - first) // (self._batches[1] - self._batches[0]) * (batch - self._batches[0])
-        args: Any = fx.node.map_arg(node.args, lambda n: self._number(n, batch))
-        kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self._number(n, batch))
-        return execute(node.op, node.target, args, kwargs)
+    def _number(self, node: fx.Node, batch: Any, known: dict[fx.Node, Any]) -> Any:
+        """The number of a node at a batch, or at an array of them.  known: those of other nodes there."""
+        if node not in known:
+            first, second = self._values[node][:2]
+            if any(isinstance(self._values[each][0], torch.Tensor) for each in node.all_input_nodes):
+                step = (second - first) // (self._batches[1] - self._batches[0])
+                known[node] = first + step * (batch - self._batches[0])
+            else:
+                args: Any = fx.node.map_arg(node.args, lambda n: self._number(n, batch, known))
+                kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: self._number(n, batch, known))
+                known[node] = execute(node.op, node.target, args, kwargs)
+        return known[node]
 
     def _ranges(self, at: Callable[[Any], Any]) -> tuple[tuple[int, int | None], ...]:
         """The ranges of batches with the outcome of the traced one; where there are many, the one around it."""
         traced = self._batches[0]
         wanted = at(traced)
         same = _same(at, wanted)
-        starts, found = 1, []
-        for alike, run in groupby(same.tolist()):
-            ends = starts + len(list(run))
-            found += [(starts, ends - 1)] if alike else []
-            starts = ends
-        ranges: list[tuple[int, int | None]] = [*found]
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0])))).tolist()
+        ranges: list[tuple[int, int | None]] = [(a + 1, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
         if same[-1] and all(at(batch) == wanted for batch in _FAR):
             ranges[-1] = ranges[-1][0], None
         if len(ranges) > _MOST_RANGES:
