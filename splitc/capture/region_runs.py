@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -46,20 +47,21 @@ class TrainsWrong(NoRegion):
 
 @dataclass
 class _Call:
-    """One call of a module on real tensors.  inputs, output: its tensors.  changed: buffers that it changed."""
+    """One call of a module on real tensors.
+
+    inputs: its tensors.  wrote: whether it wrote into them.  changed: the buffers that it changed, afterwards.
+    saved: bytes that autograd keeps.
+    """
 
     module: nn.Module
     inputs: list[Tensor]
-    versions: list[int]
-    before: dict[str, Tensor]
-    generator: Tensor
-    stack: ExitStack
-    watch: _Watch
-    output: Any = None
-    changed: dict[str, Tensor] = field(default_factory=dict)
-    saved: float = 0.0
-    random: Sequence[str] = ()
-    ops: list[OpCost] = field(default_factory=list)
+    output: Any
+    wrote: bool
+    changed: dict[str, Tensor]
+    saved: float
+    norms: list[int]
+    random: Sequence[str]
+    ops: list[OpCost]
 
 
 class _Watch(SeededRandom):
@@ -119,9 +121,7 @@ class Runs:
             output=max(outputs, key=lambda output: sum(s.requires_grad for s in specs_in(output))),
             batch=_batch_input(a, b),
             saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
-            norms=tuple(
-                SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.watch.norms, b.watch.norms, strict=False)
-            ),
+            norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.norms, b.norms, strict=False)),
             evaluating=tuple(name for name, each in module.named_modules() if not each.training),
             costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
             random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
@@ -140,69 +140,74 @@ def _run(
     calls: dict[str, list[_Call]] = {path: [] for path in paths}
     values, state = example.rows(rows), random.getstate()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    handles = []
-    for path in paths:
-        module = example.loss if path == LOSS and not hasattr(model, LOSS) else model.get_submodule(path)
-        assert isinstance(module, nn.Module)
-        before, after = _hooks(calls[path], counter)
-        handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        ]
+    watched = {_module(model, example, path): calls[path] for path in paths}
+
+    def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        watched[module].append(_watch(module, call, args, kwargs, counter))
+        return watched[module][-1].output
+
     try:
-        with torch.random.fork_rng(), torch.enable_grad(), under_autocast(model, autocast):
+        with intercepted(watched, run), torch.random.fork_rng(), torch.enable_grad(), under_autocast(model, autocast):
             example.loss_of(example.output(model, values), values)
     finally:
-        for call in reversed(list(chain(*calls.values()))):
-            call.stack.close()  # of a call that failed
         random.setstate(state)
-        for handle in handles:
-            handle.remove()
         with torch.no_grad():
             for buffer, was in buffers:
                 buffer.copy_(was)
     return calls
 
 
-def _hooks(calls: list[_Call], counter: Counter | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that begin and end a `_Call`; the module gets inputs that hang together with nothing before it."""
+def _module(model: nn.Module, example: Example, path: str) -> nn.Module:
+    module = example.loss if path == LOSS and not hasattr(model, LOSS) else model.get_submodule(path)
+    assert isinstance(module, nn.Module)
+    return module
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(_cut_off, (args, kwargs))
-        inputs, stack, watch = [t for _, t in tensors((args, kwargs))], ExitStack(), _Watch()
-        held = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
-        state = torch.get_rng_state()
-        call = _Call(module, inputs, [t._version for t in inputs], held, state, stack, watch)
-        known = {t.untyped_storage()._cdata for t in (*inputs, *module.parameters(), *module.buffers())}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                known.add(storage._cdata)
-                call.saved += storage.nbytes()
-            return tensor
+@contextmanager
+def intercepted(
+    modules: Container[nn.Module], run: Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
+) -> Iterator[None]:
+    """Let `run(module, call, args, kwargs)` make the calls of some modules, their hooks included."""
+    call = nn.Module.__call__
 
-        stack.enter_context(watch)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-        if counter is not None:
-            stack.enter_context(counter(call.ops.append))
-        calls.append(call)
-        return args, kwargs
+    def replaced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = partial(call, module)
+        return run(module, own, args, kwargs) if module in modules else own(*args, **kwargs)
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = calls[-1]
-        call.stack.close()
-        call.output = output
-        drawn = ["torch's generator"] if not torch.equal(torch.get_rng_state(), call.generator) else []
-        call.random = sorted(call.watch.unseeded) or drawn
-        buffers = dict(module.named_buffers())
-        call.changed = {
-            name: buffers[name].detach().clone()
-            for name, was in call.before.items()
-            if name in buffers and not torch.equal(buffers[name], was)
-        }
+    with mock.patch.object(nn.Module, "__call__", replaced):
+        yield
 
-    return before, after
+
+def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:
+    """Call a module on inputs that hang together with nothing before it."""
+    args, kwargs = tree_map(_cut_off, (args, kwargs))
+    inputs, ops = [tensor for _, tensor in tensors((args, kwargs))], list[OpCost]()
+    before = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+    versions, state = [tensor._version for tensor in inputs], torch.get_rng_state()
+    kept = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*inputs, *module.parameters(), *module.buffers())}
+    given = len(kept)
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+        return tensor
+
+    watch = _Watch()
+    counting = nullcontext() if counter is None else counter(ops.append)
+    with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counting:
+        output = call(*args, **kwargs)
+    after = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+    drawn = ["torch's generator"] if not torch.equal(torch.get_rng_state(), state) else []
+    return _Call(
+        module,
+        inputs,
+        output,
+        any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)),
+        {name: after[name] for name, was in before.items() if name in after and not torch.equal(after[name], was)},
+        sum(storage.nbytes() for storage in list(kept.values())[given:]),
+        watch.norms,
+        sorted(watch.unseeded) or drawn,
+        ops,
+    )
 
 
 def _cut_off(value: Any) -> Any:
@@ -248,7 +253,7 @@ def _require_own(path: str, *calls: _Call) -> None:
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
     for call in calls:
-        if any(tensor._version != version for tensor, version in zip(call.inputs, call.versions, strict=True)):
+        if call.wrote:
             raise NoRegion(f"{path} writes into its input")
         own = {*map(id, call.inputs), *map(id, call.module.parameters())}
         if any(id(leaf) not in own for leaf in _leaves(tensors(call.output))):

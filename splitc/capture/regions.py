@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.example import LOSS, Example
-from splitc.capture.region_runs import Counter, NoRegion, Runs, TrainsWrong
+from splitc.capture.region_runs import Counter, NoRegion, Runs, TrainsWrong, intercepted
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region, is_inside
@@ -38,20 +37,15 @@ def with_loss_module(example: Example) -> Example:
 def own_draws(model: nn.Module, graph: fx.Graph | None) -> Iterator[None]:
     """Let the regions of a model draw, while it runs under a SeededRandom, what they draw as nodes of `graph`."""
     paths = {str(node.target) for node in (() if graph is None else graph.nodes) if is_region(node)}
-    modules = [model.get_submodule(path) for path in paths if path != LOSS or hasattr(model, LOSS)]
-    for module in modules:
-        module.__dict__["forward"] = partial(_drawing, module.forward)
-    try:
+    modules = {model.get_submodule(path) for path in paths if path != LOSS or hasattr(model, LOSS)}
+    with intercepted(modules, _drawing) if modules else nullcontext():
         yield
-    finally:
-        for module in modules:
-            del module.__dict__["forward"]
 
 
-def _drawing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _drawing(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mode = running()
     with nullcontext() if mode is None else mode.region():
-        return forward(*args, **kwargs)
+        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True)
