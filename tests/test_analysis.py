@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ IMAGES, LABELS = torch.linspace(0, 1, 24).reshape(6, 4), torch.arange(6) % 5
 
 
 def compiled(model: nn.Module, world: int = 2, strategy: str = "data_parallel") -> CompiledProgram:
-    return splitc.compile(model, world, IMAGES, LABELS, F.cross_entropy, cluster="v100-10gbe", strategy=strategy)
+    program = splitc.compile(model, world, IMAGES, LABELS, F.cross_entropy, cluster="v100-10gbe", strategy=strategy)
+    assert isinstance(program, CompiledProgram)
+    return program
 
 
 @pytest.fixture
@@ -50,7 +53,12 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counting(name: str) -> Callable[..., object]:
         real = getattr(analysis, name)
-        return lambda *args: names.append(name) or real(*args)
+
+        def run(*args: object) -> object:
+            names.append(name)
+            return real(*args)
+
+        return run
 
     for name in ("capture", "validate_capture"):
         monkeypatch.setattr(analysis, name, counting(name))
@@ -118,9 +126,9 @@ def test_a_program_by_an_earlier_validation_is_the_same_in_every_field(calls: li
 
 @pytest.mark.parametrize(("field", "value"), [("notes", ("validated on the example itself",)), ("in_batch", "head")])
 def test_a_validation_that_found_something_else_is_not_kept(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, field: str, value: object
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, field: str, value: Any
 ) -> None:
-    real = analysis.validate_capture
+    real = getattr(analysis, "validate_capture")  # noqa: B009
     monkeypatch.setattr(analysis, "validate_capture", lambda *args: replace(real(*args), **{field: value}))
     for net in (Net(), Net()):
         analysis.analyse(net, Example.bind(net, IMAGES, LABELS, F.cross_entropy), evaluation=False)
@@ -128,7 +136,7 @@ def test_a_validation_that_found_something_else_is_not_kept(
 
 
 def test_a_model_without_a_digest_is_validated_every_time(calls: list[str]) -> None:
-    net = Net()
+    net: Any = Net()
     net.held = iter([])
     compiled(net)
     compiled(net)

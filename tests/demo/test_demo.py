@@ -87,7 +87,7 @@ def test_batch_k_holds_the_same_images_in_one_process_under_ddp_and_in_splitc() 
     numbered = TensorDataset(torch.arange(500), torch.arange(500) % 10)
     bounds = [0, 40, 80, 120]
     readers = [
-        shard(numbered, bounds, k, (), lambda _: True, shuffle=True, seed=digits.SEED, epoch=1, drop_last=True)
+        shard(numbered, bounds, k, {}, lambda _: True, shuffle=True, seed=digits.SEED, epoch=1, drop_last=True)
         for k in range(digits.CONV_RANKS)
     ]
     splitc = [torch.cat([batch[0] for batch, _ in parts]) for parts in zip(*readers, strict=True)]

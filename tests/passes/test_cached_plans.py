@@ -13,6 +13,7 @@ from splitc.ir.program import Program
 from splitc.ir.strategies import Auto, LayerSeparation
 from splitc.passes import place as place_module
 from splitc.passes.place import Place
+from splitc.passes.planner.request import Request
 from tests.support.small_programs import Row, small_cluster, small_program
 
 ROWS = [
@@ -29,8 +30,13 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("SPLITC_CACHE", str(tmp_path))
     monkeypatch.setattr(place_module, "graph_text", lambda program: "graph")  # the toy's functions have no names
     names: list[str] = []
-    real: Callable[[Place, object], Plan] = Place._plan
-    monkeypatch.setattr(Place, "_plan", lambda self, request: names.append(self.strategy.name) or real(self, request))
+    real = Place._plan
+
+    def counting(self: Place, request: Request) -> Plan:
+        names.append(self.strategy.name)
+        return real(self, request)
+
+    monkeypatch.setattr(Place, "_plan", counting)
     return names
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,12 @@ def test_a_strategy_asked_for_by_name_prices_the_others_when_its_candidates_are_
     priced: list[str] = []
     for name in ("data_parallel", "layer_separation", "modulo_shard", "mixed"):
         real = getattr(place_module, name)
-        monkeypatch.setattr(place_module, name, lambda *a, n=name, r=real, **k: priced.append(n) or r(*a, **k))
+
+        def counting(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            priced.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(place_module, name, counting)
     plan = place(separable(), 4, DataParallel())
     assert json.loads(plan.to_json())["candidates"][0]["strategy"] == "data_parallel"
     assert plan.hash and priced == ["data_parallel"]
@@ -144,7 +150,12 @@ def test_a_strategy_asked_for_by_name_prices_the_others_when_its_candidates_are_
 def test_a_layer_is_priced_once_for_each_batch_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     at: list[tuple[int, int]] = []
     real = CostLine.at
-    monkeypatch.setattr(CostLine, "at", lambda self, batch: at.append((id(self), batch)) or real(self, batch))
+
+    def counting(self: CostLine, batch: int) -> Any:
+        at.append((id(self), batch))
+        return real(self, batch)
+
+    monkeypatch.setattr(CostLine, "at", counting)
     plan = place(separable(), 4, Auto())
     assert len(plan.prediction.reasons) == len(plan.placements)
     assert max(Counter(at).values()) <= 4  # on 1, 2, 3 and 4 computing ranks
