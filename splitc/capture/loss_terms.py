@@ -39,6 +39,7 @@ _REDUCTIONS = {
     "nansum", "scatter_add", "sum", "tensordot", "trace", "vdot",
 }  # fmt: skip
 _OF_SIZES = ("new_empty", "new_full", "new_ones", "new_zeros", "empty", "full", "ones", "zeros")
+_LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # read only the shape or dtype of what they are given
 _NO_TENSOR = {"device", "dtype", "shape", "size"}
 
 
@@ -240,15 +241,15 @@ def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
             if isinstance(spec, SizeSpec) and spec.scale:
                 batched.add(node)
         elif name.startswith(_OF_SIZES):
-            filled = set(node.all_input_nodes) - set(node.args[:1])  # with what, where it is no constant
+            filled = {n for n in node.all_input_nodes if n not in node.args[:1]}  # with what, where it is no constant
             has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
             data |= {node} if filled & data else set()
             batched |= {node} if has_examples or filled & batched else set()
         else:
-            if not data.isdisjoint(node.all_input_nodes):
-                data.add(node)
-            if not batched.isdisjoint(node.all_input_nodes):
-                batched.add(node)
+            read = node.all_input_nodes[:1] if name in _LIKE else node.all_input_nodes
+            has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
+            data |= {node} if not data.isdisjoint(read) else set()
+            batched |= {node} if has_examples or not batched.isdisjoint(read) else set()
     return data, batched
 
 

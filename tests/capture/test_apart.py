@@ -90,6 +90,8 @@ SEPARATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "functional_batch_norm": lambda m, x: m.fc(F.batch_norm(x, None, None, training=True)),
     "mask_of_sizes": lambda m, x: m.fc(x * x.new_ones(x.size(0), 1)),
     "identity_matrix": lambda m, x: m.fc(torch.eye(x.size(0)) @ x),
+    "table_like_data": lambda m, x: m.fc(x + torch.arange(6).to(x).type_as(x)),
+    "bias_like_data": lambda m, x: m.fc(x) + m.fc.bias.expand_as(m.fc(x)),
     "cancelling": lambda m, x: m.fc(x + (x - 2 * x + x)),
     "dropped": lambda m, x: m.fc(F.dropout(x, 0.5, m.training)),
 }
