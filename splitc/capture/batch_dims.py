@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitc.capture.proxy import leaves
 from splitc.errors import CaptureError
 from splitc.ir.graph import info, update_info
 from splitc.ir.program import SizeSpec, Spec, TensorSpec
+from splitc.runtime.nested import tensors
 
 
 def set_specs(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]], probes: tuple[int, ...]) -> None:
@@ -58,7 +58,7 @@ def prune_gradients(graph: fx.Graph, values: Mapping[fx.Node, tuple[Any, ...]]) 
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         is_read = any(user.op == "output" or user in reached for user in node.users)
-        if is_read and any(getattr(value, "requires_grad", False) for value in leaves(values.get(node, ())[:1])):
+        if is_read and any(tensor.requires_grad for _, tensor in tensors(values.get(node, ())[:1])):
             reached.add(node)
         else:
             update_info(node, spec=_without_grad(info(node).spec))

@@ -92,6 +92,7 @@ class Runs:
         rows.append([-1 - k % example.batch for k in range(SMALL)])
         try:
             model, example = copy.deepcopy((model, example))
+            self._parameters = set(map(id, model.parameters()))
             self._runs = [_run(model, example, autocast, paths, each, counter) for each in rows]
         except CaptureError:
             raise
@@ -109,7 +110,7 @@ class Runs:
         if any(each != shapes[0] for each in shapes[1:]):
             raise NoRegion(f"{path} is called several times in a forward, and returns other shapes each time")
         for calls in zip(small, large, others, strict=True):
-            _require_own(path, *calls)
+            _require_own(path, self._parameters, *calls)
         a, b = small[0], large[0]
         module = a.module
         per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
@@ -241,7 +242,7 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
     return spec(small.output, large.output, other.output)
 
 
-def _require_own(path: str, *calls: _Call) -> None:
+def _require_own(path: str, known: set[int], *calls: _Call) -> None:
     """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
 
     Raises TrainsWrong for one that writes what it computes from the batch into a buffer.
@@ -255,8 +256,8 @@ def _require_own(path: str, *calls: _Call) -> None:
     for call in calls:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
-        own = {*map(id, call.inputs), *map(id, call.module.parameters())}
-        if any(id(leaf) not in own for leaf in _leaves(tensors(call.output))):
+        others = known - set(map(id, call.module.parameters()))
+        if any(id(leaf) in others for leaf in _leaves(tensors(call.output))):
             raise NoRegion(f"{path} reads parameters of other modules")
         for name, value in call.changed.items():
             first = calls[0].changed.get(name)

@@ -34,6 +34,7 @@ MODELS = {
     "two of a class": lambda: Perceptron(untraceable.Gated(), untraceable.Gated()),
     "loop over rows": lambda: Perceptron(untraceable.Rows()),
     "containers": lambda: Perceptron(untraceable.Outputs()),
+    "dataclass": lambda: Perceptron(untraceable.Wrapped()),
     "script": lambda: Perceptron(untraceable.Scripted()),
     "vmap": lambda: Perceptron(untraceable.Vectorised()),
     "BatchNorm": lambda: Perceptron(untraceable.Normed()),

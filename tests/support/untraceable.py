@@ -95,6 +95,18 @@ class Outputs(nn.Module):
         return {"y": y, "pair": Pair(x * 2, (y.sum(1), None))}
 
 
+class Wrapped(nn.Module):
+    """Returns a dataclass alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Pair:
+        y = Sign.apply(self.fc(x))
+        return Pair(y * x, (y.sum(1), None))
+
+
 class Normed(nn.Module):
     """A BatchNorm and a custom Function."""
 
@@ -143,6 +155,8 @@ class Perceptron(nn.Module):
         x = F.relu(self.first(x))
         for module in self.middle:
             x = module(x)
+            if isinstance(x, Pair):
+                x = x.left + x.sums[0][:, None]
             if isinstance(x, dict):
                 x = x["y"] + x["pair"].left * x["pair"].sums[0][:, None]
         return self.last(x)
