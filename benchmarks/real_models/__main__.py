@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,14 @@ from benchmarks.real_models.measure import Result, measure_alone, read
 from benchmarks.real_models.table import line, page
 
 PROCESSES = multiprocessing.get_context("forkserver")  # which has imported torch and splitc once
+STANDSTILL = 8  # a process that lasts so many times its CPU seconds is ended
 
 
 @dataclass(frozen=True)
 class Limits:
     """What one model may use."""
 
-    seconds: float = 300.0
+    seconds: int = 150  # of CPU
     nbytes: int = 10 * 10**9
 
 
@@ -62,25 +63,26 @@ def run(name: str, entry: Entry, folder: Path, limits: Limits) -> Result:
     """Measure one model in a process of its own; its log and its result are left in `folder`."""
     file = folder / f"{name}.json"
     file.unlink(missing_ok=True)
-    process = PROCESSES.Process(target=measure_alone, args=(name, file, folder / f"{name}.log", limits.nbytes))
+    arguments = (name, file, folder / f"{name}.log", limits.nbytes, limits.seconds)
+    process = PROCESSES.Process(target=measure_alone, args=arguments)
     process.start()
-    process.join(limits.seconds)
-    ended = f"not done after {limits.seconds:.0f} s" if process.exitcode is None else ""
+    process.join(STANDSTILL * limits.seconds)
     if process.exitcode is None:
         process.kill()
         process.join()
     result = read(file.read_text()) if file.exists() else Result(name, entry.package, entry.shows, entry.batched)
-    ended = ended or (f"ended with {process.exitcode}" if process.exitcode else "")
-    if ended and not result.failed:
-        result.failed, result.why = "time or memory", ended
+    if process.exitcode and not result.failed:
+        result.failed, result.why = "limits", f"ended with {process.exitcode}, of {limits}"
     return result
 
 
 def run_all(models: dict[str, Entry], jobs: int, folder: Path, limits: Limits) -> Iterator[Result]:
-    """The results, in order, each as soon as it is there."""
+    """The results, each as soon as it is there."""
     PROCESSES.set_forkserver_preload(["benchmarks.real_models.measure"])
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda name: run(name, models[name], folder, limits), models)
+        running = [pool.submit(run, name, entry, folder, limits) for name, entry in models.items()]
+        for done in as_completed(running):
+            yield done.result()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--table", type=Path, help="the page to write")
     parser.add_argument("--folder", type=Path, help="where logs and results go; else a folder that is removed")
-    parser.add_argument("--seconds", type=float, default=Limits.seconds, help="limit of a model")
+    parser.add_argument("--seconds", type=int, default=Limits.seconds, help="limit of a model's CPU seconds")
     parser.add_argument("--nbytes", type=int, default=Limits.nbytes, help="limit of a model's memory")
     parser.add_argument("--list", action="store_true", help="name the models and stop")
     args = parser.parse_args(argv)
@@ -103,17 +105,18 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"not installed, and left out: {', '.join(missing)}", flush=True)
     models = {name: entry for name, entry in models.items() if entry.package not in missing}
-    begin, results = time.perf_counter(), []
+    begin = time.perf_counter()
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for result in run_all(models, args.jobs, folder, Limits(args.seconds, args.nbytes)):
-            results.append(result)
+            results = sorted([*results, result], key=lambda each: list(models).index(each.name))
             print(line(result), flush=True)
-    text = page(results, missing, time.perf_counter() - begin)
-    if args.table:
-        args.table.write_text(text, encoding="utf-8")
-    else:
+            text = page(results, missing, time.perf_counter() - begin)
+            if args.table:
+                args.table.write_text(text, encoding="utf-8")  # as far as it is
+    if not args.table and results:
         print("\n" + text)
     return 1 if any(result.failed for result in results if result.batched) else 0
 

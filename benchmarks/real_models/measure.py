@@ -205,7 +205,7 @@ def _train(result: Result, entry: Entry) -> None:
         result.trained = []
         bound = _bound(case)
         program = analyse(case.module, bound)
-        _trained(result, program, case, bound, "auto", 4)
+        _trained(result, program, case, bound, "auto", 2)
         tried = [_trained(result, program, case, bound, *strategy) for strategy in DIVIDING[:1]]
         for strategy in (*DIVIDING[1:], ("data_parallel", 2)):
             if sum(tried) < 2:
@@ -240,12 +240,13 @@ def _dtype(case: Case) -> str:
     return str(next(p.dtype for p in case.module.parameters() if p.requires_grad)).removeprefix("torch.")
 
 
-def measure_alone(name: str, file: Path, log: Path, nbytes: int) -> None:
-    """Measure a model in a process made for it, which may have `nbytes` of memory: its result and its log, as files."""
+def measure_alone(name: str, file: Path, log: Path, nbytes: int, seconds: int) -> None:
+    """Measure a model in a process made for it, which may have so much memory and CPU: result and log are files."""
     with log.open("w") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     warnings.simplefilter("ignore")
     os.environ["SPLITC_CACHE"] = "off"  # so that the seconds are those of a first compile
     torch.set_num_threads(1)

@@ -105,7 +105,9 @@ PATCHES: dict[str, Any] = {
 }
 
 MODELS = {
-    "smp_unet": _entry(SMP, _segmentation, "Unet", encoder_name="resnet18"),
+    "smp_unet": _entry(
+        SMP, _segmentation, "Unet", encoder_name="resnet18", encoder_depth=3, decoder_channels=(16, 8, 8)
+    ),
     "smp_fpn": _entry(SMP, _segmentation, "FPN", encoder_name="mobilenet_v2", shows="Dropout2d"),
     "smp_segformer": _entry(SMP, _segmentation, "Segformer", encoder_name="mit_b0", shows="DropPath"),
     "monai_unet": _entry(
