@@ -7,10 +7,7 @@ the graph alone runs in float64 on parts of the batch, with BatchNorm in evaluat
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -32,6 +29,7 @@ from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import Coupling
 from splitc.ir.program import Program
+from splitc.runtime.seeded.mode import same_generators
 
 _SEEDS = 4  # tried where a loss is not finite
 _LARGE = 1 << 28  # parameters; more are not copied in float64
@@ -54,7 +52,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
     for how, seed in product(Draw, range(_SEEDS)):
         batches = [data.draw(size, seed + _SEEDS * k, how) for k in range(2)]
         try:
-            with _untouched():
+            with same_generators():
                 notes = _compare(program, model, example, batches, may_widen)
                 three = rows_of(program, batches[0], tuple(range(EXAMPLES)))
                 apart, widened = _apart(program, model, example, three, may_widen)
@@ -244,17 +242,3 @@ def _require_same_buffers(twin: Twin) -> None:
         other = captured.get(name)
         if other is not None and not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
             raise CaptureError(f"the buffer {name} differs between the model and its captured graph after some runs")
-
-
-@contextmanager
-def _untouched() -> Iterator[None]:
-    """Give the random generators of torch, Python and NumPy back as they were."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])

@@ -145,27 +145,36 @@ def seeded_generators(draws: Draws, label: Label) -> Iterator[None]:
     """Let the generators of Python, numpy and torch draw the same on every rank, from step and label; restore them."""
     key = repr((draws.seed, draws.step, label)).encode()
     seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
-    numpy = sys.modules.get("numpy")
-    torchs = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-    with _GENERATORS:  # which simulated ranks share
-        before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-        states = [(generator, generator.get_state()) for generator in torchs]
+    with _GENERATORS, same_generators():
         random.seed(seed)
-        for generator in torchs:
+        for generator in _of_torch():
             generator.manual_seed(seed)
-        if numpy:
+        if numpy := sys.modules.get("numpy"):
             numpy.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            for generator, state in states:
-                generator.set_state(state)
-            if numpy:
-                numpy.random.set_state(of_numpy)
+        yield
 
 
-_GENERATORS = threading.RLock()
+@contextmanager
+def same_generators() -> Iterator[None]:
+    """Give the generators of Python, numpy and torch back as they were."""
+    numpy = sys.modules.get("numpy")
+    before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    states = [(generator, generator.get_state()) for generator in _of_torch()]
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        for generator, state in states:
+            generator.set_state(state)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
+def _of_torch() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+_GENERATORS = threading.RLock()  # which simulated ranks share
 _LOCK = threading.Lock()
 
 
