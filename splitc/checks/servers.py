@@ -12,8 +12,7 @@ def servers_fit(program: PlacedProgram) -> list[str]:
     """Served layers have servers; a server on a worker's rank is in every served role."""
     plan = program.plan
     served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
-    problems = [f"layer {name} is served, but the plan has no servers" for name in served if not plan.servers]
-    problems += [
+    problems = [
         f"layer {name} is served, but its role {role} has model-parallel groups"
         for name, role in served.items()
         if role in plan.groups
@@ -25,8 +24,6 @@ def servers_fit(program: PlacedProgram) -> list[str]:
         for role in dict.fromkeys(served.values())
         if plan.roles_of(rank) and role not in plan.roles_of(rank)
     ]
-    if len(set(plan.servers)) != len(plan.servers):
-        problems.append(f"the servers {plan.servers} name a rank twice")
     return problems
 
 

@@ -229,7 +229,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""
-        data = {"schema": 1, "hash": self.hash, **self._decision, **self.prediction.to_dict()}
+        data = {"schema": 1, "hash": self.hash, **self.decision, **self.prediction.to_dict()}
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
@@ -260,7 +260,7 @@ class Plan:
             raise LaunchError(f"this is not a plan of splitc: {error}; compile the model again") from error
 
     @cached_property
-    def _decision(self) -> dict[str, Any]:
+    def decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
         decided = asdict(replace(self, prediction=Prediction()))
         del decided["prediction"]
@@ -269,7 +269,7 @@ class Plan:
     @property
     def hash(self) -> str:
         """Twelve hex digits of everything that decides the generated programs."""
-        return hashlib.sha256(json.dumps(self._decision, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.decision, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def share_out(total: int, parts: int) -> tuple[int, ...]:

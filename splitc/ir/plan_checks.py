@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -22,6 +23,11 @@ _MOST_RANKS, _MOST_EXAMPLES = 100_000, 2**40
 def plan_problems(data: dict[str, Any]) -> list[str]:
     """A line for everything that is wrong with a plan, by the names that plan.json has for things."""
     return [*_shape(data)] or [*_types(data)] or [*_sense(data)]
+
+
+def decision_problems(plan: Plan) -> list[str]:
+    """A line for everything that makes no sense in what a plan decides."""
+    return [*_sense(json.loads(json.dumps(plan.decision)))]
 
 
 def _shape(data: dict[str, Any]) -> Iterator[str]:

@@ -501,7 +501,7 @@ def test_a_bucket_that_nobody_waits_for_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("servers", "words"), [((), "has no servers"), ((3, 3), "name a rank twice"), ((5,), "outside the world")]
+    ("servers", "words"), [((), "servers is empty"), ((3, 3), "a rank is there twice"), ((5,), "there is no rank 5")]
 )
 def test_a_plan_whose_servers_cannot_serve_is_refused(servers: tuple[int, ...], words: str) -> None:
     program = served(ConvNet(), (0, 1, 2), (3,)).program
