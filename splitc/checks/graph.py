@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
 from splitc.checks.servers import servers_fit
 from splitc.ir import comm_ops
-from splitc.ir.graph import cut_of, info
-from splitc.ir.interpreter import NodeRunner, mode_of
-from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.graph import info
+from splitc.ir.interpreter import shapes_at
+from splitc.ir.plan_checks import decision_problems
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.ir.server_rows import pushable
 
 
@@ -32,36 +30,10 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
         for layer in program.layers
         if layer.name not in plan.placements
     ]
-    problems += [
-        f"layer {name} is placed in role {p.role!r}, which has no ranks"
-        for name, p in plan.placements.items()
-        if p.role not in plan.roles
-    ]
-    ranks = [rank for ranks in plan.roles.values() for rank in ranks]
-    problems += [
-        f"rank {rank} of a role is outside the world of {plan.world}"
-        for rank in (*ranks, *plan.servers)
-        if not 0 <= rank < plan.world
-    ]
+    problems += decision_problems(plan)
     problems += servers_fit(program)
     if program.in_batch in plan.placements and not problems and not plan.sees_whole_batch(program.in_batch):
         problems.append(f"layer {program.in_batch} needs the whole batch, and its ranks see parts of it")
-    for role, group in plan.groups.items():
-        if len(plan.roles.get(role, ())) % group.size:
-            problems.append(
-                f"role {role} has {len(plan.roles[role])} ranks, which groups of {group.size} do not divide"
-            )
-        if role == plan.reader:
-            problems.append(f"role {role} reads the data, so it cannot have groups")
-    for role, bounds in plan.batch_offsets.items():
-        if (
-            len(bounds) != len(plan.roles[role]) + 1
-            or list(bounds) != sorted(bounds)
-            or bounds[-1] != plan.global_batch
-        ):
-            problems.append(
-                f"role {role} has bounds {bounds} for {len(plan.roles[role])} ranks and {plan.global_batch} examples"
-            )
     return problems
 
 
@@ -182,35 +154,5 @@ def shapes_hold(program: LoweredProgram) -> list[str]:
     problems: list[str] = []
     for stage in program.stages:
         for batch in sorted({max(2, plan.peak_batch(stage.role, rank)) for rank in plan.roles[stage.role]}):
-            problems += _stage_shapes(program, stage, batch)
-    return problems
-
-
-def _stage_shapes(program: Program, stage: Stage, batch: int) -> list[str]:
-    mode = mode_of(program.root)
-    problems: list[str] = []
-    current = ""
-
-    def check(node: fx.Node, run: Any) -> Any:
-        nonlocal current
-        current = f"{node.name} ({info(node).source})"
-        spec = info(node).spec
-        if node.target is comm_ops.recv:
-            assert isinstance(spec, TensorSpec)
-            value = torch.empty(spec.at(batch), dtype=spec.dtype)
-            return value.requires_grad_() if cut_of(node).gradient else value
-        value = run()
-        if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
-            problems.append(
-                f"{current} is {tuple(value.shape)} in role {stage.role} at a batch of {batch}, not {spec.at(batch)}"
-            )
-        return value
-
-    inputs = {i.name: i.spec for i in program.inputs}
-    try:
-        with mode:
-            feed = {name: torch.empty(inputs[name].at(batch), dtype=inputs[name].dtype) for name in stage.inputs}
-            NodeRunner(program.root, stage.graph, check).run_named(feed)
-    except Exception as error:
-        problems.append(f"{current} fails in role {stage.role} at a batch of {batch}: {error}")
+            problems += shapes_at(program, batch, stage)
     return problems

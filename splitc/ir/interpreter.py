@@ -13,9 +13,10 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from splitc.errors import CaptureError
+from splitc.ir.comm_ops import recv
 from splitc.ir.fake_mode import FakeMode
-from splitc.ir.graph import info, is_region
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.graph import cut_of, info, is_region
+from splitc.ir.program import Program, Stage, TensorSpec
 from splitc.runtime.seeded.mode import running
 
 
@@ -91,24 +92,31 @@ class NodeRunner(fx.Interpreter):
         return self.run(*(inputs[n.target] for n in self.graph.nodes if n.op == "placeholder"))
 
 
-def shapes_at(program: Program, batch: int) -> list[str]:
-    """Run the graph at `batch` examples; return a line for each node that fails or whose shape is not its spec's."""
+def shapes_at(program: Program, batch: int, stage: Stage | None = None) -> list[str]:
+    """Run the graph at `batch` examples, or that of a stage.
+
+    Returns a line for each node that fails or whose shape is not its spec's.
+    """
+    graph, inside = (program.graph, "") if stage is None else (stage.graph, f" in role {stage.role}")
     mode = mode_of(program.root)
     problems: list[str] = []
     where = "output"
 
     def check(node: fx.Node, run: Callable[[], Any]) -> Any:
         nonlocal where
-        where = f"{info(node).source}: {node.name}"
+        where, spec = f"{info(node).source}: {node.name}", info(node).spec
+        if node.target is recv:
+            assert isinstance(spec, TensorSpec)
+            value = torch.empty(spec.at(batch), dtype=spec.dtype)
+            return value.requires_grad_() if cut_of(node).gradient else value
         value = run()
-        spec = info(node).spec
         if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor) and tuple(value.shape) != spec.at(batch):
-            problems.append(f"{where} is {tuple(value.shape)} at a batch of {batch}, not {spec.at(batch)}")
+            problems.append(f"{where} is {tuple(value.shape)}{inside} at a batch of {batch}, not {spec.at(batch)}")
         return value
 
     try:
         with mode, quiet():
-            NodeRunner(program.root, program.graph, check).run_named(fake_inputs(program, batch, mode))
+            NodeRunner(program.root, graph, check).run_named(fake_inputs(program, batch, mode))
     except Exception as error:
-        problems.append(f"{where} does not run at a batch of {batch}: {str(error).partition(chr(10))[0]}")
+        problems.append(f"{where} does not run{inside} at a batch of {batch}: {str(error).partition(chr(10))[0]}")
     return problems
