@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,8 +42,8 @@ class NoRegion(Exception):
     """A module cannot be a region; the text says why."""
 
 
-class TrainsWrong(NoRegion):
-    """Nor can any module around it: ranks would train something else than one process."""
+class Never(NoRegion):
+    """Nor can any module around it: the model itself fails, or ranks would train something else."""
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Runs:
             raise
         except Exception as error:
             where = line_of(error) or type(model).__name__
-            raise NoRegion(f"{where}: {type(error).__name__}: {first_line(error)}") from error
+            raise Never(f"{where}: {type(error).__name__}: {first_line(error)}") from error
 
     def region(self, path: str, why: str, code: str | None) -> OwnCode:
         """What is known of the module at `path`.  Raises NoRegion."""
@@ -148,7 +149,13 @@ def _run(
         return watched[module][-1].output
 
     try:
-        with intercepted(watched, run), torch.random.fork_rng(), torch.enable_grad(), under_autocast(model, autocast):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            intercepted(watched, run),
+            torch.random.fork_rng(),
+            torch.enable_grad(),
+            under_autocast(model, autocast),
+        ):
             example.loss_of(example.output(model, values), values)
     finally:
         random.setstate(state)
@@ -245,7 +252,7 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
 def _require_own(path: str, known: set[int], *calls: _Call) -> None:
     """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
 
-    Raises TrainsWrong for one that writes what it computes from the batch into a buffer.
+    Raises Never for one that writes what it computes from the batch into a buffer.
     """
     norms = {
         f"{name}.{key}".lstrip(".")
@@ -262,7 +269,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         for name, value in call.changed.items():
             first = calls[0].changed.get(name)
             if name not in norms and (first is None or not torch.equal(first, value)):
-                raise TrainsWrong(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
+                raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
 
 
 def _leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:

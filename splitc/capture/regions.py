@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.example import LOSS, Example
-from splitc.capture.region_runs import Counter, NoRegion, Runs, TrainsWrong, intercepted
+from splitc.capture.region_runs import Counter, Never, NoRegion, Runs, intercepted
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region, is_inside
@@ -90,7 +90,7 @@ class Regions:
         reason: NoRegion | None = None
         paths = [path] if is_loss else paths
         while path in self.found or (reason := self._try(path, paths, str(error))):
-            if path in ("", LOSS) or isinstance(reason, TrainsWrong):
+            if path in ("", LOSS) or isinstance(reason, Never):
                 more = f"; nor can it stay the user's own code: {reason}" if reason else ""
                 raise CaptureError(f"{error}{more}") from error
             path = path.rpartition(".")[0]

@@ -64,7 +64,7 @@ def test_a_region_may_return_containers() -> None:
 def test_the_module_around_is_the_region_where_a_call_cannot_be_a_node() -> None:
     class Number(nn.Module):
         def forward(self, x: Tensor) -> float:
-            return float(x.sum())
+            return x.sum().item()
 
     class Around(nn.Module):
         def __init__(self) -> None:
@@ -92,12 +92,14 @@ def test_a_loss_may_be_a_region(loss: Any) -> None:
 
 def test_a_region_that_writes_into_a_buffer_from_the_batch_is_refused() -> None:
     class Centre(nn.Module):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(FEATURES))
 
         def forward(self, x: Tensor) -> Tensor:
-            y = untraceable.Sign.apply(x)
+            y = untraceable.sign(x)
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             return y - self.mean
 
@@ -107,12 +109,12 @@ def test_a_region_that_writes_into_a_buffer_from_the_batch_is_refused() -> None:
 
 def test_a_region_that_reads_parameters_of_other_modules_takes_these_in() -> None:
     class Reader(nn.Module):
-        def __init__(self, others: list[nn.Module]) -> None:
+        def __init__(self, others: list[Any]) -> None:
             super().__init__()
             self.others = others
 
         def forward(self, x: Tensor) -> Tensor:
-            return untraceable.Sign.apply(x) * self.others[0].weight.sum()
+            return untraceable.sign(x) * self.others[0].weight.sum()
 
     class Reading(Perceptron):
         def __init__(self) -> None:

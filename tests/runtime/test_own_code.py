@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ def test_plain_tensors_become_buffers_that_no_state_dict_has() -> None:
 
 
 def test_a_stage_is_filled_like_any_other() -> None:
-    given = untraceable.gated()
+    given: Any = untraceable.gated()
 
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -41,19 +43,19 @@ def test_a_stage_is_filled_like_any_other() -> None:
             self.own = own_module(own_model(given), "middle.0")
 
     weights = {f"own.{k}": v for k, v in {**given.middle[0].state_dict(), "scale": torch.ones(6)}.items()}
-    stage = build(Stage, weights, torch.device("cpu"))
+    stage: Any = build(Stage, weights, torch.device("cpu"))
     x = torch.randn(4, 6)
     torch.testing.assert_close(stage.own(x), x + given.middle[0].fc(x))
 
 
 def test_a_whole_model_has_its_own_names() -> None:
-    stage = OwnModel(own_module(own_model(untraceable.Whole()), "", ()))
+    stage: Any = OwnModel(own_module(own_model(untraceable.Whole()), "", ()))
     assert {name for name, _ in stage.named_parameters()} == {"weight", "inner.weight", "inner.bias"}
     assert not stage.eval().own.training
 
 
 def test_submodules_stay_in_evaluation_mode_in_training() -> None:
-    module = own_module(own_model(untraceable.Frozen()), "", ("norm",))
+    module: Any = own_module(own_model(untraceable.Frozen()), "", ("norm",))
     assert [each.training for each in (module.train(), module.norm, module.fc)] == [True, False, True]
     assert not module.eval().fc.training
 

@@ -23,9 +23,14 @@ class Sign(torch.autograd.Function):
         return x.sign()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradient * (x.abs() < 1)
+
+
+def sign(x: Tensor) -> Tensor:
+    made: Tensor = Sign.apply(x)  # type: ignore[no-untyped-call]
+    return made
 
 
 class BinaryConv(nn.Module):
@@ -34,7 +39,7 @@ class BinaryConv(nn.Module):
         self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, Sign.apply(self.conv.weight), self.conv.bias, padding=1)
+        return F.conv2d(x, sign(self.conv.weight), self.conv.bias, padding=1)
 
 
 class BinaryNet(nn.Module):
@@ -91,7 +96,7 @@ class Outputs(nn.Module):
         self.fc = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        y = Sign.apply(self.fc(x))
+        y = sign(self.fc(x))
         return {"y": y, "pair": Pair(x * 2, (y.sum(1), None))}
 
 
@@ -103,7 +108,7 @@ class Wrapped(nn.Module):
         self.fc = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Pair:
-        y = Sign.apply(self.fc(x))
+        y = sign(self.fc(x))
         return Pair(y * x, (y.sum(1), None))
 
 
@@ -116,7 +121,7 @@ class Normed(nn.Module):
         self.fc = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(Sign.apply(self.norm(x)) * x)
+        return self.fc(sign(self.norm(x)) * x)
 
 
 def _doubled(x: Tensor) -> Tensor:
@@ -167,11 +172,14 @@ class Tied(Perceptron):
 
     def __init__(self) -> None:
         super().__init__(Gated())
-        self.middle[0].fc.weight = self.first.weight
+        region: Any = self.middle[0]
+        region.fc.weight = self.first.weight
 
 
 class Whole(nn.Module):
     """A model whose own forward reads data."""
+
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,6 +198,8 @@ def finite_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class FiniteLoss(nn.Module):
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(0.5))
@@ -212,7 +222,7 @@ class Noisy(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(Sign.apply(self.drop(self.fc(x))) * x) + torch.rand_like(x)
+        return self.drop(sign(self.drop(self.fc(x))) * x) + torch.rand_like(x)
 
 
 class Frozen(nn.Module):
@@ -224,11 +234,13 @@ class Frozen(nn.Module):
         self.fc = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x) + Sign.apply(self.norm(x))
+        return self.fc(x) + sign(self.norm(x))
 
 
 class Counted(nn.Module):
     """Counts its calls in a buffer."""
+
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +248,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return Sign.apply(x) * x * (1 + 0.1 * self.calls)
+        return sign(x) * x * (1 + 0.1 * self.calls)
 
 
 class Several(nn.Module):
@@ -247,7 +259,7 @@ class Several(nn.Module):
         self.fc = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, pair: tuple[Tensor, dict[str, Tensor]], scale: float = 1.0) -> Tensor:
-        return Sign.apply(self.fc(pair[0])) * pair[1]["by"] * scale
+        return sign(self.fc(pair[0])) * pair[1]["by"] * scale
 
 
 class Calling(Perceptron):
@@ -265,10 +277,14 @@ class Calling(Perceptron):
         return self.last(x + again)
 
 
+def _doubled_gradient(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return (inputs[0] * 2,)
+
+
 def hooked() -> nn.Module:
     """A module with a backward hook."""
     model = Perceptron(nn.Linear(FEATURES, FEATURES))
-    model.middle[0].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    model.middle[0].register_full_backward_hook(_doubled_gradient)
     return model
 
 
