@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from splitc.capture.attributes import identifier
-from splitc.capture.proxy import is_proxy, leaves
+from splitc.capture.proxy import TracedTensor, is_proxy, leaves
 from splitc.capture.refusals import Unsupported, hook_text
 from splitc.capture.tracer import Tracer
 
@@ -49,6 +50,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
             patch(torch.func, name, refused(_TRANSFORM))
         patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
+        patch(builtins, "len", _len(tracer))  # Python accepts only an int from __len__
         patch(torch.compiler, "_is_compiling_flag", compiling)  # which every spelling of the question reads
         patch(torch.distributions.Distribution, "_validate_args", False)  # a check of data, without an effect
         # checkpointed functions are traced through
@@ -145,6 +147,17 @@ def _script_function(tracer: Tracer) -> Callable[..., Any]:
         )
 
     return call
+
+
+def _len(tracer: Tracer) -> Callable[[Any], Any]:
+    real = len
+
+    def length(value: Any) -> Any:
+        if type(value) is TracedTensor and not tracer.evaluator.busy and (sizes := tracer.queries.sizes(value)):
+            return sizes[0]
+        return real(value)
+
+    return length
 
 
 def _factory(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,10 +150,10 @@ class TracedTensor(Traced, torch.Tensor):  # type: ignore[misc]
         self._tracer.record("call_function", setattr, (self, name, value), {})
 
     def __len__(self) -> int:
-        return int(self._tracer.plain(self._tracer.queries.sizes(self)[0], "len()"))
+        return int(self._tracer.plain(self._tracer.queries.sizes(self)[0], "a loop over a tensor"))
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self[i] for i in range(len(self))])
+        return iter([self[i] for i in range(self.__len__())])
 
     def __contains__(self, value: Any) -> bool:
         return bool((self == value).any())

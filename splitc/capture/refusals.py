@@ -51,7 +51,7 @@ DATA_ACCESSES = {
 """Methods that read the data of a tensor -> how messages name them."""
 
 REMEDIES = {
-    "len()": "write x.size(0) instead, which stays in the graph",
+    "a loop over a tensor": "write operations over the whole batch",
     "range() or an index": "write operations over the whole batch instead of a loop",
 }
 """What to do instead of reading a number that depends on the batch."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tag
+from torch._ops import OpOverload, OpOverloadPacket
 
 from splitc.ir import comm_ops
 
@@ -16,7 +19,6 @@ def _all_names() -> dict[int, str]:
     """`id` of a function -> how generated code calls it; the first name counts."""
     names: dict[int, str] = {
         id(getattr): "getattr",
-        id(torch._weight_norm): "torch._weight_norm",
     }
     for module, prefix in (
         (F, "F"),
@@ -29,17 +31,36 @@ def _all_names() -> dict[int, str]:
         for name, value in vars(module).items():
             if callable(value) and not name.startswith("_"):
                 names.setdefault(id(value), f"{prefix}.{name}")
+    for name, value in vars(torch).items():
+        if name.startswith("_") and isinstance(value, BuiltinFunctionType):
+            names.setdefault(id(value), f"torch.{name}")
     return names
 
 
 _NAMES = _all_names()  # now: while a model is traced, some functions of torch are replaced
 
 
+_Op = OpOverload | OpOverloadPacket
+
+
 def function_name(target: Callable[..., Any]) -> str:
     """How generated code calls a function."""
+    if isinstance(target, _Op):
+        return f"torch.ops.{target}"
     return f"comm.{target.__name__}" if target in comm_ops.NODES else _NAMES[id(target)]
 
 
 def is_nameable(target: Callable[..., Any]) -> bool:
-    """Whether generated code can call the function."""
+    """Whether generated code can call the function; torch's internal ones only if they neither draw nor write."""
+    if isinstance(target, _Op):
+        return str(target).startswith("aten.") and _is_pure(target)
+    if _NAMES.get(id(target), "").startswith("torch._"):
+        return _is_pure(getattr(torch.ops.aten, target.__name__, None))
     return target in comm_ops.NODES or id(target) in _NAMES
+
+
+def _is_pure(op: Any) -> bool:
+    """Whether an operation neither draws random numbers nor writes into its inputs; False for what is none."""
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()] if op else []
+    written = any(a.is_write and not a.is_out for each in overloads for a in each._schema.arguments)
+    return bool(overloads) and not written and not any(Tag.nondeterministic_seeded in o.tags for o in overloads)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import SizeSpec
+from splitc.ir.regions import regions
 from tests.support.capturing import captured, forward_lines, node, validated
 from tests.support.models import BATCH, Encoder, labels, made, padded
 
@@ -35,6 +36,15 @@ def sizes(m: Any, x: Tensor) -> Tensor:
     y = y.reshape(*x.shape[:-1], 2, 4).flatten(2).view(x.size(dim=0), *y.shape[1:])
     y = y * (y.numel() / x.shape.numel()) + y.new_zeros(y.shape) + torch.zeros(B, 1, C, device=x.device)
     return m.fc(y.sum(1) / x.size(1))
+
+
+def lengths(m: Any, x: Tensor) -> Tensor:
+    assert type(len(x[0])) is int and len(x[0]) == 8 and len([x]) == 1
+    return m.fc(m.a(x).reshape(len(x), -1) + torch.zeros(len(x), 8).expand(len(x), -1)) * (len(x) / x.size(0))
+
+
+def operations_of_aten(m: Any, x: Tensor) -> Tensor:
+    return m.fc(torch.ops.aten.relu(m.a(x)) + torch.ops.aten.mul.Tensor(x, x) + torch._softmax(x, 1, False))
 
 
 def joins_and_splits(m: Any, x: Tensor) -> Tensor:
@@ -200,6 +210,8 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
     run.__name__: (run, shape, children)
     for run, shape, children in (
         (sizes, (6, 8), {}),
+        (lengths, (8,), {}),
+        (operations_of_aten, (8,), {}),
         (joins_and_splits, (8,), {}),
         (indices, (8,), {}),
         (attention, (6, 8), {"qkv": nn.Linear(8, 24)}),
@@ -241,7 +253,8 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MAY)
 def test_a_forward_may_use(name: str) -> None:
     run, shape, children = MAY[name]
-    captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
+    program = captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
+    assert not list(regions(program))
 
 
 @pytest.mark.parametrize("name", ["lambda_", "relu_", "zero_", "normal", "rand", "backward", "sum", "size"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,3 +27,12 @@ def test_functions_of_equal_names_in_two_modules_are_told_apart() -> None:
 
 def test_a_function_of_the_user_has_no_name() -> None:
     assert not is_nameable(lambda x: x) and is_nameable(torch.cat)
+
+
+def test_internal_functions_of_torch_are_called_by_name_unless_they_draw_or_write() -> None:
+    aten = torch.ops.aten
+    pure: tuple[Any, ...] = (torch._softmax, torch._weight_norm, torch._grouped_mm, aten.relu, aten.mm.default)
+    assert all(is_nameable(function) and eval(function_name(function)) is function for function in pure)
+    others: tuple[Any, ...] = (torch._standard_gamma, torch._foreach_add_, aten.bernoulli, aten.relu_)
+    assert not any(is_nameable(function) for function in others)
+    assert not is_nameable(torch._is_functional_tensor), "which is no operation"
