@@ -7,12 +7,11 @@
     fc: modulo cut0 [1]              fc: modulo_grad cut0 [1]
 
 A line begins with the role in which a rank does it; a number in brackets is the microbatch of its group.  Reordering
-the list changes the schedule.  It prints as text and parses back.
+the list changes the schedule.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -79,28 +78,3 @@ class Action:
 def print_actions(actions: Iterable[Action]) -> str:
     """Return the actions as text, one a line."""
     return "\n".join(map(str, actions)) + "\n"
-
-
-_LINE = r"(?:(\w+): )?(\w+)(?: (?!->|<-|\[)(.+?))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?"
-
-
-def parse_actions(text: str) -> tuple[Action, ...]:
-    """Return the actions that `print_actions` wrote.  Raises InternalError that names the line."""
-    actions = []
-    for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
-        match = re.fullmatch(_LINE, line)
-        if match is None:
-            raise InternalError(f"line {number} is no action: {line!r}")
-        role, verb, value, peer, microbatch = match.groups(default="")
-        bucket = re.fullmatch(r"bucket(\d+)", value) if verb in BUCKET_VERBS else None
-        actions.append(
-            Action(
-                verb,
-                value if bucket is None else "",
-                peer,
-                role,
-                int(microbatch or 0),
-                None if bucket is None else int(bucket[1]),
-            )
-        )
-    return tuple(actions)

@@ -18,11 +18,12 @@ from examples.alexnet import alexnet
 from examples.mlp import mlp
 from examples.resnet import resnet18
 from splitc.compiled import CompiledProgram
-from splitc.ir.actions import parse_actions, print_actions
+from splitc.ir.actions import print_actions
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
+from tests.support.actions import parse_actions
 from tests.support.compiled import analyse, class_batch, compiled
 
 Golden = Callable[[str, str], None]

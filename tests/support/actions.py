@@ -1,0 +1,32 @@
+"""Read action lists from text."""
+
+from __future__ import annotations
+
+import re
+
+from splitc.errors import InternalError
+from splitc.ir.actions import BUCKET_VERBS, Action
+
+_LINE = r"(?:(\w+): )?(\w+)(?: (?!->|<-|\[)(.+?))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?"
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    """Return the actions that `print_actions` wrote.  Raises InternalError that names the line."""
+    actions = []
+    for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
+        match = re.fullmatch(_LINE, line)
+        if match is None:
+            raise InternalError(f"line {number} is no action: {line!r}")
+        role, verb, value, peer, microbatch = match.groups(default="")
+        bucket = re.fullmatch(r"bucket(\d+)", value) if verb in BUCKET_VERBS else None
+        actions.append(
+            Action(
+                verb,
+                value if bucket is None else "",
+                peer,
+                role,
+                int(microbatch or 0),
+                None if bucket is None else int(bucket[1]),
+            )
+        )
+    return tuple(actions)
