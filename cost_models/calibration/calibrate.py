@@ -20,7 +20,7 @@ from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.loopback import gpu_link, loopback_link
 from splitc.cost_models.calibration.rank_timer import Progress, RankTimer, no_progress
-from splitc.cost_models.compute.clocks import one_thread
+from splitc.cost_models.compute.clocks import threads
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.runtime.transport.base import Transport
@@ -82,7 +82,7 @@ def calibrate_one_process(
     where = where or (torch.device("cuda", 0) if gpus else torch.device("cpu"))
     on_gpu = where.type == "cuda"
     begin = time.monotonic()
-    with nullcontext() if on_gpu else one_thread():
+    with nullcontext() if on_gpu else threads(1):
         fit = measure_device(where, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         progress("the link between two ranks here")
         left = max(budget / 4, budget - (time.monotonic() - begin))

@@ -62,10 +62,10 @@ def clock_of(where: torch.device) -> Clock:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as torchrun gives each of the ranks that share a host."""
+def threads(number: int) -> Iterator[None]:
+    """Compute with so many threads: torchrun gives one to each of the ranks that share a host."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:

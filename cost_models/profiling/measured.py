@@ -33,7 +33,7 @@ import torch
 
 from splitc import units
 from splitc.cost_models.clusters.this_machine import device_name
-from splitc.cost_models.compute.clocks import one_thread, seeded
+from splitc.cost_models.compute.clocks import seeded, threads
 from splitc.cost_models.profiling.node_cache import NodeCache, node_keys
 from splitc.cost_models.profiling.node_times import FIRST, LEAST, NodeTimer
 from splitc.cost_models.profiling.random_run import random_inputs, real_root
@@ -78,7 +78,7 @@ def measure_layers(
     where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = device_name()
     cache = NodeCache(cache_dir or cache_folder(), device if where.type == "cuda" else f"{device}, 1 thread")
-    with one_thread(), seeded(where):
+    with threads(1), seeded(where):
         keys = _measured(program, counted, cache, where, budget)
     rate = statistics.median(cache.entries[key].flop_rate for found in keys.values() for key in found.values())
     lines = {}

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import splitc
 from splitc import units
+from splitc.cost_models.calibration.calibrate import cores
 from splitc.demo import model as digits
 from splitc.demo.train import Training, train_alone
 from splitc.errors import LaunchError, SplitcError
@@ -208,7 +209,7 @@ def meaning(trainings: Mapping[str, Training]) -> str:
         f"all-reduce counted as on a ring; of DDP 2 (n - 1) / n of the gradients, what a ring sends.\n\n"
         f"{same} DDP sends the gradients of the head from every rank; splitc sends activations to the rank that holds "
         f"it, and the busiest rank sends {ddp / separated:.0f} times fewer bytes.\n\n"
-        f"The seconds say little: here all ranks share {_cores()} cores, and no network is between them. On 1 Gbit/s "
+        f"The seconds say little: here all ranks share {cores()} cores, and no network is between them. On 1 Gbit/s "
         f"the bytes alone would take {units.seconds(ddp / network)} of each DDP step, and "
         f"{units.seconds(separated / network)} of each step of splitc."
     )
@@ -264,10 +265,6 @@ def _command() -> str:
     if shutil.which("splitc"):
         return "splitc"
     return os.path.relpath(beside) if beside.exists() else "python -m splitc.cli"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _title(text: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from splitc.cost_models.compute.clocks import threads
 from splitc.demo.model import GLOBAL_BATCH, SEED, WORLD, Digits, loss, model
 from splitc.runtime.data import order
 from splitc.runtime.launch.loader import load_rank
@@ -70,12 +71,8 @@ def train_alone(train: TensorDataset, epochs: int) -> Training:
         optimizer.step()
         return value.detach()
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         losses, seconds = run(lambda epoch: own_batches(train, epoch), step, epochs, verbose=True)
-    finally:
-        torch.set_num_threads(threads)
     return Training(losses, seconds, [0.0], whole_state(digits))
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch import nn
 from splitc.capture.example import LOSS, Example
 from splitc.capture.generic_data import Draw
 from splitc.capture.source_lines import first_line
+from splitc.cost_models.compute.clocks import threads
 from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram, TensorSpec
 from splitc.runtime.launch.trial import run_trial, torchrun_trial
@@ -97,7 +97,7 @@ def verify_program(
         with tempfile.TemporaryDirectory() as folder:
             trials = torchrun_trial(Path(folder), files, weights, world, feeds, local_batches, LEARNING_RATE, MOMENTUM)
     else:
-        with _torch_threads(max(1, torch.get_num_threads() // world)):
+        with threads(max(1, torch.get_num_threads() // world)):  # ranks are threads too, and compete for cores
             trials = run_ranks(
                 world, lambda t: run_trial(files, t, weights, feeds, local_batches, LEARNING_RATE, MOMENTUM, own)
             )
@@ -132,17 +132,6 @@ def computed_in(program: PlacedProgram) -> torch.dtype:
 
 
 _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
-
-
-@contextmanager
-def _torch_threads(number: int) -> Iterator[None]:
-    """Set the threads of each torch operation: simulated ranks are threads themselves and would compete for cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _verification(
