@@ -3,6 +3,7 @@
     python -m benchmarks.real_models                                   # all of them, one after the other
     python -m benchmarks.real_models resnet18 bert --package timm      # two by name, and all of a package
     python -m benchmarks.real_models --table docs/real-models.md
+    python -m benchmarks.real_models --folder results --kept           # go on where a run was ended
 
 Each model runs in a process of its own with a limit of time and of memory.  The packages are those of
 `benchmarks/real_models/requirements.txt`; a model whose package is not installed is left out, and named.
@@ -15,7 +16,6 @@ import importlib.metadata
 import multiprocessing
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -76,6 +76,12 @@ def run(name: str, entry: Entry, folder: Path, limits: Limits) -> Result:
     return result
 
 
+def finished(file: Path) -> Result | None:
+    """The result in a file, if all its stages were run."""
+    result = read(file.read_text()) if file.exists() else None
+    return result if result and (result.failed or result.seconds_in_all) else None
+
+
 def run_all(models: dict[str, Entry], jobs: int, folder: Path, limits: Limits) -> Iterator[Result]:
     """The results, each as soon as it is there."""
     PROCESSES.set_forkserver_preload(["benchmarks.real_models.measure"])
@@ -93,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--table", type=Path, help="the page to write")
     parser.add_argument("--folder", type=Path, help="where logs and results go; else a folder that is removed")
+    parser.add_argument("--kept", action="store_true", help="measure only what has no result in --folder yet")
     parser.add_argument("--seconds", type=int, default=Limits.seconds, help="limit of a model's CPU seconds")
     parser.add_argument("--nbytes", type=int, default=Limits.nbytes, help="limit of a model's memory")
     parser.add_argument("--list", action="store_true", help="name the models and stop")
@@ -105,18 +112,22 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"not installed, and left out: {', '.join(missing)}", flush=True)
     models = {name: entry for name, entry in models.items() if entry.package not in missing}
-    begin = time.perf_counter()
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for result in run_all(models, args.jobs, folder, Limits(args.seconds, args.nbytes)):
+        kept = [result for name in models if args.kept and (result := finished(folder / f"{name}.json"))]
+        results += kept
+        left = {name: entry for name, entry in models.items() if name not in {result.name for result in kept}}
+        for result in run_all(left, args.jobs, folder, Limits(args.seconds, args.nbytes)):
             results = sorted([*results, result], key=lambda each: list(models).index(each.name))
             print(line(result), flush=True)
-            text = page(results, missing, time.perf_counter() - begin)
             if args.table:
-                args.table.write_text(text, encoding="utf-8")  # as far as it is
-    if not args.table and results:
+                args.table.write_text(page(results, missing), encoding="utf-8")  # as far as it is
+    text = page(results, missing)
+    if args.table:
+        args.table.write_text(text, encoding="utf-8")
+    else:
         print("\n" + text)
     return 1 if any(result.failed for result in results if result.batched) else 0
 

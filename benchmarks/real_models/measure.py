@@ -57,7 +57,7 @@ class Result:
 
     seconds: of CPU, for a compile under `auto`; validation: those of them in which graph and model were compared.
     error, dtype: one data-parallel step against eager.  rounding: eager against itself, with reordered examples.
-    failed: the stage that failed, and its error.
+    failed: the stage that failed, and its error.  seconds_in_all: of CPU, all stages; 0 until they are done.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Result:
     failed: str = ""
     why: str = ""
     notes: list[str] = field(default_factory=list)
+    seconds_in_all: float = 0.0
 
     @property
     def captured(self) -> bool:
@@ -97,6 +98,7 @@ class Result:
 
 def measure(name: str, entry: Entry, write: Callable[[Result], None]) -> Result:
     """All stages, until one fails."""
+    begin = time.process_time()
     result = Result(name, entry.package, entry.shows, entry.batched)
     stages: list[tuple[str, Callable[[Result, Entry], None]]] = [
         ("build", _build),
@@ -111,8 +113,9 @@ def measure(name: str, entry: Entry, write: Callable[[Result], None]) -> Result:
             result.failed, result.why = stage, described(error)
             traceback.print_exc()
             break
-        finally:
-            write(result)
+        write(result)
+    result.seconds_in_all = time.process_time() - begin
+    write(result)
     return result
 
 

@@ -42,11 +42,11 @@ train mode for 4 ranks under `auto`, and then compared and trained:
 """
 
 
-def page(results: Sequence[Result], missing: Sequence[str], seconds: float) -> str:
+def page(results: Sequence[Result], missing: Sequence[str]) -> str:
     """The whole page."""
     parts = [
         INTRODUCTION,
-        *_totals(results, missing, seconds),
+        *_totals(results, missing),
         "",
         *_rows(results),
         "",
@@ -56,7 +56,7 @@ def page(results: Sequence[Result], missing: Sequence[str], seconds: float) -> s
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _totals(results: Sequence[Result], missing: Sequence[str], seconds: float) -> list[str]:
+def _totals(results: Sequence[Result], missing: Sequence[str]) -> list[str]:
     """Date, versions, totals."""
     batched = [r for r in results if r.batched]
     captured = [r for r in batched if r.captured]
@@ -65,7 +65,7 @@ def _totals(results: Sequence[Result], missing: Sequence[str], seconds: float) -
     refused = sum(r.failed == "compile" for r in results if not r.batched)
     text = [
         f"{today}, torch {torch.__version__}, {len(results)} models of {len(packages)} packages, "
-        f"{seconds / 60:.0f} minutes:",
+        f"{sum(r.seconds_in_all for r in results) / 60:.0f} minutes of CPU:",
         "",
         f"- With a batch dimension: {len(batched)}; captured {_share(len(captured), len(batched))}, equal "
         f"{_share(sum(r.equal for r in batched), len(batched))}, trained "

@@ -50,7 +50,7 @@ def test_a_model_is_compiled_compared_with_eager_and_trained_under_three_strateg
     result = measured(Entry("ours", net))
     assert (result.failed, result.captured, result.equal, result.trains) == ("", True, True, True), result.why
     assert [t.strategy for t in result.trained] == ["auto(2)", "layer_separation(3)", "modulo_shard(2)"]
-    assert "captured 1 (100%), equal 1 (100%), trained 1 (100%)" in page([result], [], 1.0)
+    assert "captured 1 (100%), equal 1 (100%), trained 1 (100%)" in page([result], [])
 
 
 def test_a_step_that_differs_from_eager_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_the_stage_that_fails_and_its_error_are_in_the_page() -> None:
 
     result = measured(Entry("ours", broken, shows="widths"))
     assert result.failed == "build"
-    assert "- **net** (build): ValueError: no such width (test_real_models.py:" in page([result], ["other"], 1.0)
+    assert "- **net** (build): ValueError: no such width (test_real_models.py:" in page([result], ["other"])
 
 
 def test_names_and_packages_choose_models() -> None:
