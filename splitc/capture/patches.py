@@ -37,6 +37,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
     """
     refused = partial(_refused, tracer)
     with ExitStack() as stack:
+        stack.callback(_restore, [(d, dict(d)) for m in tracer.root.modules() for d in (vars(m), m._buffers)])
 
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
@@ -61,6 +62,13 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
             patch(torch, name, _factory(tracer, getattr(torch, name)))
         stack.enter_context(_TorchFunctions(tracer))
         yield
+
+
+def _restore(held: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Give dicts their items back: what forward assigns, such as a cache, is a value of the graph."""
+    for items, before in held:
+        items.clear()
+        items.update(before)
 
 
 def _refused(tracer: Tracer, text: str) -> Callable[..., Any]:

@@ -240,5 +240,7 @@ def _require_same_buffers(twin: Twin) -> None:
     captured = dict(twin.root.named_buffers())
     for name, buffer in twin.model.named_buffers():
         other = captured.get(name)
-        if other is not None and not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
+        if other is None:
+            continue
+        if buffer.shape != other.shape or not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
             raise CaptureError(f"the buffer {name} differs between the model and its captured graph after some runs")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.capturing import refusal, validated
-from tests.support.models import BATCH, CLASSES, Made, labels, vectors
+from tests.support.models import BATCH, CLASSES, Made, labels, made, vectors
 
 
 def linear(m: Any, x: Tensor) -> Tensor:
@@ -195,3 +195,13 @@ def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
 
     text = refusal(small(), vectors()(), labels()(), Margin())
     assert "the loss has parameters of its own (w)" in text and "make it part of the model" in text
+
+
+def test_a_buffer_that_forward_registers_anew_in_another_shape_is_named() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        if m.table.size(0) < 9:
+            m.register_buffer("table", torch.arange(9.0))
+        return m.fc(x + m.table[:8])
+
+    said = refusal(made(run, table=nn.Buffer(torch.zeros(8))), torch.randn(BATCH, 8), labels()(), F.cross_entropy)
+    assert said.startswith("the buffer table differs")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
+from splitc.capture.proxy import is_proxy
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import SizeSpec
@@ -196,6 +197,12 @@ def cached(m: Any, x: Tensor) -> Tensor:
     return m.fc(x * m.cache)
 
 
+def cached_in_a_buffer(m: Any, x: Tensor) -> Tensor:
+    if getattr(m, "bias", None) is None or m.bias.size(0) < x.size(1):
+        m.register_buffer("bias", torch.arange(x.size(1)).neg() * m.slope, persistent=False)
+    return m.fc(x + m.bias)
+
+
 def complex_numbers(m: Any, x: Tensor) -> Tensor:
     z = torch.fft.rfft(m.a(x)) * m.phase
     return m.fc(torch.cat([torch.view_as_real(z).flatten(1)[:, :7], z.abs().sum(1, keepdim=True)], 1))
@@ -235,6 +242,7 @@ MAY: dict[str, tuple[Run, tuple[int, ...], dict[str, Any]]] = {
         (view_written_into, (8,), {}),
         (distributions, (8,), {}),
         (cached, (8,), {"cache": None}),
+        (cached_in_a_buffer, (8,), {"slope": nn.Buffer(torch.ones(()))}),
         (complex_numbers, (8,), {"phase": nn.Parameter(torch.randn(5, dtype=torch.complex64))}),
         (
             norms,
@@ -255,6 +263,7 @@ def test_a_forward_may_use(name: str) -> None:
     run, shape, children = MAY[name]
     program = captured(made(run, **children), batch(*shape), labels()(), F.cross_entropy)
     assert not list(regions(program))
+    assert not any(is_proxy(v) for m in program.root.modules() for v in (*vars(m).values(), *m.buffers()))
 
 
 @pytest.mark.parametrize("name", ["lambda_", "relu_", "zero_", "normal", "rand", "backward", "sum", "size"])
