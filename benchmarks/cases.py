@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Cell
-from splitc.analysis import analyse
 from splitc.cli.model_file import load_model
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.profiling.measured import measure_layers
@@ -20,6 +19,7 @@ from splitc.ir.costs import CostLine
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 
 _HERE = Path(__file__).resolve().parent / "models"
 MODELS = {

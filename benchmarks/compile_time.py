@@ -30,10 +30,10 @@ from examples.alexnet import alexnet
 from examples.resnet import resnet18
 from examples.transformer import next_token_loss, transformer
 from examples.vgg16 import vgg16
-from splitc.analysis import analyse
 from splitc.capture.example import Example
 from splitc.compiled import Settings, specialise
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 
 CLUSTER, WORLD, BATCH = "v100-10gbe", 4, 8
 OF_ONE_COMPILE = (

@@ -19,7 +19,6 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from splitc.analysis import analyse
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.options import positive
 from splitc.cost_models.calibration.device_fit import fit_rates
@@ -29,6 +28,7 @@ from splitc.cost_models.compute.roofline import backward_seconds, forward_second
 from splitc.errors import SplitcError
 from splitc.ir.cluster import Device
 from splitc.ir.program import Program
+from splitc.passes.analysis import analyse
 from splitc.runtime.heap import keep_memory
 
 MODELS = (

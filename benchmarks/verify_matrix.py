@@ -25,12 +25,12 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from splitc.analysis import analyse
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (2, 3, 4, 6, 8)

@@ -24,10 +24,10 @@ from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, Stage
 
 
 @dataclass(frozen=True)

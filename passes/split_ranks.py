@@ -20,9 +20,10 @@ from torch import fx
 
 from splitc.checks.graph import cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.ir import comm_ops
+from splitc.ir.actions import RankProgram
 from splitc.ir.graph import copy_node, cut_of, info, set_info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import LoweredProgram, PlacedProgram, RankProgram, Stage
+from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitc.analysis import require_autocast
 from splitc.capture.example import Example, Inputs, Loss
 from splitc.capture.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
+from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.plan import Placement, Plan

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitc.analysis import analyse, autocast_for, fingerprint
 from splitc.capture.example import LOSS, Example
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
@@ -21,12 +20,14 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory
 from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import InternalError, LaunchError
+from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import rank_graph
-from splitc.ir.program import LoweredProgram, Program, under_autocast
+from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategies import Strategy
+from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-import splitc.analysis
+import splitc.passes.analysis
 from benchmarks.real_models.case import Case, Entry, entries
 from benchmarks.real_models.declare import declare
 from benchmarks.real_models.eager import difference, without_dropout
 from benchmarks.real_models.regions import Regions, regions_of
-from splitc.analysis import analyse
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 
 BATCH = 4  # examples of one rank
 CLUSTER = "k80-2.6gbe"
@@ -148,7 +148,7 @@ def _bound(case: Case) -> Example:
 def _compile(result: Result, entry: Entry) -> None:
     case = _made(entry, BATCH)
     inputs, target = case.rows(slice(0, BATCH))
-    with _seconds_of(splitc.analysis, "validate_capture") as validation:
+    with _seconds_of(splitc.passes.analysis, "validate_capture") as validation:
         begin = time.process_time()
         program = splitc.compile(case.module, 4, inputs, target, case.loss, cluster=CLUSTER)
         seconds = time.process_time() - begin

@@ -20,10 +20,11 @@ from torch.autograd.graph import Node as GradFn
 from torch.utils._pytree import tree_leaves
 
 from splitc.cost_models.compute.counting import OpCounter, merged_pairs
+from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import CostLine, LayerCost, OpCost
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of, quiet
-from splitc.ir.program import Program, under_autocast
+from splitc.ir.program import Program
 from splitc.ir.regions import OwnCode, region_of
 
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from splitc.ir.autocast import under_autocast
 from splitc.ir.constructors import construction
 from splitc.ir.costs import Measured
 from splitc.ir.disk_cache import write_cache
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of
-from splitc.ir.program import Program, Spec, TensorSpec, under_autocast
+from splitc.ir.program import Program, Spec, TensorSpec
 
 _FORMAT = 2  # a higher one measures again
 

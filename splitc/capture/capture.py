@@ -29,13 +29,14 @@ from splitc.capture.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
+from splitc.ir.autocast import under_autocast
 from splitc.ir.constructors import construction
 from splitc.ir.fake_mode import FakeMode
 from splitc.ir.graph import changes_statistics, info, rename
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_ours
-from splitc.ir.program import Input, Program, TensorSpec, under_autocast
+from splitc.ir.program import Input, Program, TensorSpec
 from splitc.ir.regions import Region, names_in
 from splitc.ir.value_range import class_bound
 

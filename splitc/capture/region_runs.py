@@ -22,8 +22,9 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
 from splitc.errors import CaptureError
+from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
-from splitc.ir.program import SizeSpec, TensorSpec, under_autocast
+from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.regions import OwnCode, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction

@@ -24,7 +24,8 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws, with_loss_module
-from splitc.ir.program import Program, under_autocast
+from splitc.ir.autocast import under_autocast
+from splitc.ir.program import Program
 from splitc.ir.regions import Region
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, Stage
 
 
 @dataclass(frozen=True)

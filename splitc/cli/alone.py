@@ -10,7 +10,7 @@ import torch
 from splitc.capture.source_lines import frame_of
 from splitc.cli.model_file import ModelFile
 from splitc.errors import CaptureError
-from splitc.ir.program import under_autocast
+from splitc.ir.autocast import under_autocast
 
 
 def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:

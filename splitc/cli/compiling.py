@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from splitc.analysis import analyse, autocast_for, require_autocast
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.plan_file import read_plan_file
@@ -30,6 +29,7 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
 from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
+from splitc.ir.autocast import autocast_for, require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Pass
@@ -37,6 +37,7 @@ from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import unknown_words

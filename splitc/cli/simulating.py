@@ -12,7 +12,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from splitc import units
-from splitc.analysis import analyse
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
 from splitc.cli.progress import Step
@@ -25,6 +24,7 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
+from splitc.passes.analysis import analyse
 
 _MOST_WORLDS = 16  # of a range without a step
 _SHOWN = 8  # reasons why there is no plan

@@ -8,9 +8,9 @@ from splitc import units
 from splitc.codegen.layout import Line
 from splitc.codegen.stage import variables
 from splitc.errors import InternalError
-from splitc.ir.actions import Action
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage, TensorSpec
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 
 
 class CutLines:

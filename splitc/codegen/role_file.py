@@ -12,9 +12,10 @@ from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
 from splitc.codegen.step import buckets_name, step_functions
+from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, RankProgram, Stage
+from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.version import __version__

@@ -8,10 +8,10 @@ from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.stage import EVALUATING, forward_inputs, method_name, own_evaluation, returned_cuts, variables
-from splitc.ir.actions import Action
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import SERVER
-from splitc.ir.program import LoweredProgram, RankProgram, Stage
+from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.wire import bucket_nbytes
 
 _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")

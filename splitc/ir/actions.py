@@ -75,6 +75,20 @@ class Action:
         return f"{role}{self.verb}{' ' + value if value else ''}{peer}{microbatch}"
 
 
+@dataclass(frozen=True)
+class RankProgram:
+    """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
+
+    roles: tuple[str, ...]
+    ranks: tuple[int, ...]
+    actions: tuple[Action, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its file: `conv`, `conv_fc`."""
+        return "_".join(self.roles)
+
+
 def print_actions(actions: Iterable[Action]) -> str:
     """Return the actions as text, one a line."""
     return "\n".join(map(str, actions)) + "\n"

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import fx, nn
 
-from splitc.ir.actions import PRODUCER_VERBS, Action
+from splitc.ir.actions import PRODUCER_VERBS, Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
@@ -159,20 +159,6 @@ class Stage:
         return (self.buckets if action.verb == "all_reduce" else self.served)[action.bucket]
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
-
-    roles: tuple[str, ...]
-    ranks: tuple[int, ...]
-    actions: tuple[Action, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name of its file: `conv`, `conv_fc`."""
-        return "_".join(self.roles)
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
@@ -301,14 +287,3 @@ class LoweredProgram(PlacedProgram):
     @cached_property
     def _rank_programs(self) -> dict[int, RankProgram]:
         return {rank: program for program in self.rank_programs for rank in program.ranks}
-
-
-def under_autocast(root: nn.Module, dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast to `dtype` on the device of a model, or none, whatever is on around it.
-
-    For the forward only: autograd runs each backward in the dtype that its forward had.
-    """
-    device = next((tensor.device.type for tensor in (*root.parameters(), *root.buffers())), "cpu")
-    if not torch.amp.is_autocast_available(device):
-        device = "cpu"
-    return torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None)

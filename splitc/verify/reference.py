@@ -24,9 +24,10 @@ from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.capture.twins import CASTS, WIDE
 from splitc.ir import comm_ops
+from splitc.ir.autocast import under_autocast
 from splitc.ir.graph import info
 from splitc.ir.plan import Grouping
-from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec, under_autocast
+from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
 from splitc.ir.regions import Region
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws

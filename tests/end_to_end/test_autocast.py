@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
-from splitc.analysis import fingerprint
 from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram
 from splitc.deferred import DeferredProgram
@@ -25,6 +24,7 @@ from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import Payload
+from splitc.passes.analysis import fingerprint
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.capturing import here, node

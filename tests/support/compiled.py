@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-import splitc.analysis
+import splitc.passes.analysis
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
-from splitc.ir.actions import Action
-from splitc.ir.program import LoweredProgram, Program, RankProgram
+from splitc.ir.actions import Action, RankProgram
+from splitc.ir.program import LoweredProgram, Program
 
 CLUSTER = "v100-10gbe"
 
@@ -36,8 +36,8 @@ def compiled(
 
 
 def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:
-    """`splitc.analysis.analyse` of a batch as users give it."""
-    return splitc.analysis.analyse(model, Example.bind(model, example, target, loss), **options)
+    """`splitc.passes.analysis.analyse` of a batch as users give it."""
+    return splitc.passes.analysis.analyse(model, Example.bind(model, example, target, loss), **options)
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:

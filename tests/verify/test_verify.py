@@ -236,7 +236,9 @@ def test_rounding_that_is_magnified_is_told_from_an_error_and_said() -> None:
 
 def test_a_coupling_that_a_constant_example_hides_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     terms = program(lambda m, x: m.a(x), torch.zeros(8, 8), a=nn.Linear(8, 4)).program.loss_terms
-    monkeypatch.setattr("splitc.analysis.validate_capture", lambda program, *_: replace(program, loss_terms=terms))
+    monkeypatch.setattr(
+        "splitc.passes.analysis.validate_capture", lambda program, *_: replace(program, loss_terms=terms)
+    )
     made = program(lambda m, x: m.a(x - x.mean(0)), torch.zeros(8, 8), a=nn.Linear(8, 4))
     assert not made.verify().holds
 

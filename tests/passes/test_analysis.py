@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import splitc
-from splitc import analysis
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
+from splitc.passes import analysis
 from splitc.passes.place import Place
 from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.transport.base import Transport

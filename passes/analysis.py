@@ -23,12 +23,10 @@ from splitc.capture.validate import validate_capture
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
-from splitc.errors import LaunchError
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.graph import is_region
 from splitc.ir.layers import Coupling, LossTerm
 from splitc.ir.pass_manager import Watcher, run_pass
-from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import COUNTED, MeasureCosts
 
@@ -113,24 +111,3 @@ def fingerprint(program: Program) -> str:
     text += [f"{t.name} {t.shape} {t.dtype} {t.requires_grad}" for t in program.tensors.values()]
     digest = hashlib.sha256("\n".join([*text, str(program.batch)]).encode()).hexdigest()[:12]
     return digest if program.autocast is None else f"{digest}-{str(program.autocast).removeprefix('torch.')}"
-
-
-def require_autocast(dtype: torch.dtype | None) -> None:
-    """Raise LaunchError for a dtype other than bfloat16."""
-    if dtype == torch.float16:
-        raise LaunchError(
-            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
-            "lost; use torch.bfloat16, which has the range of float32"
-        )
-    if dtype not in (None, torch.bfloat16):
-        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
-
-
-def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
-    """The autocast of a plan, or the one asked for without a plan.  Raises LaunchError when the two differ."""
-    if plan is None or not plan.model:
-        return asked
-    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
-    if asked not in (None, made):
-        raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
-    return made
