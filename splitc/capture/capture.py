@@ -233,8 +233,12 @@ def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Inp
     high = None
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         high = class_bound(node, root)
-        if high is None and tensor.device.type != "meta":
-            high = int(tensor.max()) + 1
+        if tensor.device.type != "meta" and tensor.numel():
+            largest = int(tensor.max())
+            ignored = {reader.kwargs.get("ignore_index") for reader in graph.nodes}
+            if high is not None and largest >= high and largest not in ignored:
+                raise CaptureError(f"{name} holds {largest}, out of bounds: what reads it takes numbers below {high}")
+            high = largest + 1 if high is None else high
     path = example.paths[name]
     return Input(name, spec, high, path[0] in example.targets, path if len(path) > 1 else None)
 

@@ -19,9 +19,10 @@ import splitc
 from splitc.cli.plan_file import read_plan_file
 from splitc.compiled import CompiledProgram
 from splitc.deferred import DeferredProgram
-from splitc.errors import CaptureError, LaunchError
+from splitc.errors import LaunchError
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import Program, TensorSpec
+from splitc.ir.regions import regions
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import Payload
 from splitc.passes.analysis import fingerprint
@@ -259,14 +260,15 @@ def halving(m: Any, x: Tensor) -> Tensor:
         (leaving, BF16, "forward turns torch.autocast off for a part of itself"),
     ],
 )
-def test_another_autocast_inside_forward_is_refused(
+def test_a_module_with_another_autocast_stays_the_users_own_code(
     run: Callable[..., Any], autocast: torch.dtype | None, text: str
 ) -> None:
     enter = torch.autocast.__enter__
-    with pytest.raises(CaptureError) as error:
-        analyse(made(run), (vectors()(),), torch.arange(4), F.cross_entropy, autocast=autocast)
-    assert str(error.value).startswith(f"{here(run)}: ") and text in str(error.value)
+    done = compiled(made(run), (vectors()(),), torch.arange(4), F.cross_entropy, 2, "data_parallel", autocast=autocast)
+    ((_, own),) = regions(done.program)
+    assert own.why.startswith(f"{here(run)}: ") and text in own.why
     assert torch.autocast.__enter__ is enter
+    assert done.verify().holds
 
 
 @pytest.mark.parametrize(("run", "autocast"), [(entering, BF16), (leaving, None)])
