@@ -1,7 +1,8 @@
 """Tell whether an assert statement asks for the truth of a value, and with which truth the statement passes.
 
-An assertion on data has no part in what a model computes, so a trace leaves it out.  In bytecode `assert not x` is a
-jump over the code that raises; where a statement tests several values, each is taken for what lets it pass.
+An assertion on data has no part in what a model computes, so a trace leaves it out.  `if bad: raise ...` is one too,
+unless its function handles what is raised.  In bytecode `assert not x` is a jump over the code that raises; where a
+statement tests several values, each is taken for what lets it pass.
 """
 
 from __future__ import annotations
@@ -11,9 +12,17 @@ import dis
 import linecache
 from functools import cache
 from types import FrameType
+from typing import NamedTuple
 
 _Range = tuple[tuple[int, int], tuple[int, int]]
 """First line and column, last line and column."""
+
+
+class _Statement(NamedTuple):
+    """Where an assertion stands.  raised: where an `if` raises; None of an assert statement."""
+
+    whole: _Range
+    raised: _Range | None
 
 
 def passing_truth(frame: FrameType) -> bool | None:
@@ -25,18 +34,21 @@ def passing_truth(frame: FrameType) -> bool | None:
     jump = code[k]
     if "IF_TRUE" not in jump.opname and "IF_FALSE" not in jump.opname:
         return None
-    statement = next((each for each in _asserts(frame.f_code.co_filename) if _is_in(jump, each)), None)
+    statement = next((each for each in _asserts(frame.f_code.co_filename) if _is_in(jump, each.whole)), None)
     if statement is None:
         return None
     taken, target = "IF_TRUE" in jump.opname, next(i for i, each in enumerate(code) if each.offset == jump.argval)
-    if _fails(code, target):
+    if _fails(code, target, statement):
         return not taken
-    return taken if _fails(code, k + 1) or not _is_in(code[target], statement) else True
+    return taken if _fails(code, k + 1, statement) or not _is_in(code[target], statement.whole) else True
 
 
-def _fails(code: list[dis.Instruction], k: int) -> bool:
-    """Whether the code from `k` on raises the AssertionError, after it has dropped a value that was compared."""
-    k += code[k].opname == "POP_TOP"
+def _fails(code: list[dis.Instruction], k: int, statement: _Statement) -> bool:
+    """Whether the code from `k` on raises, after it has dropped a value that was compared."""
+    while code[k].opname in ("POP_TOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"):
+        k += 1
+    if statement.raised is not None:
+        return _is_in(code[k], statement.raised)
     return code[k].opname == "LOAD_ASSERTION_ERROR" or code[k].argrepr == "AssertionError"
 
 
@@ -46,11 +58,19 @@ def _is_in(each: dis.Instruction, statement: _Range) -> bool:
 
 
 @cache
-def _asserts(file: str) -> tuple[_Range, ...]:
-    """First and last line and column of each assert statement of a file; none where its text is not known."""
+def _asserts(file: str) -> tuple[_Statement, ...]:
+    """The assertions of a file; none where its text is not known."""
     try:
         nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:
         return ()
-    found = [node for node in nodes if isinstance(node, ast.Assert)]
-    return tuple(((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in found)
+    handled = {each for node in nodes if isinstance(node, ast.Try) for s in node.body for each in ast.walk(s)}
+    found = [_Statement(_range(node, node), None) for node in nodes if isinstance(node, ast.Assert)]
+    for node in nodes:
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and node not in handled:
+            found.append(_Statement(_range(node, node.body[0]), _range(node.body[0], node.body[0])))
+    return tuple(found)
+
+
+def _range(first: ast.stmt, last: ast.stmt) -> _Range:
+    return (first.lineno, first.col_offset), (last.end_lineno or 0, last.end_col_offset or 0)

@@ -46,7 +46,32 @@ def by_torch(m: Any, x: Tensor) -> Tensor:
     return m.fc(x)
 
 
-@pytest.mark.parametrize("run", [plain, negated, several, chained, by_torch], ids=lambda run: run.__name__)
+def raised(m: Any, x: Tensor) -> Tensor:
+    if x.ndim == 2 and x.max() >= 1e6:
+        raise ValueError(f"too large: {x}")
+    if not x.min() > -1e6 or x.isnan().any():
+        raise ValueError("too small")
+    elif x.isinf().any():
+        raise ValueError("infinite")
+    else:
+        x = 2 * x
+    return m.fc(x)
+
+
+def raised_at_the_end_of_a_loop(m: Any, x: Tensor) -> Tensor:
+    def check() -> None:
+        for k in range(2):
+            if x[:, k].max() > 1e6 and -1e6 < x.mean() < 1e6:
+                raise ValueError
+
+    check()
+    return m.fc(x)
+
+
+LEFT_OUT = (plain, negated, several, chained, by_torch, raised, raised_at_the_end_of_a_loop)
+
+
+@pytest.mark.parametrize("run", LEFT_OUT, ids=lambda run: run.__name__)
 def test_an_assertion_on_data_is_left_out_and_noted(run: Run) -> None:
     program = captured(made(run), vectors()(), labels()(), F.cross_entropy)
     assert program.notes and all(note.startswith("The assertion on ") for note in program.notes)
@@ -80,7 +105,26 @@ def used_afterwards(m: Any, x: Tensor) -> Tensor:
     return m.fc(x if positive else -x)
 
 
-@pytest.mark.parametrize("run", [in_a_branch, in_a_loop, used_afterwards], ids=lambda run: run.__name__)
+def raised_and_handled(m: Any, x: Tensor) -> Tensor:
+    try:
+        if x.mean() > 0:
+            raise ValueError
+    except ValueError:
+        return m.fc(-x)
+    return m.fc(x)
+
+
+def raised_after_more(m: Any, x: Tensor) -> Tensor:
+    if x.mean() > 0:
+        m.seen = True
+        raise ValueError
+    return m.fc(x)
+
+
+DECISIONS = (in_a_branch, in_a_loop, used_afterwards, raised_and_handled, raised_after_more)
+
+
+@pytest.mark.parametrize("run", DECISIONS, ids=lambda run: run.__name__)
 def test_a_test_of_data_that_is_no_assertion_is_refused(run: Run) -> None:
     model = made(run)
     assert Example.bind(model, vectors()(), labels()(), F.cross_entropy)
