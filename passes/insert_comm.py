@@ -19,7 +19,7 @@ go to servers.  What every role can compute (sizes, constants) is copied to the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from torch import fx
 from splitc.checks.graph import cuts_are_communicated, graph_is_sound
 from splitc.errors import InternalError
 from splitc.ir import comm_ops
-from splitc.ir.graph import NodeInfo, copy_graph, info, rename, set_info, tensor_spec, update_info
+from splitc.ir.graph import NodeInfo, copy_graph, info, insert_after, rename, set_info, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Cut, CutLink, PlacedProgram, SizeSpec, TensorSpec
@@ -83,8 +83,7 @@ def _role(program: PlacedProgram, node: fx.Node) -> str:
     if node.op == "placeholder" or info(node).on_reader:
         return plan.reader
     layer = info(program.loss).layer if node.op == "output" else info(node).layer
-    role = plan.placements[layer].role
-    return role
+    return plan.placements[layer].role
 
 
 def _store_in_each_stage(graph: fx.Graph) -> None:
@@ -103,10 +102,7 @@ def _store_in_each_stage(graph: fx.Graph) -> None:
         own, *others = sorted(found) or [info(node).role]
         update_info(node, role=own)
         for role in others:
-            with graph.inserting_after(node):
-                copied = graph.node_copy(node)
-            rename(graph, copied, f"{node.name}_{role}")
-            set_info(copied, info(node), role=role)
+            _copied(graph, node, role)
 
 
 def _copy_to_each_stage(graph: fx.Graph) -> None:
@@ -117,13 +113,19 @@ def _copy_to_each_stage(graph: fx.Graph) -> None:
         for role in dict.fromkeys(info(user).role for user in node.users):
             if role == info(node).role:
                 continue
-            with graph.inserting_after(node):
-                copied = graph.node_copy(node)
-            rename(graph, copied, f"{node.name}_{role}")
-            set_info(copied, info(node), role=role)
+            copied = _copied(graph, node, role)
             node.replace_all_uses_with(copied, delete_user_cb=lambda user, role=role: info(user).role == role)
         if not node.users:
             graph.erase_node(node)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, role: str) -> fx.Node:
+    """A copy of a node for another role, after it."""
+    with graph.inserting_after(node):
+        copied = graph.node_copy(node)
+    rename(graph, copied, f"{node.name}_{role}")
+    set_info(copied, info(node), role=role)
+    return copied
 
 
 def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Iterator[str]) -> None:
@@ -145,36 +147,20 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     cut = Cut(name, source, producer, role, spec, spec.requires_grad, path)
     last, kept = _last_of_role(value), value
     if leaves:
-        last = kept = _chained(graph, last, comm_ops.slice_batch, (value,), {"cut": name}, f"kept_{name}", value, cut)
-    sent = _chained(graph, last, comm_ops.send, (kept,), {"cut": name, "role": role}, f"sent_{name}", value, cut)
+        named = {"cut": name}
+        last = kept = insert_after(graph, last, comm_ops.slice_batch, (value,), f"kept_{name}", value, named, cut=cut)
+    to_role = {"cut": name, "role": role}
+    sent = insert_after(graph, last, comm_ops.send, (kept,), f"sent_{name}", value, to_role, cut=cut)
     options = {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
     own_name = f"{name}_{role}" if value.op == "placeholder" else name
-    got = _chained(graph, sent, comm_ops.recv, (sent,), options, own_name, value, cut, role)
+    there: dict[str, Any] = {"cut": cut, "role": role}
+    got = insert_after(graph, sent, comm_ops.recv, (sent,), own_name, value, options, **there)
     if enters:
-        got = _chained(graph, got, comm_ops.modulo, (got,), {"cut": name}, f"{own_name}_group", value, cut, role)
+        got = insert_after(graph, got, comm_ops.modulo, (got,), f"{own_name}_group", value, {"cut": name}, **there)
     chain = (comm_ops.slice_batch, *comm_ops.ENTRIES)
     value.replace_all_uses_with(
         got, delete_user_cb=lambda user: info(user).role == role and user.target not in chain and user is not got
     )
-
-
-def _chained(
-    graph: fx.Graph,
-    after: fx.Node,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    options: Mapping[str, Any],
-    name: str,
-    value: fx.Node,
-    cut: Cut,
-    role: str | None = None,
-) -> fx.Node:
-    """A node of a value's way into another role."""
-    with graph.inserting_after(after):
-        node = graph.call_function(function, args, dict(options))
-    rename(graph, node, name)
-    set_info(node, info(value), cut=cut, role=role or info(value).role)
-    return node
 
 
 def _last_of_role(value: fx.Node) -> fx.Node:

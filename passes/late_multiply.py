@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from splitc.checks.graph import graph_is_sound
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, set_info
+from splitc.ir.graph import copy_graph, info, put_in_place, set_info
 from splitc.ir.linears import as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram
@@ -41,8 +41,5 @@ class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
             with graph.inserting_before(node):
                 new = graph.call_function(comm_ops.late_multiply, (linear.value, weight, bias)[: 3 if bias else 2])
             set_info(new, info(node))
-            name = node.name
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            new.name = name
+            put_in_place(graph, node, new)
         return replace(program, graph=graph)

@@ -23,7 +23,7 @@ from torch import fx
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, rename, set_info, tensor_spec, update_info
+from splitc.ir.graph import copy_graph, info, insert_after, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
@@ -38,8 +38,8 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
         role = plan.placements[info(program.loss).layer].role
-        microbatched = role in plan.groups and plan.groups[role].num_microbatches > 1
-        if len(plan.replicas(role, plan.roles[role][0])) == 1 and not microbatched:
+        microbatched = plan.grouping(role).num_microbatches > 1
+        if not plan.trains_copies(role) and not microbatched:
             return program
         graph, _ = copy_graph(program.graph)
         nodes = {node.name: node for node in graph.nodes}
@@ -93,23 +93,15 @@ def _weighted(graph: fx.Graph, node: fx.Node) -> None:
     if weight is not None:
         options["weight"] = weight
     node.update_kwarg("reduction", "sum")
-    with graph.inserting_after(node):
-        weights = graph.call_function(comm_ops.global_weight, (target,), options)
-    rename(graph, weights, f"{node.name}_weight")
-    dtype = tensor_spec(node).dtype if weight is not None else torch.int64  # without weights it is a count
-    set_info(weights, info(node), spec=TensorSpec((), dtype))
-    with graph.inserting_after(weights):
-        scaled = graph.call_function(operator.truediv, (node, weights))
-    rename(graph, scaled, "loss")
-    set_info(scaled, info(node))
+    spec = TensorSpec((), tensor_spec(node).dtype if weight is not None else torch.int64)  # without weights a count
+    name = f"{node.name}_weight"
+    weights = insert_after(graph, node, comm_ops.global_weight, (target,), name, node, options, spec=spec)
+    scaled = insert_after(graph, weights, operator.truediv, (node, weights), "loss", node)
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
 
 
 def _after(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
-    with graph.inserting_after(node):
-        new = graph.call_function(function, (node,))
-    rename(graph, new, f"{node.name}_{function.__name__}")
-    set_info(new, info(node))
+    new = insert_after(graph, node, function, (node,), f"{node.name}_{function.__name__}", node)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
 

@@ -120,8 +120,7 @@ def _backward(program: LoweredProgram, rank_program: RankProgram, role: str) -> 
 
 def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool) -> Iterator[Action]:
     """Yield a stage's backward, with what it begins and leaves to be done."""
-    role, grouping = stage.role, program.plan.groups.get(stage.role)
-    every = grouping is not None and grouping.updates == "every"
+    role, every = stage.role, program.plan.grouping(stage.role).updates == "every"
     trains = any(program.tensors[name].trainable for name in stage.tensors)
     returns = [cut for cut in stage.receives if cut.gradient]
     if not returns and not trains:

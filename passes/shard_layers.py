@@ -32,7 +32,17 @@ from splitc.checks.sharding import partial_gradients_are_summed, shards_are_gath
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise
-from splitc.ir.graph import copy_graph, cut_of, info, rename, set_info, tensor_spec, update_info
+from splitc.ir.graph import (
+    copy_graph,
+    cut_of,
+    info,
+    insert_after,
+    put_in_place,
+    rename,
+    set_info,
+    tensor_spec,
+    update_info,
+)
 from splitc.ir.linears import Linear, as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
@@ -110,13 +120,10 @@ class _Walk:
                 set_info(summed, info(node))
         set_info(product, info(node), shards={linear.weight: 1})
         set_info(result, info(node))
-        name = node.name
         if bias is not None:
-            rename(graph, summed, f"{name}_sum")
-        rename(graph, product, f"{name}_part")
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-        result.name = name
+            rename(graph, summed, f"{node.name}_sum")
+        rename(graph, product, f"{node.name}_part")
+        put_in_place(graph, node, result)
 
     def _reader(self, node: fx.Node) -> None:
         """A node that reads parts: it makes parts of them where it can, and reads the whole where it cannot."""
@@ -140,13 +147,10 @@ class _Walk:
         if value not in self._parts:
             return value
         if value not in self._whole:
-            with self._graph.inserting_after(value):
-                whole = self._graph.call_function(
-                    comm_ops.shard, (value,), {"features": self._parts[value], "partial": False}
-                )
-            rename(self._graph, whole, f"{value.name}_whole")
-            set_info(whole, info(value), shards={}, sharded=False)
-            self._whole[value] = whole
+            options, name = {"features": self._parts[value], "partial": False}, f"{value.name}_whole"
+            self._whole[value] = insert_after(
+                self._graph, value, comm_ops.shard, (value,), name, value, options, shards={}, sharded=False
+            )
         return self._whole[value]
 
     def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:
@@ -157,10 +161,8 @@ class _Walk:
         if only and value.target is comm_ops.shard:
             value.update_kwarg("partial", True)
         elif not (only and value.target is comm_ops.modulo):
-            with self._graph.inserting_after(value):
-                entered = self._graph.call_function(comm_ops.copy_to_group, (value,))
-            rename(self._graph, entered, f"{value.name}_enter")
-            set_info(entered, info(value), cut=None)
+            name = f"{value.name}_enter"
+            entered = insert_after(self._graph, value, comm_ops.copy_to_group, (value,), name, value, cut=None)
             for reader in readers:
                 reader.replace_input_with(value, entered)
 

@@ -21,7 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import changes_statistics, copy_graph, info, set_info
+from splitc.ir.graph import changes_statistics, copy_graph, info, put_in_place, set_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram
@@ -61,12 +61,12 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
             if not isinstance(module, _BatchNorm):
                 continue
             role = info(node).role
-            if _has_microbatches(plan, role):
+            if plan.grouping(role).num_microbatches > 1:
                 raise PlacementError(
                     f"{info(node).source}: {node.target} lies in role {role}, which computes microbatches, so it "
                     f"cannot be synchronised; use scheme=BK"
                 )
-            if len(plan.replicas(role, plan.roles[role][0])) > 1:
+            if plan.trains_copies(role):
                 _replace(graph, node)
         return replace(program, graph=graph)
 
@@ -81,16 +81,12 @@ def _averages_examples(program: PlacedProgram, node: fx.Node) -> bool:
 
 def _require_whole_batch(plan: Plan, node: fx.Node) -> None:
     role = info(node).role
-    if len(plan.replicas(role, plan.roles[role][0])) > 1 or _has_microbatches(plan, role):
+    if plan.trains_copies(role) or plan.grouping(role).num_microbatches > 1:
         raise PlacementError(
             f"{info(node).source}: {node.name} is an InstanceNorm with running statistics, means over all examples, "
             f"and each rank or microbatch of role {role} has a part of them; set track_running_stats=False, or give "
             f"the role one rank"
         )
-
-
-def _has_microbatches(plan: Plan, role: str) -> bool:
-    return role in plan.groups and plan.groups[role].num_microbatches > 1
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> None:
@@ -99,7 +95,4 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
         set_info(module, info(node), spec=None, copied_to_each_stage=False, is_module=True)
         new = graph.call_function(comm_ops.batch_norm, (node.args[0], module))
     set_info(new, info(node))
-    name = node.name
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-    new.name = name
+    put_in_place(graph, node, new)

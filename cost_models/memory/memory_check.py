@@ -99,7 +99,7 @@ def _rows(program: LoweredProgram, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
     """The batch sizes, group index and message sizes of a rank in one role."""
-    microbatches = range(plan.groups[role].num_microbatches if role in plan.groups else 1)
+    microbatches = range(plan.grouping(role).num_microbatches)
     return (
         plan.batch(role, rank),
         plan.group(role, rank).index(rank),

@@ -238,8 +238,7 @@ class _Step:
             served = {name for bucket in stage.served for name in bucket}
             if self.rank in self.plan.servers:
                 nbytes += sum(self.program.tensors[name].nbytes for name in served) / len(self.plan.servers)
-            grouping = self.plan.groups.get(stage.role)
-            if self.rank in self.plan.roles[stage.role] and (grouping is None or grouping.updates == "once"):
+            if self.rank in self.plan.roles[stage.role] and self.plan.grouping(stage.role).updates == "once":
                 nbytes += _trainable(self.program, stage, self.rank, served)
         return nbytes
 

@@ -62,6 +62,11 @@ def infeasible(strategy: str, problems: Iterable[str], exact: bool = True) -> Pr
     return PricedPlan(strategy, infeasible_because="; ".join(problems), exact=exact)
 
 
+def idle(strategy: str, examples: int, ranks: int) -> PricedPlan:
+    """No plan, since there are fewer examples than ranks."""
+    return infeasible(strategy, [f"{examples} examples leave some of {ranks} ranks without any"])
+
+
 def only_plan(plan: Plan, seconds: float, problems: Sequence[str]) -> PricedPlan:
     """The one plan of its strategy: nothing had to be searched, so its own rate is the bound."""
     bound = 0.0 if problems or not seconds else plan.global_batch / seconds

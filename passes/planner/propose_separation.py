@@ -15,7 +15,7 @@ from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import CutRules, cut_rules, uncut
 from splitc.passes.planner.division import HYBRID, SEPARATION, Division, divide
 from splitc.passes.planner.pin_checks import contradictions
-from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
+from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.propose_stages import propose_stages
 from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.separation_ilp import best_suffix, least_memory, solve
@@ -39,8 +39,7 @@ def _divided(request: Request, options: LayerSeparation, rules: CutRules) -> Pri
     ]
     busy = [d for d in divisions if all(smallest(bounds) for bounds in (d.conv_bounds, d.fc_bounds))]
     if not busy:
-        idle = f"{divisions[0].batch} examples leave some of {request.world} ranks without any"
-        return infeasible(SEPARATION, [idle])
+        return idle(SEPARATION, divisions[0].batch, request.world)
     return _search(request, rules, sorted(busy, key=lambda d: -d.bound))
 
 
@@ -80,8 +79,7 @@ def hybrid_single(request: Request) -> PricedPlan:
     if why:
         return infeasible(HYBRID, why)
     if not smallest(request.bounds(request.world)):
-        idle = f"{request.bounds(request.world)[-1]} examples leave some of {request.world} ranks without any"
-        return infeasible(HYBRID, [idle])
+        return idle(HYBRID, request.bounds(request.world)[-1], request.world)
 
     def search(rules: CutRules) -> PricedPlan:
         return _search(request, rules, [divide(request, rules, request.world, 1, shared=True)])

@@ -21,7 +21,7 @@ from splitc.ir.plan import serve
 from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import Crossing, CutRules, cut_rules, uncut
 from splitc.passes.planner.pin_checks import contradictions
-from splitc.passes.planner.priced_plan import PricedPlan, infeasible, only_plan, shortage
+from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, only_plan, shortage
 from splitc.passes.planner.request import Request, largest, smallest
 
 NAME = "layer_separation"
@@ -44,8 +44,7 @@ def propose_stages(request: Request, options: LayerSeparation) -> PricedPlan:
         return infeasible(NAME, why)
     roles = _roles(request, sizes)
     if not all(smallest(bounds) for bounds in roles.bounds):
-        idle = f"{roles.bounds[0][-1]} examples leave some of {request.world} ranks without any"
-        return infeasible(NAME, [idle])
+        return idle(NAME, roles.bounds[0][-1], request.world)
     for copies in (False, True):
         priced = _search(request, roles, cut_rules(request.program, copies))
         if priced.feasible:

@@ -59,9 +59,8 @@ def _needs(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Need]
 
 
 def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
-    role, grouping = stage.role, program.plan.groups.get(stage.role)
-    number = program.num_microbatches(stage)
-    every = grouping is not None and grouping.updates == "every"
+    role, number = stage.role, program.num_microbatches(stage)
+    every = program.plan.grouping(role).updates == "every"
     forwards = tuple(Action("forward", role=role, microbatch=k) for k in range(number))
     trains = any(program.tensors[name].trainable for name in stage.tensors)
     receives_gradients = any(cut.gradient and cut.value not in stage.inputs for cut in stage.sends)

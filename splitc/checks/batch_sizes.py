@@ -21,9 +21,8 @@ def _batch_sizes(plan: Plan) -> dict[int, str]:
     """The batch sizes that a step runs -> who runs them."""
     found = {plan.global_batch: "one process, with which training is to agree,"}
     for role, ranks in plan.roles.items():
-        number = plan.groups[role].num_microbatches if role in plan.groups else 1
         for rank in ranks:
-            for k in range(number):
+            for k in range(plan.grouping(role).num_microbatches):
                 size = sum(last - first for first, last in plan.microbatch_intervals(role, rank, k))
                 found.setdefault(size, f"rank {rank} ({role})")
     return {size: who for size, who in found.items() if size}

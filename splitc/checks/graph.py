@@ -128,7 +128,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                     "parameter_server": pushed.count(name),
                     "late_multiply": late.count(name),
                 }
-                alone = len(plan.replicas(stage.role, plan.roles[stage.role][0])) == 1
+                alone = not plan.trains_copies(stage.role)
                 found = {way: times for way, times in ways.items() if times}
                 if place.sync == "none":
                     wrong = bool(found) or not alone

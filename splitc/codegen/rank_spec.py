@@ -55,8 +55,7 @@ def served_buckets(program: LoweredProgram) -> Served:
 
 def trained_every_microbatch(program: LoweredProgram, stage: Stage) -> tuple[str, ...]:
     """The parameters of a stage that the optimizer updates after every microbatch, not once a step."""
-    grouping = program.plan.groups.get(stage.role)
-    if grouping is None or grouping.updates == "once":
+    if program.plan.grouping(stage.role).updates == "once":
         return ()
     return tuple(name for name in stage.tensors if program.tensors[name].trainable)
 

@@ -103,8 +103,7 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
 
 def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:
     """(elements, bytes of one) of every parameter on the first rank of the role."""
-    plan = program.plan
-    size = plan.groups[stage.role].size if stage.role in plan.groups else 1
+    size = program.plan.grouping(stage.role).size
     for name in stage.tensors:
         if program.tensors[name].parameter:
             yield numel_on(program, stage, name, 0, size), program.tensors[name].dtype.itemsize

@@ -151,8 +151,7 @@ class _ForwardWriter:
         self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
     ) -> None:
         self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
-        groups = program.plan.groups
-        self._group_size = groups[stage.role].size if stage.role in groups else 1
+        self._group_size = program.plan.grouping(stage.role).size
 
     def lines(self) -> list[Line]:
         """Every statement with its comment: the shape, and the user's line where it is another one than above."""
@@ -265,8 +264,7 @@ def shape_text(spec: TensorSpec, batch: int | None) -> str:
 
 def parameter_count(program: PlacedProgram, stage: Stage) -> int:
     """Parameters that the first rank of the role holds."""
-    plan = program.plan
-    size = plan.groups[stage.role].size if stage.role in plan.groups else 1
+    size = program.plan.grouping(stage.role).size
     return sum(numel_on(program, stage, h, 0, size) for h in stage.tensors if program.tensors[h].parameter)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,6 +99,32 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]
     assert copied.name == node.name, f"{node.name} is taken"
     copied.meta = dict(node.meta)
     return copied
+
+
+def insert_after(
+    graph: fx.Graph,
+    after: fx.Node,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    name: str,
+    like: fx.Node,
+    options: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> fx.Node:
+    """A call of `function` right after a node; its record is that of `like`, with some fields changed."""
+    with graph.inserting_after(after):
+        new = graph.call_function(function, args, dict(options or {}))
+    rename(graph, new, name)
+    set_info(new, info(like), **changes)
+    return new
+
+
+def put_in_place(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    """Let a new node take the name and the readers of `node`, which is removed."""
+    name = node.name
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    new.name = name
 
 
 def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:

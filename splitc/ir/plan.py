@@ -164,33 +164,41 @@ class Plan:
         """Examples of the busiest rank of `role`."""
         return max(self.batch(role, rank) for rank in self.roles[role])
 
+    def grouping(self, role: str) -> Grouping:
+        """The model-parallel groups of a role; groups of one rank where it has none."""
+        return self.groups.get(role, Grouping(1, "BK"))
+
     def group(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of the model-parallel group that `rank` is in; itself alone where the role has none."""
-        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        ranks, size = self.roles[role], self.grouping(role).size
         first = self._positions[role][rank] // size * size
         return ranks[first : first + size]
 
     def replicas(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of `role` that hold the same parameters as `rank`: one of each group."""
-        ranks, size = self.roles[role], self.groups[role].size if role in self.groups else 1
+        ranks, size = self.roles[role], self.grouping(role).size
         return ranks[self._positions[role][rank] % size :: size]
+
+    def trains_copies(self, role: str) -> bool:
+        """Whether several ranks of a role hold the same parameters."""
+        return len(self.roles[role]) > self.grouping(role).size
 
     def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
         """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
         members = self.group(role, rank)
-        scheme = self.groups[role].scheme if role in self.groups else "BK"
+        scheme = self.grouping(role).scheme
         intervals = [self.interval(role, member) for member in members]
         return tuple(microbatch_examples(own, scheme, k, microbatch, len(members)) for k, own in enumerate(intervals))
 
     def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""
-        number = self.groups[role].num_microbatches if role in self.groups else 1
+        number = self.grouping(role).num_microbatches
         return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
 
     def sees_whole_batch(self, layer: str) -> bool:
         """Whether every rank that runs `layer` has all examples of a step at once."""
         role = self.placements[layer].role
-        group = self.groups.get(role, Grouping(1, "BK"))
+        group = self.grouping(role)
         return len(self.roles[role]) == group.size and group.num_microbatches == 1
 
     def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:

@@ -277,8 +277,7 @@ class LoweredProgram(PlacedProgram):
 
     def num_microbatches(self, stage: Stage) -> int:
         """Return how often a stage runs in a step: the stage of the loss once for each microbatch of its groups."""
-        grouping = self.plan.groups.get(stage.role)
-        return grouping.num_microbatches if grouping is not None and stage.has_loss else 1
+        return self.plan.grouping(stage.role).num_microbatches if stage.has_loss else 1
 
     def rank_program(self, rank: int) -> RankProgram:
         """The program that `rank` runs."""

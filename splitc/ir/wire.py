@@ -229,6 +229,5 @@ def numel_on(program: Program, stage: Stage, name: str, member: int, size: int) 
 
 def bucket_nbytes(program: PlacedProgram, stage: Stage, bucket: Sequence[str]) -> int:
     """Return the bytes of a bucket of gradients on the first rank of a stage."""
-    plan = program.plan
-    size = plan.groups[stage.role].size if stage.role in plan.groups else 1
+    size = program.plan.grouping(stage.role).size
     return sum(numel_on(program, stage, name, 0, size) * program.tensors[name].dtype.itemsize for name in bucket)

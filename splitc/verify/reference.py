@@ -26,7 +26,6 @@ from splitc.capture.twins import CASTS, WIDE
 from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
 from splitc.ir.graph import info
-from splitc.ir.plan import Grouping
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
 from splitc.ir.regions import Region
 from splitc.runtime.launch.trial import Trial
@@ -105,7 +104,7 @@ def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], row
     plan = program.plan
     step = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(local_batches, initial=0)))
     ranks = plan.roles[role]
-    grouping = plan.groups.get(role, Grouping(1, "BK"))
+    grouping = plan.grouping(role)
     if plan.synchronised:
         return [NormGroup(torch.arange(sum(local_batches) * rows), counts=True)]
     found = []
