@@ -12,17 +12,12 @@ import dis
 import linecache
 from functools import cache
 from types import FrameType
-from typing import NamedTuple
 
 _Range = tuple[tuple[int, int], tuple[int, int]]
 """First line and column, last line and column."""
 
-
-class _Statement(NamedTuple):
-    """Where an assertion stands.  raised: where an `if` raises; None of an assert statement."""
-
-    whole: _Range
-    raised: _Range | None
+_Statement = tuple[_Range, _Range | None]
+"""Where an assertion stands, and where it raises if it is an `if`."""
 
 
 def passing_truth(frame: FrameType) -> bool | None:
@@ -34,21 +29,21 @@ def passing_truth(frame: FrameType) -> bool | None:
     jump = code[k]
     if "IF_TRUE" not in jump.opname and "IF_FALSE" not in jump.opname:
         return None
-    statement = next((each for each in _asserts(frame.f_code.co_filename) if _is_in(jump, each.whole)), None)
+    statement = next((each for each in _asserts(frame.f_code.co_filename) if _is_in(jump, each[0])), None)
     if statement is None:
         return None
     taken, target = "IF_TRUE" in jump.opname, next(i for i, each in enumerate(code) if each.offset == jump.argval)
     if _fails(code, target, statement):
         return not taken
-    return taken if _fails(code, k + 1, statement) or not _is_in(code[target], statement.whole) else True
+    return taken if _fails(code, k + 1, statement) or not _is_in(code[target], statement[0]) else True
 
 
 def _fails(code: list[dis.Instruction], k: int, statement: _Statement) -> bool:
     """Whether the code from `k` on raises, after it has dropped a value that was compared."""
     while code[k].opname in ("POP_TOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"):
         k += 1
-    if statement.raised is not None:
-        return _is_in(code[k], statement.raised)
+    if statement[1] is not None:
+        return _is_in(code[k], statement[1])
     return code[k].opname == "LOAD_ASSERTION_ERROR" or code[k].argrepr == "AssertionError"
 
 
@@ -65,10 +60,10 @@ def _asserts(file: str) -> tuple[_Statement, ...]:
     except SyntaxError:
         return ()
     handled = {each for node in nodes if isinstance(node, ast.Try) for s in node.body for each in ast.walk(s)}
-    found = [_Statement(_range(node, node), None) for node in nodes if isinstance(node, ast.Assert)]
+    found: list[_Statement] = [(_range(node, node), None) for node in nodes if isinstance(node, ast.Assert)]
     for node in nodes:
-        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and node not in handled:
-            found.append(_Statement(_range(node, node.body[0]), _range(node.body[0], node.body[0])))
+        if isinstance(node, ast.If) and isinstance(raised := node.body[0], ast.Raise) and node not in handled:
+            found.append((_range(node, raised), _range(raised, raised)))
     return tuple(found)
 
 

@@ -37,7 +37,9 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
     """
     refused = partial(_refused, tracer)
     with ExitStack() as stack:
-        stack.callback(_restore, [(d, dict(d)) for m in tracer.root.modules() for d in (vars(m), m._buffers)])
+        for module in tracer.root.modules():  # which has its own again afterwards: what forward assigns is traced
+            stack.enter_context(mock.patch.dict(vars(module)))
+            stack.enter_context(mock.patch.dict(module._buffers))
 
         def patch(place: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(place, name, value))
@@ -51,7 +53,8 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
             patch(torch.func, name, refused(_TRANSFORM))
         patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
-        patch(builtins, "len", _len(tracer))  # Python accepts only an int from __len__
+        # Python accepts only an int from __len__
+        patch(builtins, "len", lambda value, real=len: value.size(0) if type(value) is TracedTensor else real(value))
         patch(torch.compiler, "_is_compiling_flag", compiling)  # which every spelling of the question reads
         patch(torch.distributions.Distribution, "_validate_args", False)  # a check of data, without an effect
         # checkpointed functions are traced through
@@ -62,13 +65,6 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
             patch(torch, name, _factory(tracer, getattr(torch, name)))
         stack.enter_context(_TorchFunctions(tracer))
         yield
-
-
-def _restore(held: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Give dicts their items back: what forward assigns, such as a cache, is a value of the graph."""
-    for items, before in held:
-        items.clear()
-        items.update(before)
 
 
 def _refused(tracer: Tracer, text: str) -> Callable[..., Any]:
@@ -155,17 +151,6 @@ def _script_function(tracer: Tracer) -> Callable[..., Any]:
         )
 
     return call
-
-
-def _len(tracer: Tracer) -> Callable[[Any], Any]:
-    real = len
-
-    def length(value: Any) -> Any:
-        if type(value) is TracedTensor and not tracer.evaluator.busy and (sizes := tracer.queries.sizes(value)):
-            return sizes[0]
-        return real(value)
-
-    return length
 
 
 def _factory(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., Any]:

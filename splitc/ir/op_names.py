@@ -52,15 +52,16 @@ def function_name(target: Callable[..., Any]) -> str:
 
 def is_nameable(target: Callable[..., Any]) -> bool:
     """Whether generated code can call the function; torch's internal ones only if they neither draw nor write."""
-    if isinstance(target, _Op):
-        return str(target).startswith("aten.") and _is_pure(target)
-    if _NAMES.get(id(target), "").startswith("torch._"):
-        return _is_pure(getattr(torch.ops.aten, target.__name__, None))
+    if isinstance(target, _Op) or _NAMES.get(id(target), "").startswith("torch._"):
+        return _is_pure(target)
     return target in comm_ops.NODES or id(target) in _NAMES
 
 
-def _is_pure(op: Any) -> bool:
-    """Whether an operation neither draws random numbers nor writes into its inputs; False for what is none."""
-    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()] if op else []
+def _is_pure(target: Any) -> bool:
+    """Whether this is an operation of torch that neither draws random numbers nor writes into its inputs."""
+    op = target if isinstance(target, _Op) else getattr(torch.ops.aten, target.__name__, None)
+    if op is None or not str(op).startswith("aten."):
+        return False
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     written = any(a.is_write and not a.is_out for each in overloads for a in each._schema.arguments)
-    return bool(overloads) and not written and not any(Tag.nondeterministic_seeded in o.tags for o in overloads)
+    return not written and not any(Tag.nondeterministic_seeded in each.tags for each in overloads)
