@@ -25,13 +25,14 @@ from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 
 LEARNING_RATE = 0.05
+FLOAT32 = 1e-5  # what one batch and its two halves may differ by in a model that computes in float32 inside
 
 
 @dataclass(frozen=True)
 class Difference:
     """Relative L2 errors of one step: the loss, and the worst gradient, and the worst parameter or buffer after it.
 
-    rounding: the error of eager's gradients where its examples are in another order.
+    rounding: the error of eager's own gradients where its examples are in another order, or run in two halves.
     """
 
     loss: float
@@ -44,6 +45,11 @@ class Difference:
     def largest(self) -> float:
         """The largest of the three."""
         return max(self.loss, self.gradient, self.state)
+
+
+def case_dtype(case: Case) -> torch.dtype:
+    """The dtype of the first parameter that is trained."""
+    return next(p.dtype for p in case.module.parameters() if p.requires_grad)
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
@@ -90,10 +96,13 @@ def reordered(case: Case, batch: int) -> Case:
     return dataclasses.replace(case, inputs=sliced(case.inputs, rows), target=sliced(case.target, rows))
 
 
-def eager_step(case: Case, batch: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and state after one SGD step on two batches of `batch` examples, in one process."""
+def eager_step(case: Case, batch: int, apart: bool) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and state after one SGD step on two batches of `batch` examples, in one process.
+
+    apart: one batch after the other, and the mean of their losses.
+    """
     module = copy.deepcopy(case.module)
-    if has_batch_norm(module):
+    if apart:
         loss = scalar_loss(case, *case.rows(slice(0, batch)), module) / 2
         loss.backward()
         other = copy.deepcopy(case.module)  # so that the buffers are those of the first rank
@@ -134,8 +143,13 @@ def compiled_step(
 
 def difference(program: CompiledProgram, case: Case, batch: int) -> Difference:
     """One step on two ranks against the eager model, which neither changes.  case: twice `batch` examples."""
-    loss, gradients, state = eager_step(case, batch)
-    rounding = _errors(eager_step(reordered(case, batch), batch)[1], gradients)
+    apart = has_batch_norm(case.module)
+    loss, gradients, state = eager_step(case, batch, apart)
+    floor = 1e-5 if case_dtype(case) == torch.float64 else 1e-3
+    rounding = max(_errors(eager_step(reordered(case, batch), batch, apart)[1], gradients, floor).values(), default=0.0)
+    if not apart:
+        halves = max(_errors(eager_step(case, batch, apart=True)[1], gradients, floor).values(), default=0.0)
+        rounding = max(rounding, halves if halves < FLOAT32 else 0.0)
     losses, by_rank, after = compiled_step(program, case, batch)
     of_loss = max(abs(other - loss) for other in losses) / max(abs(loss), 1e-12)
     first_name = {id(p): name for name, p in case.module.named_parameters()}
@@ -143,9 +157,9 @@ def difference(program: CompiledProgram, case: Case, batch: int) -> Difference:
     of_gradients: dict[str, float] = {}
     for got in by_rank:
         got = {names[alias]: gradient for alias, gradient in got.items()}  # of a tied parameter any of its names
-        for name, error in _errors(got, gradients).items():
+        for name, error in _errors(got, gradients, floor).items():
             of_gradients[name] = max(error, of_gradients.get(name, 0.0))
-    of_state = _errors(after, state)
+    of_state = _errors(after, state, floor)
     errors = {"the loss": of_loss}
     errors |= {f"{name} (gradient)": error for name, error in of_gradients.items()}
     errors |= {f"{name} (value)": error for name, error in of_state.items()}
@@ -154,7 +168,7 @@ def difference(program: CompiledProgram, case: Case, batch: int) -> Difference:
         max(of_gradients.values(), default=0.0),
         max(of_state.values(), default=0.0),
         max(errors, key=lambda name: errors[name]),
-        max(rounding.values(), default=0.0),
+        rounding,
     )
 
 
@@ -162,8 +176,8 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=LEARNING_RATE)
 
 
-def _errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """||a - b|| / max(||b||, 1e-5 of the rms of all), infinite where one is missing or a counter differs."""
+def _errors(got: dict[str, Tensor], expected: dict[str, Tensor], floor: float) -> dict[str, float]:
+    """||a - b|| / max(||b||, floor * the rms of all), infinite where one is missing or a counter differs."""
     numel = sum(b.numel() for b in expected.values())
     rms = (sum(float(b.detach().abs().double().square().sum()) for b in expected.values()) / max(numel, 1)) ** 0.5
     errors = {}
@@ -178,7 +192,7 @@ def _errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
             errors[name] = 0.0 if torch.equal(a, b) else float("inf")
             continue
         distance = float(torch.where(a == b, 0, a - b).abs().double().norm())
-        errors[name] = distance / max(float(b.abs().double().norm()), 1e-5 * rms * b.numel() ** 0.5, 1e-30)
+        errors[name] = distance / max(float(b.abs().double().norm()), floor * rms * b.numel() ** 0.5, 1e-30)
         if errors[name] != errors[name]:
             errors[name] = float("inf")
     return errors

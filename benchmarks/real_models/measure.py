@@ -23,7 +23,7 @@ import torch
 import splitc.passes.analysis
 from benchmarks.real_models.case import Case, Entry, entries
 from benchmarks.real_models.declare import declare
-from benchmarks.real_models.eager import difference, without_dropout
+from benchmarks.real_models.eager import case_dtype, difference, without_dropout
 from benchmarks.real_models.regions import Regions, regions_of
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
@@ -56,7 +56,7 @@ class Result:
     """What is known of one model.
 
     seconds: of CPU, for a compile under `auto`; validation: those of them in which graph and model were compared.
-    error, dtype: one data-parallel step against eager.  rounding: eager against itself, with reordered examples.
+    error, dtype: one data-parallel step against eager.  rounding: eager against itself, in another order.
     failed: the stage that failed, and its error.  seconds_in_all: of CPU, all stages; 0 until they are done.
     """
 
@@ -240,7 +240,7 @@ def _specialised(program: Program, case: Case, bound: Example, strategy: str, wo
 
 
 def _dtype(case: Case) -> str:
-    return str(next(p.dtype for p in case.module.parameters() if p.requires_grad)).removeprefix("torch.")
+    return str(case_dtype(case)).removeprefix("torch.")
 
 
 def measure_alone(name: str, file: Path, log: Path, nbytes: int, seconds: int) -> None:

@@ -35,7 +35,7 @@ train mode for 4 ranks under `auto`, and then compared and trained:
 - **error**: of one step of data parallelism on two ranks against the eager model, by code apart from `verify`
   (`benchmarks/real_models/eager.py`): loss, every gradient, every parameter and buffer after it. It is equal up to
   1e-8 in float64, up to 1e-3 in float32 where the model cannot run in float64, and where the model computes in float32
-  inside, up to ten times what another order of the examples changes in eager.
+  inside, up to ten times what another order or division of the examples changes in eager.
 - **trained**: `verify` holds under `auto` and under two strategies that were asked for, one of which separates or
   divides layers. In float64 unless it says otherwise.
 - **regions**: parts that stay the user's own code, with their share of parameters and FLOPs.
