@@ -74,7 +74,7 @@ def compile(
     require_autocast(autocast)
     require_costs(costs)
     settings = Settings(
-        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, microbatches, autocast, costs, code
+        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, autocast, costs, code
     )
     if example is None:
         return DeferredProgram(model, loss, settings, name)

@@ -55,7 +55,6 @@ class Settings:
     strategy: str | Strategy | type[Strategy] = "auto"
     pins: Mapping[str, str | Placement] = field(default_factory=dict)
     memory: float | None = None
-    microbatches: int | str = "auto"
     autocast: torch.dtype | None = None
     costs: str = COUNTED
     code: str | None = None

@@ -56,8 +56,7 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
 
 
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:
-    plan = program.plan
-    roles = [*plan.roles_of(ranks[0]), *([SERVER] if ranks[0] in plan.servers else [])]
+    who = f"{ranks_text(tuple(ranks))} ({' and '.join(program.plan.duties(ranks[0]))})"
     kinds = {
         "parameters": memory.parameters,
         "buffers": memory.buffers,
@@ -69,10 +68,8 @@ def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have
     largest_first = sorted(kinds.items(), key=lambda kind: -kind[1])
     listed = ", ".join(f"{name} {units.nbytes(size)}" for name, size in largest_first if size)
     verbs = ("needs", "has") if len(ranks) == 1 else ("need", "have")
-    return (
-        f"{ranks_text(tuple(ranks))} ({' and '.join(roles)}) {verbs[0]} {units.nbytes(memory.peak)} at the peak of a "
-        f"step and {verbs[1]} {units.nbytes(have)}; peak of each kind: {listed}"
-    )
+    needs = f"{who} {verbs[0]} {units.nbytes(memory.peak)} at the peak of a step"
+    return f"{needs} and {verbs[1]} {units.nbytes(have)}; peak of each kind: {listed}"
 
 
 # -- equivalent ranks --------------------------------------------------------------------------------------------------

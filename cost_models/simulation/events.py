@@ -15,7 +15,8 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 
 from splitc.cost_models.simulation.cores import Cores
 from splitc.ir.phases import Phases
@@ -125,19 +126,8 @@ class Simulation:
 
     def steps(self, rank: int) -> list[Phases]:
         """Return the phases of `rank` in each step, from mark to mark."""
-        found, before = [], Phases(rank, 0.0, 0.0, 0.0, 0.0, 0.0)
-        for total in self.ranks[rank].marks:
-            seconds = total.step - before.step, total.compute - before.compute, total.waiting - before.waiting
-            found.append(
-                Phases(
-                    rank,
-                    *seconds,
-                    communication=total.communication - before.communication,
-                    sent_bytes=total.sent_bytes - before.sent_bytes,
-                )
-            )
-            before = total
-        return found
+        totals = [(0.0,) * 5, *(astuple(total)[1:] for total in self.ranks[rank].marks)]
+        return [Phases(rank, *(b - a for a, b in zip(*pair, strict=True))) for pair in pairwise(totals)]
 
     def ends(self) -> list[float]:
         """Return the time at which the last rank reached each mark (s)."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from splitc.cost_models.memory.memory import cut_nbytes
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
-from splitc.ir.plan import serve
+from splitc.ir.shares import serve
 from splitc.passes.planner.cuts import Crossing, CutRules
 from splitc.passes.planner.pin_checks import unsummed
 from splitc.passes.planner.priced_plan import PricedPlan

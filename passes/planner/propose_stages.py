@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
-from splitc.ir.plan import serve
+from splitc.ir.shares import serve
 from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import Crossing, CutRules, cut_rules, uncut
 from splitc.passes.planner.pin_checks import contradictions

@@ -17,9 +17,10 @@ from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
-from splitc.ir.plan import LayerPlacement, Plan, share_out
+from splitc.ir.plan import LayerPlacement, Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
+from splitc.ir.shares import share_out
 from splitc.passes.planner.pins import Pin
 
 

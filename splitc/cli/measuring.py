@@ -24,7 +24,6 @@ from splitc.report.measurement import (
     as_text,
     factors_in_words,
     read_measurement,
-    roles_of,
 )
 from splitc.runtime.transport.phases import WARM_UP
 
@@ -96,5 +95,5 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 
 
 def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:
-    roles = {rank: ", ".join(roles_of(plan, rank)) for rank in range(plan.world)}
+    roles = {rank: ", ".join(plan.duties(rank)) or "idle" for rank in range(plan.world)}
     write_file("--trace", path, json.dumps(chrome_trace(measured.spans, roles, "measured")) + "\n")

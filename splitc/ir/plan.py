@@ -145,6 +145,10 @@ class Plan:
         """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
         return tuple(role for role, positions in self._positions.items() if rank in positions)
 
+    def duties(self, rank: int) -> tuple[str, ...]:
+        """The roles of `rank`, that of a server included; none for a rank without work."""
+        return next((roles for roles, ranks in self.ranks_by_roles.items() if rank in ranks), ())
+
     def interval(self, role: str, rank: int) -> tuple[int, int]:
         """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
         k = self._positions[role][rank]
@@ -278,27 +282,6 @@ class Plan:
     def hash(self) -> str:
         """Twelve hex digits of everything that decides the generated programs."""
         return hashlib.sha256(json.dumps(self.decision, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def share_out(total: int, parts: int) -> tuple[int, ...]:
-    """Bounds of `parts` nearly equal shares of `total`; the first ones are the larger: (10, 3) -> (0, 4, 7, 10)."""
-    small, extra = divmod(total, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + small + (part < extra))
-    return tuple(bounds)
-
-
-def serve(bounds: tuple[int, ...], servers: int) -> tuple[int, ...]:
-    """Bounds of the examples that each of `servers` ranks takes over from producers with `bounds`.
-
-    Each server takes whole producers while there are enough of them (Stanza 4.1.3), the first ones one more where it
-    does not divide; with more servers than producers the examples are shared out evenly.
-    """
-    producers = len(bounds) - 1
-    if servers > producers:
-        return share_out(bounds[-1], servers)
-    return tuple(bounds[p] for p in share_out(producers, servers))
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -14,9 +14,10 @@ from torch import fx
 from splitc.ir.actions import Action
 from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
 from splitc.ir.graph import info, tensor_spec
-from splitc.ir.plan import Plan, share_out
+from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
+from splitc.ir.shares import share_out
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 

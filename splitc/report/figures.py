@@ -104,10 +104,9 @@ class Figures:
         Each kind of memory is at its own peak, so their sum may exceed `memory_bytes`, the peak of all.
         """
         plan, memory = self.program.plan, self._memory[rank]
-        roles = plan.roles_of(rank)
         return {
             "rank": rank,
-            "role": " and ".join((*roles, *((SERVER,) if rank in plan.servers else ()))) or None,
+            "role": " and ".join(plan.duties(rank)) or None,
             "parameter_bytes": int(memory.parameters),
             "memory_bytes": int(memory.peak),
             "buffer_bytes": int(memory.buffers),

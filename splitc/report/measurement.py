@@ -19,7 +19,7 @@ from splitc import units
 from splitc.cost_models.calibration.correction import MIN_SECONDS, Factors
 from splitc.errors import LaunchError
 from splitc.ir.phases import Phases
-from splitc.ir.plan import SERVER, Plan
+from splitc.ir.plan import Plan
 from splitc.runtime.transport.phases import Span
 
 WIDTH = 80
@@ -94,11 +94,6 @@ def error_of(predicted: float, measured: float) -> float | None:
     return (predicted - measured) / measured
 
 
-def roles_of(plan: Plan, rank: int) -> tuple[str, ...]:
-    """The roles of a rank, servers included."""
-    return (plan.roles_of(rank) + ((SERVER,) if rank in plan.servers else ())) or ("idle",)
-
-
 def as_json(plan: Plan, measured: Measurement, factors: Factors | None) -> dict[str, Any]:
     """All figures as data for --json, schema 1."""
     slowest = max((phases.step for phases in plan.prediction.phases), default=plan.step_seconds)
@@ -131,8 +126,8 @@ def _compared(plan: Plan, phases: Phases) -> dict[str, Any]:
     if plan.prediction.phases:
         predicted = {key: value for key, value in asdict(plan.prediction.phases[rank]).items() if key in _SHOWN}
         errors = {key: error_of(predicted[key], measured[key]) for key in _SHOWN}
-    roles = list(roles_of(plan, rank))
-    return {"rank": rank, "roles": roles, "predicted": predicted, "measured": measured, "error": errors}
+    roles = plan.duties(rank) or ("idle",)
+    return {"rank": rank, "roles": list(roles), "predicted": predicted, "measured": measured, "error": errors}
 
 
 def as_text(name: str, plan: Plan, measured: Measurement) -> str:

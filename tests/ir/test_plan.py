@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from splitc.errors import LaunchError
-from splitc.ir.plan import SCHEMES, Grouping, LayerPlacement, Plan, serve, share_out
+from splitc.ir.plan import SCHEMES, Grouping, LayerPlacement, Plan
 from splitc.ir.prediction import Prediction
+from splitc.ir.shares import serve, share_out
 from tests.conftest import GOLDEN
 
 

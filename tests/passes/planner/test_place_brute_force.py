@@ -13,8 +13,8 @@ import pytest
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.graph import tensor_spec
-from splitc.ir.plan import serve, share_out
 from splitc.ir.program import Program, TensorSpec
+from splitc.ir.shares import serve, share_out
 from tests.support.sampling import sampled
 from tests.support.small_programs import Row, place, small_cluster, small_program
 
