@@ -25,7 +25,7 @@ from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
 from splitc.ir.program import SizeSpec, TensorSpec
-from splitc.ir.regions import OwnCode, made_like, specs_in
+from splitc.ir.regions import OwnCode, Unread, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws
@@ -232,9 +232,12 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
         if held is not None:
             if type(a) is not type(b) or type(a) is not type(c) or any(each.keys() != held.keys() for each in others):
                 raise NoRegion(f"{what} returns other containers for other data")
-            return with_parts(a, {key: spec(part, *(each[key] for each in others)) for key, part in held.items()})
+            made = with_parts(a, {key: spec(part, *(each[key] for each in others)) for key, part in held.items()})
+            return Unread if parts(made) is None else made  # None: an object, of which only tensors make a container
         if not isinstance(a, Tensor):
-            if isinstance(a, (bool, int, float, str, type(None))) and type(a) is type(b) is type(c) and a == b == c:
+            if not isinstance(a, (bool, int, float, str, type(None))):
+                return Unread
+            if type(a) is type(b) is type(c) and a == b == c:
                 return a
             raise NoRegion(f"{what} returns a {type(a).__name__}")
         if not (

@@ -32,7 +32,7 @@ from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.writes import Writes, is_assigned
 from splitc.errors import CaptureError
 from splitc.ir.graph import assigned, info, set_info, update_info
-from splitc.ir.regions import Region
+from splitc.ir.regions import Region, Unread
 from splitc.runtime.nested import parts, with_parts
 
 
@@ -164,6 +164,8 @@ class Tracer:
                     for name, key in zip(found[0], keys, strict=True)
                 },
             )
+        if first is Unread:
+            return first
         if isinstance(first, (bool, int, float)):
             return self._proxy(node, values if len(values) > 2 else self.evaluator.size_at_probes(values))
         if not isinstance(first, (torch.Tensor, torch.device)):

@@ -26,7 +26,7 @@ class OwnCode:
     path: of the module; "" is the whole model.  is_function: a loss that is no module.
     why: the line that could not be traced, and why.
     code: where its Python can be imported, "module:factory" of the model or of the loss; None: nowhere.
-    output: containers as the module returns them, with a TensorSpec for each tensor.
+    output: containers as the module returns them, with a TensorSpec for each tensor, and `Unread` for other objects.
     batch: which tensor argument has the batch, along which dim, and rows for each example; None: no argument has it.
     saved: bytes that autograd keeps for 0 examples, and for each example.
     costs: the operations of its forward, at two batches.
@@ -45,6 +45,10 @@ class OwnCode:
     norms: tuple[SizeSpec, ...] = ()
     evaluating: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+
+
+class Unread:
+    """Stands for an object that a region returns, such as a cache: it may be passed through Python, but not be used."""
 
 
 class Region(nn.Module):

@@ -13,9 +13,9 @@ from splitc.capture.example import Loss
 from splitc.capture.regions import importable
 from splitc.errors import CaptureError
 from splitc.ir.program import Program, TensorSpec
-from splitc.ir.regions import OwnCode, regions
+from splitc.ir.regions import OwnCode, Unread, regions
 from tests.support import untraceable
-from tests.support.capturing import capture
+from tests.support.capturing import capture, validated
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
 X, Y = torch.randn(4, FEATURES), torch.randint(0, CLASSES, (4,))
@@ -136,3 +136,32 @@ def test_code_that_can_be_imported_has_a_name() -> None:
     assert importable(untraceable.gated) == "tests.support.untraceable:gated"
     assert importable(nn.Linear) == "torch.nn.modules.linear:Linear"
     assert importable(lambda: None) is None
+
+
+class Memory:
+    """An object that a model returns for itself."""
+
+    def __init__(self, kept: object) -> None:
+        self.kept = kept
+
+
+class Remembering(nn.Module):
+    """A model that reads data and returns an object, besides its result."""
+
+    def __init__(self, keeps_tensor: bool) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.keeps_tensor = keeps_tensor
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        noise = float(x.sum() > 1e9)
+        return {"logits": self.out(self.fc(x).relu() + noise), "memory": Memory(x if self.keeps_tensor else [])}
+
+
+@pytest.mark.parametrize("keeps_tensor", [False, True])
+def test_an_object_that_a_region_returns_may_be_passed_on_but_not_used(keeps_tensor: bool) -> None:
+    model = Remembering(keeps_tensor)
+    program = validated(model, X, Y, lambda out, y: F.cross_entropy(out["logits"], y))
+    assert found(program)[""].output["memory"] is Unread
+    with pytest.raises(CaptureError, match="which a graph cannot hold"):
+        traced(model, lambda out, y: F.cross_entropy(out["logits"], y) + len(out["memory"].kept))
