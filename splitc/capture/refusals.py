@@ -199,14 +199,9 @@ def table_problems(options: Mapping[str, Any]) -> Iterator[str]:
 @contextmanager
 def no_python_randomness(name: str) -> Iterator[None]:
     """Raise Unsupported when the code inside draws from the random generators of Python or numpy."""
-    before = generator_states()
+    before = _generator_states()
     yield
-    require_same_generators(before, name)
-
-
-def require_same_generators(before: Mapping[str, object], name: str) -> None:
-    """Raise Unsupported when the random generators of Python or numpy have been used since `before`."""
-    drawn = [name for name, state in generator_states().items() if state != before.get(name)]
+    drawn = [name for name, state in _generator_states().items() if state != before.get(name)]
     if drawn:
         raise Unsupported(
             f"forward draws numbers from {' and '.join(drawn)}, and a graph would keep those of one call; draw them "
@@ -215,7 +210,7 @@ def require_same_generators(before: Mapping[str, object], name: str) -> None:
         )
 
 
-def generator_states() -> dict[str, object]:
+def _generator_states() -> dict[str, object]:
     """The states of the random generators of Python and numpy, by name."""
     numpy = sys.modules.get("numpy")
     states: dict[str, object] = {"Python's random": random.getstate()}

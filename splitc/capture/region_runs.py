@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +28,7 @@ from splitc.ir.regions import OwnCode, Unread, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws
-from splitc.runtime.seeded.mode import SeededRandom
+from splitc.runtime.seeded.mode import SeededRandom, same_generators
 
 SMALL, LARGE = 2, 3
 """Examples of the two batches on which a region is seen."""
@@ -141,7 +140,7 @@ def _run(
 ) -> dict[str, list[_Call]]:
     """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
     calls: dict[str, list[_Call]] = {path: [] for path in paths}
-    values, state = example.rows(rows), random.getstate()
+    values = example.rows(rows)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     watched = {_module(model, example, path): calls[path] for path in paths}
 
@@ -153,13 +152,12 @@ def _run(
         with (
             warnings.catch_warnings(action="ignore"),
             intercepted(watched, run),
-            torch.random.fork_rng(),
+            same_generators(),
             torch.enable_grad(),
             under_autocast(model, autocast),
         ):
             example.loss_of(example.output(model, values), values)
     finally:
-        random.setstate(state)
         with torch.no_grad():
             for buffer, was in buffers:
                 buffer.copy_(was)

@@ -26,7 +26,7 @@ from splitc.capture.inplace import functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
-from splitc.capture.refusals import DATA, Failed, Unsupported, generator_states, require_same_generators
+from splitc.capture.refusals import DATA, Failed, Unsupported, no_python_randomness
 from splitc.capture.regions import Failure
 from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.writes import Writes, is_assigned
@@ -76,10 +76,9 @@ class Tracer:
     def running(self, path: str, module: nn.Module) -> Iterator[None]:
         """While this holds, what is recorded belongs to the forward of this module."""
         self._running.append((path, module))
-        generators = generator_states()
         try:
-            yield
-            require_same_generators(generators, type(module).__name__)
+            with no_python_randomness(type(module).__name__):
+                yield
         except Unsupported as error:
             raise self.refused(error) from error.__cause__
         except Exception as error:
