@@ -130,12 +130,7 @@ def _simulate(parser: Parser) -> None:
         metavar="NAME",
         help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
     )
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="examples of a step over all ranks (default: the example's for each reader)",
-    )
+    _global_batch(parser)
     parser.add_argument("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
     parser.add_argument(
         "--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)"
@@ -168,6 +163,15 @@ def _demo(parser: Parser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
 
+def _global_batch(parser: Parser) -> None:
+    parser.add_argument(
+        "--global-batch",
+        type=positive,
+        metavar="N",
+        help="examples of a step over all ranks (default: the example's for each reader)",
+    )
+
+
 def _model_options(parser: Parser, world_required: bool = True) -> None:
     parser.add_argument("model", help=_MODEL)
     parser.add_argument("--world", type=positive, required=world_required, metavar="N", help="how many ranks")
@@ -191,12 +195,7 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
         "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split); the later one counts, "
         "part by part; may be repeated",
     )
-    parser.add_argument(
-        "--global-batch",
-        type=positive,
-        metavar="N",
-        help="examples of a step over all ranks (default: the example's for each reader)",
-    )
+    _global_batch(parser)
     parser.add_argument(
         "--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB"
     )

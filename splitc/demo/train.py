@@ -62,6 +62,13 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def train_alone(train: TensorDataset, epochs: int) -> Training:
     """Train in this process, on whole batches."""
     digits = model()
+    with threads(1):
+        losses, seconds = run(lambda epoch: own_batches(train, epoch), _step_of(digits), epochs, verbose=True)
+    return Training(losses, seconds, [0.0], whole_state(digits))
+
+
+def _step_of(digits: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """A training step of a model, as one writes it in torch."""
     optimizer = sgd(digits.parameters())
 
     def step(images: Tensor, classes: Tensor) -> Tensor:
@@ -71,24 +78,17 @@ def train_alone(train: TensorDataset, epochs: int) -> Training:
         optimizer.step()
         return value.detach()
 
-    with threads(1):
-        losses, seconds = run(lambda epoch: own_batches(train, epoch), step, epochs, verbose=True)
-    return Training(losses, seconds, [0.0], whole_state(digits))
+    return step
 
 
 def train_ddp(transport: Transport, folder: Path, train: TensorDataset, epochs: int) -> Training:
     """Train as one rank of DistributedDataParallel, on this rank's part of every batch."""
     digits = Digits()
     digits.load_state_dict(load_weights(folder / "build")[0])
-    replica = DistributedDataParallel(digits)
-    optimizer = sgd(replica.parameters())
+    own_step = _step_of(DistributedDataParallel(digits))
 
     def step(images: Tensor, classes: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        value = loss(replica(images), classes)
-        value.backward()
-        optimizer.step()
-        value = value.detach() / transport.world
+        value = own_step(images, classes) / transport.world
         dist.all_reduce(value)
         return value
 
