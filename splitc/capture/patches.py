@@ -53,8 +53,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
             patch(torch.func, name, refused(_TRANSFORM))
         patch(torch.jit.ScriptFunction, "__call__", _script_function(tracer))
-        # Python accepts only an int from __len__
-        patch(builtins, "len", lambda value, real=len: value.size(0) if type(value) is TracedTensor else real(value))
+        patch(builtins, "len", lambda x, real=len: x.size(0) if type(x) is TracedTensor else real(x))  # no plain int
         patch(torch.compiler, "_is_compiling_flag", compiling)  # which every spelling of the question reads
         patch(torch.distributions.Distribution, "_validate_args", False)  # a check of data, without an effect
         # checkpointed functions are traced through

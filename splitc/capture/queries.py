@@ -13,7 +13,7 @@ from splitc.capture.calls import Call
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import Evaluator
 from splitc.capture.proxy import Sizes, TracedTensor, is_proxy
-from splitc.capture.refusals import DATA, DATA_ACCESSES, REMEDIES, Unsupported
+from splitc.capture.refusals import DATA, DATA_ACCESSES, Unsupported
 from splitc.ir.graph import info
 
 
@@ -52,8 +52,6 @@ class Queries:
             return self.sizes(tensor) if dim is None else self.sizes(tensor)[dim]
         if call.target in ("numel", "nelement"):
             return math.prod(self.sizes(tensor))
-        if call.target == "__len__":
-            return self.sizes(tensor)[0]
         if call.target in ("requires_grad_", "retain_grad"):
             return tensor
         if call.target in DATA_ACCESSES:
@@ -88,7 +86,7 @@ class Queries:
         shown = f"{node.args[0]}.size({node.args[1]})" if node.target == "size" else node.name
         raise Unsupported(
             f"{what} fixes the batch size: {shown} changes with the batch, and ranks run other batches than the "
-            f"example's; {REMEDIES.get(what, f'leave {what} out')}"
+            f"example's; leave {what} out, and write operations over the whole batch"
         )
 
     def assumed(self, proxy: TracedTensor, truth: bool) -> bool:

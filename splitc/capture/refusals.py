@@ -50,12 +50,6 @@ DATA_ACCESSES = {
 }
 """Methods that read the data of a tensor -> how messages name them."""
 
-REMEDIES = {
-    "a loop over a tensor": "write operations over the whole batch",
-    "range() or an index": "write operations over the whole batch instead of a loop",
-}
-"""What to do instead of reading a number that depends on the batch."""
-
 _WRAPPED = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tag
 from torch._ops import OpOverload, OpOverloadPacket
 
 from splitc.ir import comm_ops
@@ -17,9 +16,7 @@ from splitc.ir import comm_ops
 
 def _all_names() -> dict[int, str]:
     """`id` of a function -> how generated code calls it; the first name counts."""
-    names: dict[int, str] = {
-        id(getattr): "getattr",
-    }
+    names: dict[int, str] = {id(getattr): "getattr"}
     for module, prefix in (
         (F, "F"),
         (torch, "torch"),
@@ -29,11 +26,9 @@ def _all_names() -> dict[int, str]:
         (operator, "operator"),
     ):
         for name, value in vars(module).items():
-            if callable(value) and not name.startswith("_"):
+            is_internal = name.startswith("_")
+            if callable(value) and (not is_internal or (module is torch and isinstance(value, BuiltinFunctionType))):
                 names.setdefault(id(value), f"{prefix}.{name}")
-    for name, value in vars(torch).items():
-        if name.startswith("_") and isinstance(value, BuiltinFunctionType):
-            names.setdefault(id(value), f"torch.{name}")
     return names
 
 
@@ -64,4 +59,4 @@ def _is_pure(target: Any) -> bool:
         return False
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     written = any(a.is_write and not a.is_out for each in overloads for a in each._schema.arguments)
-    return not written and not any(Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return not written and not any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)

@@ -88,7 +88,7 @@ BAKED: list[tuple[Run, str]] = [
     (size_as_int, "int() fixes the batch size: x.size(0) changes with the batch"),
     (loop_over_rows, "a loop over a tensor fixes the batch size: x.size(0) changes with the batch"),
     (loop_over_size, "range() or an index fixes the batch size: x.size(0) changes with the batch"),
-    (length, "write operations over the whole batch instead of a loop"),
+    (length, "leave range() or an index out, and write operations over the whole batch"),
     (unbound, "unbind makes as many tensors as the batch has examples"),
     (first_rows, "getitem takes particular examples of the batch, and each rank has other ones"),
     (first_row, "getitem takes particular examples of the batch"),
