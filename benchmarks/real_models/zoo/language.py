@@ -216,7 +216,7 @@ MODELS = {
         pos_att_type=["p2c", "c2p"],
         shows="scripted functions",
     ),
-    "gpt2": _entry(causal, "GPT2LMHeadModel", "GPT2Config", **GPT2),
+    "gpt2": _entry(causal, "GPT2LMHeadModel", "GPT2Config", **GPT2, tie_word_embeddings=False),
     "gpt2_labels": _entry(causal, "GPT2LMHeadModel", "GPT2Config", labelled=True, **GPT2, shows="labels and .loss"),
     "gpt_neox": _entry(causal, "GPTNeoXForCausalLM", "GPTNeoXConfig", **SMALL, shows="sizes of moved tensors"),
     "llama": _entry(causal, "LlamaForCausalLM", "LlamaConfig", **SMALL, shows="sizes of moved tensors"),

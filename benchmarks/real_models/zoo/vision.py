@@ -42,7 +42,9 @@ def _naflexvit(n: int) -> Case:
 
 def _efficientnet(n: int) -> Case:
     package = importlib.import_module("efficientnet_pytorch")
-    module = package.EfficientNet.from_name("efficientnet-b0", num_classes=CLASSES, image_size=64)
+    module = package.EfficientNet.from_name(
+        "efficientnet-b0", num_classes=CLASSES, image_size=64, drop_connect_rate=0.0
+    )
     return Case(module, images(n, 64), labels(n), classes)
 
 
