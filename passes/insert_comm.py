@@ -144,7 +144,8 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     source = str(value.target) if value.op == "placeholder" else value.name
     links = (("slice_batch", leaves), ("send", not local), ("modulo", enters))
     path = tuple(CutLink(op) for op, needed in links if needed)
-    cut = Cut(name, source, producer, role, spec, spec.requires_grad, path)
+    gradient = spec.requires_grad and any(_may_return(user) for user in value.users if info(user).role == role)
+    cut = Cut(name, source, producer, role, spec, gradient, path)
     last, kept = _last_of_role(value), value
     if leaves:
         named = {"cut": name}
@@ -161,6 +162,12 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     value.replace_all_uses_with(
         got, delete_user_cb=lambda user: info(user).role == role and user.target not in chain and user is not got
     )
+
+
+def _may_return(reader: fx.Node) -> bool:
+    """Whether a reader may send a gradient back: not one that reads the shape or dtype alone, or whole numbers."""
+    spec = info(reader).spec
+    return spec.requires_grad if isinstance(spec, TensorSpec) else not isinstance(spec, SizeSpec)
 
 
 def _last_of_role(value: fx.Node) -> fx.Node:

@@ -139,7 +139,7 @@ class Apart:
 
     def _is_summed(self, node: fx.Node) -> bool:
         spec = info(node).spec
-        has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None and spec.dtype.is_floating_point
+        has_examples = isinstance(spec, TensorSpec) and spec.batch_dim is not None
         return has_examples and any(is_aggregate(user) for user in node.users)
 
     def _compare(self, node: fx.Node, values: list[Any], inputs: list[Any]) -> None:
@@ -289,7 +289,9 @@ def _noisy(node: fx.Node, values: list[Tensor]) -> list[Tensor]:
     spec = info(node).spec
     assert isinstance(spec, TensorSpec) and spec.batch_dim is not None
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(values[0].shape, generator=generator, dtype=torch.float64).to(values[0])
+    drawn = torch.randn(values[0].shape, generator=generator, dtype=torch.float64)
+    noise = (drawn if values[0].is_floating_point() or values[0].is_complex() else drawn > 0).to(values[0])
     split = noise.unflatten(spec.batch_dim, (EXAMPLES, spec.rows))
     parts = [split.index_select(spec.batch_dim, torch.tensor(rows, device=noise.device)) for rows in PARTS]
-    return [value + part.reshape(value.shape) for value, part in zip(values, parts, strict=True)]
+    add = torch.logical_xor if values[0].dtype == torch.bool else torch.add
+    return [add(value, part.reshape(value.shape)) for value, part in zip(values, parts, strict=True)]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.capture.batch_numbers import is_linear, numbers_of_batch
 from splitc.ir.graph import info, op_name, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 
@@ -188,7 +189,15 @@ class LossTerms:
             self._globals.add(node)
 
     def _find_couplings(self) -> None:
+        numbers = numbers_of_batch(self.upstream)
         for node in self.upstream:
+            uneven = [n for n in node.all_input_nodes if n in numbers and not is_linear(numbers[n])]
+            if uneven and node not in numbers:
+                self._couples(
+                    node,
+                    f"{node.name} reads {uneven[0].name} ({info(uneven[0]).source}), a number that is no linear "
+                    f"function of the batch size, and ranks run other batches than one process",
+                )
             if node not in self.batched or not is_aggregate(node):
                 continue
             if not any(map(is_aggregate, self._operands(node))):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import LOSS, Example
+from splitc.capture.module_calls import intercepted
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
 from splitc.errors import CaptureError
@@ -141,8 +140,9 @@ def _run(
     """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
     calls: dict[str, list[_Call]] = {path: [] for path in paths}
     values = example.rows(rows)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     watched = {_module(model, example, path): calls[path] for path in paths}
+    own = {id(parameter): parameter for module in watched for parameter in module.parameters()}
+    tensors_before = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *own.values())]
 
     def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watched[module].append(_watch(module, call, args, kwargs, counter))
@@ -159,8 +159,8 @@ def _run(
             example.loss_of(example.output(model, values), values)
     finally:
         with torch.no_grad():
-            for buffer, was in buffers:
-                buffer.copy_(was)
+            for tensor, was in tensors_before:
+                tensor.copy_(was)
     return calls
 
 
@@ -170,26 +170,11 @@ def _module(model: nn.Module, example: Example, path: str) -> nn.Module:
     return module
 
 
-@contextmanager
-def intercepted(
-    modules: Container[nn.Module], run: Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
-) -> Iterator[None]:
-    """Let `run(module, call, args, kwargs)` make the calls of some modules, their hooks included."""
-    call = nn.Module.__call__
-
-    def replaced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = partial(call, module)
-        return run(module, own, args, kwargs) if module in modules else own(*args, **kwargs)
-
-    with mock.patch.object(nn.Module, "__call__", replaced):
-        yield
-
-
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:
     """Call a module on inputs that hang together with nothing before it."""
     args, kwargs = tree_map(_cut_off, (args, kwargs))
     inputs, ops = [tensor for _, tensor in tensors((args, kwargs))], list[OpCost]()
-    before = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+    before = _copied(module)
     versions, state = [tensor._version for tensor in inputs], torch.get_rng_state()
     kept = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*inputs, *module.parameters(), *module.buffers())}
     given = len(kept)
@@ -202,7 +187,7 @@ def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, 
     counting = nullcontext() if counter is None else counter(ops.append)
     with watch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counting:
         output = call(*args, **kwargs)
-    after = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+    after = _copied(module)
     drawn = ["torch's generator"] if not torch.equal(torch.get_rng_state(), state) else []
     return _Call(
         module,
@@ -215,6 +200,11 @@ def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, 
         sorted(watch.unseeded) or drawn,
         ops,
     )
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the module's parameters and buffers by name."""
+    return {name: t.detach().clone() for name, t in (*module.named_buffers(), *module.named_parameters())}
 
 
 def _cut_off(value: Any) -> Any:
@@ -254,7 +244,7 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
 def _require_own(path: str, known: set[int], *calls: _Call) -> None:
     """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
 
-    Raises Never for one that writes what it computes from the batch into a buffer.
+    Raises Never for one that writes into a parameter, or what it computes from the batch into a buffer.
     """
     norms = {
         f"{name}.{key}".lstrip(".")
@@ -262,6 +252,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
+    parameters = {name for name, _ in calls[0].module.named_parameters()}
     for call in calls:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
@@ -269,7 +260,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         if any(id(leaf) in others for leaf in _leaves(tensors(call.output))):
             raise NoRegion(f"{path} reads parameters of other modules")
         for name, value in call.changed.items():
-            first = calls[0].changed.get(name)
+            first = None if name in parameters else calls[0].changed.get(name)
             if name not in norms and (first is None or not torch.equal(first, value)):
                 raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
 

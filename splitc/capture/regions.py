@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.example import LOSS, Example
-from splitc.capture.region_runs import Counter, Never, NoRegion, Runs, intercepted
+from splitc.capture.module_calls import intercepted
+from splitc.capture.region_runs import Counter, Never, NoRegion, Runs
 from splitc.errors import CaptureError
 from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region, is_inside

@@ -100,6 +100,7 @@ QUOTIENTS: dict[str, Loss] = {
     "root": lambda o, y, m: (each(o, y) * m).sum() / m.sum().sqrt(),
     "columns": lambda o, y, m: (((o - y).pow(2) * m[:, None]).sum(0) / m.sum()).mean(),
     "detached": lambda o, y, m: (each(o, y) * m).sum() / each(o, y).detach().mean(),
+    "rare": lambda o, y, m: each(o, y).sum() / ((m > 1e6).sum() + 1),
 }
 
 

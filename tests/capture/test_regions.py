@@ -107,6 +107,19 @@ def test_a_region_that_writes_into_a_buffer_from_the_batch_is_refused() -> None:
         traced(Perceptron(Centre()))
 
 
+def test_a_region_that_writes_into_a_parameter_is_refused() -> None:
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.embedding(x.abs().long().clamp(max=4)[:, 0], self.table.weight, max_norm=0.1)
+
+    with pytest.raises(CaptureError, match=r"writes into middle.0.table.weight while the model runs"):
+        traced(Perceptron(Bounded()))
+
+
 def test_a_region_that_reads_parameters_of_other_modules_takes_these_in() -> None:
     class Reader(nn.Module):
         def __init__(self, others: list[Any]) -> None:

@@ -80,6 +80,14 @@ class Pairs(Towers):
         return (distances.diagonal() - distances.topk(2, dim=1, largest=False).values[:, 1] + 1).relu().mean()
 
 
+class Offset(Towers):
+    """A value that is gathered for its dtype alone."""
+
+    def loss(self, a: Tensor, b: Tensor) -> Tensor:
+        distances = (a - b).square().sum(1)
+        return torch.addcdiv(a.new_zeros(()), distances.sum(), (distances > 1).sum() + 1.0)
+
+
 class Redundant(Towers):
     """Barlow twins: the cross-correlation of features over the batch."""
 
@@ -89,7 +97,7 @@ class Redundant(Towers):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (TwoTowers, Centred, Clamped, Pairs, Redundant)
+    each.__name__: each for each in (TwoTowers, Centred, Clamped, Pairs, Offset, Redundant)
 }
 
 
