@@ -23,9 +23,14 @@ def numbers_of_batch(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[Any]]:
         spec, read = info(node).spec, node.all_input_nodes
         if isinstance(spec, SizeSpec):
             found[node] = [spec.scale * batch + spec.offset for batch in _TRIED]
-        elif spec is None and read and found.keys() >= set(read) and callable(node.target):
+        elif spec is None and read and found.keys() >= set(read) and _is_pythons(node.target):
             found[node] = [_at(node, found, k) for k in range(len(_TRIED))]
     return found
+
+
+def _is_pythons(function: object) -> bool:
+    """Whether it computes numbers from numbers; functions of torch make tensors of that size."""
+    return getattr(function, "__module__", None) in ("_operator", "builtins", "math")
 
 
 def _at(node: fx.Node, found: dict[fx.Node, list[Any]], k: int) -> Any:
