@@ -29,10 +29,11 @@ from splitc.capture.regions import Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
+from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
 from splitc.ir.constructors import construction
 from splitc.ir.fake_mode import FakeMode
-from splitc.ir.graph import changes_statistics, info, rename
+from splitc.ir.graph import NORMS, changes_statistics, info, is_region, rename
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_ours
@@ -113,6 +114,7 @@ def _program(
         autocast=autocast,
         notes=(*tracer.notes, *(f"Traced for batches of {guard} ({guard.source})." for guard in tracer.guards.found)),
         guards=tuple(tracer.guards.found),
+        reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),
     )
     _require_loss(program, training)
     isolate_terms(graph)
@@ -181,6 +183,13 @@ def _trace(
     if tracer.refusal is not None:
         raise tracer.refusal
     return tracer.graph
+
+
+def _has_mode(node: fx.Node, root: nn.Module) -> bool:
+    """Whether evaluation may treat the node in another way than a module of torch that has its mode from the model."""
+    if node.target is comm_ops.dropout:
+        return not isinstance(root.get_submodule(info(node).module), nn.modules.dropout._DropoutNd)
+    return is_region(node) or node.target in NORMS
 
 
 def _has_side_effect(node: fx.Node, root: nn.Module) -> bool:

@@ -27,8 +27,11 @@ def capture_evaluation(
 ) -> Program | str | None:
     """The program of evaluation mode; None where that of training serves, a text where there is none.
 
+    A model that never asks whether it trains, but for dropout, is not traced again.
     validated: `validate_capture` of the model and the example.
     """
+    if not program.reads_mode:
+        return None
     with _evaluating(model, *([example.loss] if isinstance(example.loss, nn.Module) else [])):
         try:
             found = capture(model, example, program.name, program.autocast, training=program)

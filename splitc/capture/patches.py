@@ -47,6 +47,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         patch(nn.Module, "__call__", _module_call(tracer, paths, leaf_paths))
         patch(nn.Module, "__getattr__", _module_getattr(tracer))
         patch(nn.Module, "__setattr__", _module_setattr(tracer))
+        stack.enter_context(mock.patch.object(nn.Module, "training", _training(tracer), create=True))
         patch(torch.autograd.Function, "apply", _autograd_function(tracer))
         patch(torch.autograd, "grad", refused(hook_text("torch.autograd.grad")))
         patch(torch, "vmap", refused(_TRANSFORM))
@@ -119,6 +120,17 @@ def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
             )
 
     return module_setattr
+
+
+def _training(tracer: Tracer) -> property:
+    """The flag of a module, noting whether Python reads it other than for dropout, which evaluation leaves out."""
+
+    def get(module: nn.Module) -> bool:
+        if not tracer.evaluator.busy and not isinstance(module, nn.modules.dropout._DropoutNd):
+            tracer.reads_mode = True
+        return bool(vars(module)["training"])
+
+    return property(get, lambda module, value: vars(module).update(training=value))
 
 
 def _autograd_function(tracer: Tracer) -> Any:

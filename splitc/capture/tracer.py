@@ -54,6 +54,7 @@ class Tracer:
         self.origin = type(original).__name__
         self.notes: list[str] = []
         self.guards = BatchGuards(self.values, batches)
+        self.reads_mode = False  # whether Python asked if the model trains
         self.refusal: CaptureError | None = None
         self.failure: Failure | None = None
         self._running: list[tuple[str, nn.Module]] = [("", root)]  # path and module of each forward that is running

@@ -171,6 +171,7 @@ class Program:
     notes: sentences for the report, such as what could not be checked.
     guards: the batch sizes for which the branches of the trace hold.
     evaluation: the program of evaluation mode, where it is another one; a text: why there is none.
+    reads_mode: whether it may be another one, since Python asks whether the model trains.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Program:
     autocast: torch.dtype | None = None
     guards: tuple[BatchGuard, ...] = ()
     evaluation: Program | str | None = None
+    reads_mode: bool = True
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def allows(self, batch: int) -> bool:

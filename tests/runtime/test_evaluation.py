@@ -155,3 +155,13 @@ def test_a_module_that_was_set_to_evaluation_stays_so() -> None:
         return [first.training, worker.stage.training]
 
     assert on_workers(program, modes) == [[False, True]] * 3
+
+
+def dropping(m: Any, x: Tensor) -> Tensor:
+    return m.fc(F.dropout(m.b(m.a(x)), 0.5, training=True))
+
+
+@pytest.mark.parametrize("run", [*SHARED, *OWN, dropping], ids=lambda run: run.__name__)
+def test_a_model_that_never_asks_for_its_mode_is_traced_once(run: Run) -> None:
+    _, program = program_of(run, "parameter_server")
+    assert program.program.reads_mode == (run not in SHARED)
