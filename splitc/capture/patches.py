@@ -48,7 +48,7 @@ def recorded(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set[str
         patch(nn.Module, "__getattr__", _module_getattr(tracer))
         patch(nn.Module, "__setattr__", _module_setattr(tracer))
         stack.enter_context(mock.patch.object(nn.Module, "training", _training(tracer), create=True))
-        patch(torch.autograd.Function, "apply", _autograd_function(tracer))
+        patch(torch.autograd.Function.__base__, "apply", _autograd_function(tracer))  # which a kept Fn.apply calls too
         patch(torch.autograd, "grad", refused(hook_text("torch.autograd.grad")))
         patch(torch, "vmap", refused(_TRANSFORM))
         for name in ("grad", "grad_and_value", "jacfwd", "jacrev", "jvp", "vjp", "vmap"):
@@ -134,11 +134,11 @@ def _training(tracer: Tracer) -> property:
 
 
 def _autograd_function(tracer: Tracer) -> Any:
-    real = torch.autograd.Function.__dict__["apply"].__func__
+    base: Any = torch.autograd.Function.__base__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if tracer.evaluator.busy:
-            return real(cls, *args, **kwargs)
+            return super(base, cls).apply(*args, **kwargs)
         if cls is checkpoint.CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)

@@ -49,6 +49,10 @@ def test_data_in_python_scripts_transforms_and_functions_are_regions(kind: type[
     assert found(traced(Perceptron(kind()))).keys() == {"middle.0"}
 
 
+def test_a_function_whose_apply_was_kept_before_the_trace_is_a_region() -> None:
+    assert found(traced(Perceptron(untraceable.KeptSign()))).keys() == {"middle.0"}
+
+
 def test_modules_of_a_class_that_fail_at_one_line_are_regions_together() -> None:
     program = traced(Perceptron(*(untraceable.Gated() for _ in range(4))))
     assert list(found(program)) == [f"middle.{k}" for k in range(4)]
