@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from splitc.cost_models.compute.counting import OpCounter, merged_pairs
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import CostLine, LayerCost, OpCost
-from splitc.ir.graph import info
+from splitc.ir.graph import info, region_of
 from splitc.ir.interpreter import NodeRunner, fake_inputs, mode_of, quiet
 from splitc.ir.program import Program
-from splitc.ir.regions import OwnCode, region_of
+from splitc.ir.regions import OwnCode
 
 
 def layer_costs(program: Program) -> dict[str, CostLine]:

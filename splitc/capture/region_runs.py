@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
 from splitc.ir.program import SizeSpec, TensorSpec
-from splitc.ir.regions import OwnCode, Unread, made_like, specs_in
+from splitc.ir.regions import OwnCode, Templates, Unread, fit, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws
@@ -105,28 +106,37 @@ class Runs:
         small, large, others = (run[path] for run in self._runs)
         if not small or not len(small) == len(large) == len(others):
             raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
-        outputs = [_output(path, *calls) for calls in zip(small, large, others, strict=True)]
-        shapes = [made_like(output, (replace(s, requires_grad=False) for s in specs_in(output))) for output in outputs]
-        if any(each != shapes[0] for each in shapes[1:]):
+        seen: dict[Templates, list[tuple[_Call, _Call, Any]]] = {}
+        for a, b, c in zip(small, large, others, strict=True):
+            _require_own(path, self._parameters, a, b, c)
+            templates = tuple(spec.template() if spec else None for spec in _inputs(path, a, b))
+            seen.setdefault(templates, []).append((a, b, _output(path, a, b, c)))
+        outputs = [(templates, output) for templates, calls in seen.items() for *_, output in calls]
+        shapes = [(t, made_like(out, (replace(s, requires_grad=False) for s in specs_in(out)))) for t, out in outputs]
+        if any(s != t and fit(one, other) for (one, s), (other, t) in combinations(shapes, 2)):
             raise NoRegion(f"{path} is called several times in a forward, and returns other shapes each time")
-        for calls in zip(small, large, others, strict=True):
-            _require_own(path, self._parameters, *calls)
-        a, b = small[0], large[0]
-        module = a.module
-        per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
-        return OwnCode(
-            path=path,
-            is_function=isinstance(module, OwnFunction),
-            why=why,
-            code=code,
-            output=max(outputs, key=lambda output: sum(s.requires_grad for s in specs_in(output))),
-            batch=_batch_input(a, b),
-            saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
-            norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.norms, b.norms, strict=False)),
-            evaluating=tuple(name for name, each in module.named_modules() if not each.training),
-            costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
-            random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
-        )
+        made = []
+        for templates, calls in seen.items():
+            a, b, _ = calls[0]
+            specs = enumerate(_inputs(path, a, b))
+            batched = [(k, s.batch_dim, s.rows) for k, s in specs if s and s.batch_dim is not None]
+            per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
+            own = OwnCode(
+                path=path,
+                is_function=isinstance(a.module, OwnFunction),
+                why=why,
+                code=code,
+                output=max((out for *_, out in calls), key=lambda out: sum(s.requires_grad for s in specs_in(out))),
+                batch=next(iter(batched), None),
+                saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
+                norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.norms, b.norms, strict=False)),
+                evaluating=tuple(name for name, each in a.module.named_modules() if not each.training),
+                costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
+                random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
+                inputs=templates,
+            )
+            made.append(own)
+        return replace(made[0], others=tuple(made[1:]))
 
 
 def _run(
@@ -241,6 +251,14 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
     return spec(small.output, large.output, other.output)
 
 
+def _inputs(path: str, small: _Call, large: _Call) -> list[TensorSpec | None]:
+    """The specs of the tensor arguments of a call.  Raises NoRegion."""
+    if [tensor.dim() for tensor in small.inputs] != [tensor.dim() for tensor in large.inputs]:
+        raise NoRegion(f"{path or 'the model'} is given other tensors for other batches")
+    pairs = zip(small.inputs, large.inputs, strict=True)
+    return [spec if isinstance(spec := infer_spec(pair, (SMALL, LARGE)), TensorSpec) else None for pair in pairs]
+
+
 def _require_own(path: str, known: set[int], *calls: _Call) -> None:
     """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
 
@@ -276,12 +294,3 @@ def _leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:
             if hasattr(function, "variable"):
                 yield function.variable
             waiting += [before for before, _ in function.next_functions]
-
-
-def _batch_input(small: _Call, large: _Call) -> tuple[int, int, int] | None:
-    """The first tensor argument that has the batch."""
-    for index, pair in enumerate(zip(small.inputs, large.inputs, strict=True)):
-        spec = infer_spec(pair, (SMALL, LARGE))
-        if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
-            return index, spec.batch_dim, spec.rows
-    return None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir.program import Cut, Program, Spec, TensorSpec
-from splitc.ir.regions import names_in
+from splitc.ir.regions import OwnCode, Region, names_in
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ _NOTHING = NodeInfo()
 def is_region(node: fx.Node) -> bool:
     """Return whether a node calls a region."""
     return node.op == "call_module" and info(node).draw is not None
+
+
+def region_of(program: Program, node: fx.Node) -> OwnCode | None:
+    """What is known of the region that a node calls, by the shapes of its inputs; None for any other node."""
+    module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if not isinstance(module, Region):
+        return None
+    specs: list[Spec] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: specs.append(info(each).spec))
+    return module.own.called(tuple(spec.template() for spec in specs if isinstance(spec, TensorSpec)))
 
 
 def set_info(node: fx.Node, new: NodeInfo, **changes: Any) -> None:

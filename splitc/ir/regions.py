@@ -18,6 +18,9 @@ from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.runtime.nested import parts, with_parts
 from splitc.runtime.nested import tensors as tensors_of
 
+Templates = tuple[tuple[int, ...] | None, ...]
+"""Shapes of tensor arguments, in order, with -1 for the batch; None: of another form at each batch."""
+
 
 @dataclass(frozen=True)
 class OwnCode:
@@ -32,6 +35,7 @@ class OwnCode:
     costs: the operations of its forward, at two batches.
     norms: rows of the BatchNorm calls inside, in order.
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
+    inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
 
     path: str
@@ -45,6 +49,19 @@ class OwnCode:
     norms: tuple[SizeSpec, ...] = ()
     evaluating: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    inputs: Templates = ()
+    others: tuple[OwnCode, ...] = ()
+
+    def called(self, inputs: Templates) -> OwnCode:
+        """What is known of a call with inputs of these shapes."""
+        return next((own for own in (self, *self.others) if fit(own.inputs, inputs)), self)
+
+
+def fit(a: Templates, b: Templates) -> bool:
+    """Whether tensors may have the shapes of both, at some batches."""
+    known = [(s, t) for s, t in zip(a, b, strict=False) if s is not None and t is not None]
+    alike = len(a) == len(b) and all(len(s) == len(t) for s, t in known)
+    return alike and all(-1 in pair or pair[0] == pair[1] for s, t in known for pair in zip(s, t, strict=True))
 
 
 class Unread:
@@ -63,12 +80,13 @@ class Region(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for _, tensor in tensors_of((args, kwargs))]
+        own = self.own.called(tuple(tuple(tensor.shape) for tensor in tensors))
         batch = 0
-        if self.own.batch is not None:
-            index, dim, rows = self.own.batch
+        if own.batch is not None:
+            index, dim, rows = own.batch
             batch = tensors[index].shape[dim] // rows
-        results = _NoValues.apply(self.own, batch, len(tensors), *tensors, *self.parameters())  # type: ignore[no-untyped-call]
-        return made_like(self.own.output, iter(results))
+        results = _NoValues.apply(own, batch, len(tensors), *tensors, *self.parameters())  # type: ignore[no-untyped-call]
+        return made_like(own.output, iter(results))
 
 
 class _NoValues(torch.autograd.Function):
@@ -108,18 +126,12 @@ def is_inside(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.") or (outer == "" and path != "loss")
 
 
-def region_of(program: Program, node: fx.Node) -> OwnCode | None:
-    """The region that a node calls; None for any other node."""
-    module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module.own if isinstance(module, Region) else None
-
-
 def regions(program: Program, graph: fx.Graph | None = None) -> Iterator[tuple[fx.Node, OwnCode]]:
     """The nodes that call regions, of the program's graph or that of a stage."""
     for node in (graph or program.graph).nodes:
-        own = region_of(program, node)
-        if own is not None:
-            yield node, own
+        module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, Region):
+            yield node, module.own
 
 
 def specs_in(output: Any) -> list[TensorSpec]:

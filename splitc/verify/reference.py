@@ -25,9 +25,8 @@ from splitc.capture.regions import own_draws
 from splitc.capture.twins import CASTS, WIDE
 from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
-from splitc.ir.graph import info
+from splitc.ir.graph import info, region_of
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
-from splitc.ir.regions import Region
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
@@ -89,8 +88,8 @@ def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
     """The node of every BatchNorm call, and the rows that it normalises; a region may have several."""
     for node in program.graph.nodes:
         module = program.root.get_submodule(node.target) if node.op == "call_module" else None
-        if isinstance(module, Region):
-            yield from ((node, rows) for rows in module.own.norms)
+        if (own := region_of(program, node)) is not None:
+            yield from ((node, rows) for rows in own.norms)
         elif isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
             spec = info(node).spec
             if not isinstance(spec, TensorSpec):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from splitc.capture.example import Loss
 from splitc.capture.regions import importable
 from splitc.errors import CaptureError
+from splitc.ir.graph import info, region_of
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.regions import OwnCode, Unread, regions
 from tests.support import untraceable
@@ -56,6 +57,23 @@ def test_a_function_whose_apply_was_kept_before_the_trace_is_a_region() -> None:
 def test_modules_of_a_class_that_fail_at_one_line_are_regions_together() -> None:
     program = traced(Perceptron(*(untraceable.Gated() for _ in range(4))))
     assert list(found(program)) == [f"middle.{k}" for k in range(4)]
+
+
+def test_a_region_that_is_called_with_several_shapes_returns_those_of_each() -> None:
+    program = traced(untraceable.Shared())
+    nodes = [node for node, own in regions(program) if own.path == "sign"]
+    outputs = [own.output for node in nodes if (own := region_of(program, node))]
+    assert [output.template() for output in outputs] == [(-1, FEATURES), (-1, 4 * FEATURES), (-1, 2, 2 * FEATURES)]
+    assert [info(node).spec for node in nodes] == outputs
+
+
+def test_calls_whose_shapes_cannot_be_told_apart_are_part_of_the_module_around() -> None:
+    class Folding(untraceable.Shared):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.wide(self.sign(self.first(x))).unflatten(1, (4, FEATURES)).flatten(0, 1)
+            return self.last(self.sign(x).unflatten(0, (-1, 4)).flatten(1)[:, : 2 * FEATURES])
+
+    assert found(traced(Folding())).keys() == {""}
 
 
 def test_a_region_may_return_containers() -> None:

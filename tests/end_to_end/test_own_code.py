@@ -43,6 +43,7 @@ MODELS = {
     "frozen norm": lambda: Perceptron(untraceable.Frozen()),
     "counter": lambda: Perceptron(untraceable.Counted(), nn.Linear(FEATURES, FEATURES)),
     "called again": untraceable.Calling,
+    "called with several shapes": untraceable.Shared,
     "backward hook": untraceable.hooked,
     "tied across the border": untraceable.Tied,
 }

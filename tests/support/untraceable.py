@@ -288,6 +288,21 @@ class Calling(Perceptron):
         return self.last(x + again)
 
 
+class Shared(nn.Module):
+    """Calls a region on values of several widths, and with a second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 4 * FEATURES)
+        self.last = nn.Linear(2 * FEATURES, CLASSES)
+        self.sign = KeptSign()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.sign(self.first(x))
+        x = self.sign(self.wide(x)).unflatten(1, (2, 2 * FEATURES))
+        return self.last(self.sign(x * 0.5).mean(1))
+
+
 def _doubled_gradient(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return (inputs[0] * 2,)
 
