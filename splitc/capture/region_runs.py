@@ -33,7 +33,6 @@ from splitc.runtime.seeded.mode import SeededRandom, same_generators
 SMALL, LARGE = 2, 3
 """Examples of the two batches on which a region is seen."""
 
-
 Counter = Callable[[Callable[[OpCost], None]], AbstractContextManager[Any]]
 """Makes a context that calls a function with every operation inside."""
 
@@ -60,22 +59,25 @@ class _Call:
     wrote: bool
     changed: dict[str, Tensor]
     saved: float
-    norms: list[int]
+    watch: _Watch
     random: Sequence[str]
     ops: list[OpCost]
 
 
 class _Watch(SeededRandom):
-    """Notes the rows of BatchNorm calls, and the random functions that cannot be seeded."""
+    """Notes the rows of BatchNorm calls, the dtypes of gradients, and the random functions that cannot be seeded."""
 
     def __init__(self) -> None:
         super().__init__(Draws(0, 0, None))
         self.norms: list[int] = []
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
             self.norms.append((args[0] if args else (kwargs or {})["input"]).shape[0])
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        self.dtypes |= {tensor.dtype for _, tensor in tensors(result) if tensor.requires_grad}
+        return result
 
 
 class Runs:
@@ -120,6 +122,7 @@ class Runs:
             a, b, _ = calls[0]
             specs = enumerate(_inputs(path, a, b))
             batched = [(k, s.batch_dim, s.rows) for k, s in specs if s and s.batch_dim is not None]
+            norms = zip(a.watch.norms, b.watch.norms, strict=False)
             per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
             own = OwnCode(
                 path=path,
@@ -129,10 +132,11 @@ class Runs:
                 output=max((out for *_, out in calls), key=lambda out: sum(s.requires_grad for s in specs_in(out))),
                 batch=next(iter(batched), None),
                 saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
-                norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in zip(a.norms, b.norms, strict=False)),
+                norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in norms),
                 evaluating=tuple(name for name, each in a.module.named_modules() if not each.training),
                 costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
                 random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
+                dtypes=frozenset().union(*(call.watch.dtypes for call in small)),
                 inputs=templates,
             )
             made.append(own)
@@ -206,7 +210,7 @@ def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, 
         any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)),
         {name: after[name] for name, was in before.items() if name in after and not torch.equal(after[name], was)},
         sum(storage.nbytes() for storage in list(kept.values())[given:]),
-        watch.norms,
+        watch,
         sorted(watch.unseeded) or drawn,
         ops,
     )

@@ -35,6 +35,7 @@ class OwnCode:
     costs: the operations of its forward, at two batches.
     norms: rows of the BatchNorm calls inside, in order.
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
+    dtypes: in which it computes with a gradient.
     inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
 
@@ -49,6 +50,7 @@ class OwnCode:
     norms: tuple[SizeSpec, ...] = ()
     evaluating: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    dtypes: frozenset[torch.dtype] = frozenset()
     inputs: Templates = ()
     others: tuple[OwnCode, ...] = ()
 

@@ -31,6 +31,7 @@ from splitc.capture.source_lines import first_line
 from splitc.cost_models.compute.clocks import threads
 from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram, TensorSpec
+from splitc.ir.regions import regions
 from splitc.runtime.launch.trial import run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.verify.batches import draw_batches, split_batch
@@ -123,6 +124,7 @@ def computed_in(program: PlacedProgram) -> torch.dtype:
     if program.autocast is not None:
         return program.autocast
     found = {tensor.dtype for tensor in program.tensors.values() if tensor.trainable}
+    found |= {dtype for _, own in regions(program) for dtype in own.dtypes}
     for node in program.graph.nodes:
         spec = info(node).spec
         each = spec if isinstance(spec, tuple) else (spec,)

@@ -18,6 +18,7 @@ from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
+from tests.support.untraceable import FEATURES, Single
 
 F64 = torch.float64
 SEPARATION = "layer_separation(n_c=2, n_f=1)"
@@ -196,6 +197,11 @@ def test_the_coarsest_precision_decides_and_not_that_of_the_first_parameter() ->
         return m.fc(m.a(x.double()).relu().float())
 
     assert holds(program(run, torch.randn(8, 8), a=nn.Linear(8, 8).double(), fc=nn.Linear(8, 4)).verify(), 1e-5)
+
+
+def test_the_precision_inside_a_region_decides_too() -> None:
+    made = program(lambda m, x: m.fc(m.own(x)), torch.randn(8, FEATURES), own=Single(), fc=nn.Linear(FEATURES, 4))
+    assert holds(made.verify(dtype=F64), 1e-5)
 
 
 def test_a_model_that_has_no_double_precision_is_judged_without_and_that_is_said() -> None:
