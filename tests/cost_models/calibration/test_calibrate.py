@@ -546,7 +546,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(number: int, tmp_path: Path)
     lines = []
     for line in process.stderr:
         lines.append(line)
-        if "device, " in line:
+        if "round" in line:  # Python drops an interrupt in the callback of a weak reference, of which counting has many
             break
     ranks = _descendants(process.pid)
     assert len(ranks) >= 3  # torchrun and two ranks
