@@ -19,6 +19,7 @@ from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import info
 from splitc.ir.program import Program, TensorSpec
+from splitc.ir.regions import regions
 from splitc.runtime.seeded.draws import Label, Layout
 from splitc.runtime.seeded.table import Form, Unseeded, form_of
 
@@ -85,8 +86,10 @@ def located(program: Program) -> Program:
     return program
 
 
-def draw_layouts(graph: fx.Graph) -> dict[Label, Layout]:
+def draw_layouts(program: Program) -> dict[Label, Layout]:
     """Where the examples of each draw lie, as eager code needs to know it."""
-    options = [node.kwargs for node in graph.nodes if node.target in comm_ops.DRAWS]
-    names = ("dim", "rows", "outer")
-    return {(each["draw"],): Layout(**{name: each[name] for name in names if name in each}) for each in options}
+    options = [node.kwargs for node in program.graph.nodes if node.target in comm_ops.DRAWS]
+    found: dict[Label, Layout] = {}
+    for node, own in regions(program):
+        found |= {(info(node).draw or 0, k): layout for k, layout in enumerate(own.draws)}
+    return found | {(each["draw"],): Layout(**{k: each[k] for k in Layout._fields if k in each}) for each in options}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import LOSS, Example
+from splitc.capture.gradients import leaves
 from splitc.capture.module_calls import intercepted
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
@@ -27,7 +28,7 @@ from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.regions import OwnCode, Templates, Unread, fit, made_like, specs_in
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
-from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom, same_generators
 
 SMALL, LARGE = 2, 3
@@ -65,12 +66,11 @@ class _Call:
 
 
 class _Watch(SeededRandom):
-    """Notes the rows of BatchNorm calls, the dtypes of gradients, and the random functions that cannot be seeded."""
+    """Notes rows of BatchNorm calls, shapes of draws, dtypes of gradients, and functions that cannot be seeded."""
 
     def __init__(self) -> None:
         super().__init__(Draws(0, 0, None))
-        self.norms: list[int] = []
-        self.dtypes: set[torch.dtype] = set()
+        self.norms, self.drawn, self.dtypes = list[int](), list[Tensor](), set[torch.dtype]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -78,6 +78,10 @@ class _Watch(SeededRandom):
         result = super().__torch_function__(func, types, args, kwargs)
         self.dtypes |= {tensor.dtype for _, tensor in tensors(result) if tensor.requires_grad}
         return result
+
+    def _guess(self, value: Tensor, merged: bool, count: int | None) -> Layout:
+        self.drawn.append(torch.empty(value.shape, device="meta"))
+        return Layout(None)
 
 
 class Runs:
@@ -117,6 +121,7 @@ class Runs:
         shapes = [(t, made_like(out, (replace(s, requires_grad=False) for s in specs_in(out)))) for t, out in outputs]
         if any(s != t and fit(one, other) for (one, s), (other, t) in combinations(shapes, 2)):
             raise NoRegion(f"{path} is called several times in a forward, and returns other shapes each time")
+        draws = tuple(chain(*(map(_seen, a.watch.drawn, b.watch.drawn) for (a, b, _), *_ in seen.values())))
         made = []
         for templates, calls in seen.items():
             a, b, _ = calls[0]
@@ -133,6 +138,7 @@ class Runs:
                 batch=next(iter(batched), None),
                 saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
                 norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in norms),
+                draws=draws,
                 evaluating=tuple(name for name, each in a.module.named_modules() if not each.training),
                 costs=(LayerCost(SMALL, tuple(a.ops), 0.0), LayerCost(LARGE, tuple(b.ops), 0.0)),
                 random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
@@ -279,7 +285,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
         others = known - set(map(id, call.module.parameters()))
-        if any(id(leaf) in others for leaf in _leaves(tensors(call.output))):
+        if any(id(leaf) in others for leaf in leaves(tensors(call.output))):
             raise NoRegion(f"{path} reads parameters of other modules")
         for name, value in call.changed.items():
             first = None if name in parameters else calls[0].changed.get(name)
@@ -287,14 +293,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
                 raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
 
 
-def _leaves(outputs: Iterable[tuple[Any, Tensor]]) -> Iterator[Tensor]:
-    """The leaf tensors that require a gradient, on which outputs depend."""
-    waiting = [output.grad_fn for _, output in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        function: Any = waiting.pop()
-        if function is not None and function not in seen:
-            seen.add(function)
-            if hasattr(function, "variable"):
-                yield function.variable
-            waiting += [before for before, _ in function.next_functions]
+def _seen(small: Tensor, large: Tensor) -> Layout:
+    spec = infer_spec((small, large), (SMALL, LARGE)) if small.dim() == large.dim() else None
+    known = spec if isinstance(spec, TensorSpec) else TensorSpec((), small.dtype, None)  # which it does not fit
+    return Layout(known.batch_dim, known.rows, shape=known.shape)

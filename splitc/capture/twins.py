@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from splitc.capture.example import LOSS, Example
 from splitc.capture.proxy import map_tree
@@ -37,10 +37,10 @@ WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float
 
 
 class NoDropout(SeededRandom):
-    """Makes dropout the identity; other random functions draw the same numbers for all examples, as `graph` does."""
+    """Makes dropout the identity; other random functions draw the same numbers for all examples, as `program` does."""
 
-    def __init__(self, graph: fx.Graph | None = None) -> None:
-        super().__init__(Draws(0, 0, None), {} if graph is None else draw_layouts(graph), dropout=False)
+    def __init__(self, program: Program | None = None) -> None:
+        super().__init__(Draws(0, 0, None), {} if program is None else draw_layouts(program), dropout=False)
 
 
 class _Standing(NoDropout):
@@ -49,8 +49,8 @@ class _Standing(NoDropout):
     apart: BatchNorm uses running statistics, or none, so that examples do not depend on each other.
     """
 
-    def __init__(self, graph: fx.Graph, tensors: Mapping[int, Tensor], wide: bool, apart: bool) -> None:
-        super().__init__(graph)
+    def __init__(self, program: Program, tensors: Mapping[int, Tensor], wide: bool, apart: bool) -> None:
+        super().__init__(program)
         self._tensors, self._wide, self._apart = tensors, wide, apart
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,8 +104,7 @@ class Twin:
         for name, constant in program.root.named_buffers(recurse=False):
             if not hasattr(model, name):
                 self.root._buffers[name] = self._tensors[id(constant)] = _converted(constant, wide)
-        self._graph = program.graph
-        self._alive = model, example, program  # ids stay theirs
+        self._program, self._alive = program, (model, example)  # ids stay theirs
 
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of `tensors`, in the dtypes that the twin computes in."""
@@ -113,7 +112,7 @@ class Twin:
 
     def loss(self, values: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model."""
-        with self.running(self._tensors), own_draws(self.model, self._graph):
+        with self.running(self._tensors), own_draws(self.model, self._program.graph):
             loss: Tensor = self.example.loss_of(self.example.output(self.model, values), values)
         return loss
 
@@ -131,7 +130,7 @@ class Twin:
             warnings.simplefilter("ignore")  # some functions warn about a single example, std() for one
             stack.enter_context(torch.enable_grad())
             stack.enter_context(under_autocast(self.model, self._autocast))
-            stack.enter_context(_Standing(self._graph, held, self.wide, apart))
+            stack.enter_context(_Standing(self._program, held, self.wide, apart))
             yield
 
 

@@ -72,8 +72,9 @@ class ModuleTree:
 
     def callee(self, node: fx.Node) -> str:
         """The module that a node calls; the communicator seeds the random numbers of a region."""
-        text, draw = self.access(str(node.target)), info(node).draw
-        return text if draw is None else f"comm.own_code({text}, draw={draw})"
+        text, draw, own = self.access(str(node.target)), info(node).draw, self._regions.get(str(node.target))
+        draws = f", draws={literal(own.draws)}" if own and own.draws else ""
+        return text if draw is None else f"comm.own_code({text}, draw={draw}{draws})"
 
     @property
     def parameters(self) -> list[str]:

@@ -17,6 +17,7 @@ from splitc.ir.costs import LayerCost
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 from splitc.runtime.nested import parts, with_parts
 from splitc.runtime.nested import tensors as tensors_of
+from splitc.runtime.seeded.draws import Layout
 
 Templates = tuple[tuple[int, ...] | None, ...]
 """Shapes of tensor arguments, in order, with -1 for the batch; None: of another form at each batch."""
@@ -35,6 +36,7 @@ class OwnCode:
     costs: the operations of its forward, at two batches.
     norms: rows of the BatchNorm calls inside, in order.
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
+    draws: where the examples of the draws inside lie, in order.
     dtypes: in which it computes with a gradient.
     inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
@@ -50,6 +52,7 @@ class OwnCode:
     norms: tuple[SizeSpec, ...] = ()
     evaluating: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    draws: tuple[Layout, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
     inputs: Templates = ()
     others: tuple[OwnCode, ...] = ()

@@ -51,7 +51,7 @@ class _Replay(SeededRandom):
     """For one step: the ranks' random numbers, and each BatchNorm call over the groups of examples that they form."""
 
     def __init__(self, program: Program, step: int, examples: int, groups: Sequence[Sequence[NormGroup]]) -> None:
-        super().__init__(Draws(0, step, [(0, examples)]), draw_layouts(program.graph))
+        super().__init__(Draws(0, step, [(0, examples)]), draw_layouts(program))
         self._calls = iter(groups)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ def exact_reference(
 def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of one batch, of the borrowed model."""
     size = next(iter(batch.values())).shape[program.inputs[0].spec.batch_dim or 0]
-    seeded = SeededRandom(Draws(0, 0, [(0, size)]), draw_layouts(program.graph))
+    seeded = SeededRandom(Draws(0, 0, [(0, size)]), draw_layouts(program))
     with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast), torch.no_grad():
         loss: Tensor = example.loss_of(example.output(model, batch), batch)
         return loss

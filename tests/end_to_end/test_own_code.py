@@ -40,6 +40,7 @@ MODELS = {
     "BatchNorm": lambda: Perceptron(untraceable.Normed()),
     "left out by chance": lambda: nn.Sequential(nn.Dropout(0.2), Perceptron(untraceable.Dropped()), nn.Dropout(0.1)),
     "noise and dropout": lambda: nn.Sequential(Perceptron(untraceable.Noisy()), nn.Dropout(0.1)),
+    "sequence first": lambda: Perceptron(untraceable.SequenceFirst()),
     "frozen norm": lambda: Perceptron(untraceable.Frozen()),
     "counter": lambda: Perceptron(untraceable.Counted(), nn.Linear(FEATURES, FEATURES)),
     "called again": untraceable.Calling,
@@ -54,6 +55,21 @@ MODELS = {
 def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
     torch.manual_seed(0)
     assert program_of(MODELS[name](), strategy).verify(dtype=torch.float64).holds
+
+
+def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None:
+    torch.manual_seed(0)
+    program = splitc.compile(
+        Perceptron(untraceable.SequenceFirst()),
+        3,
+        torch.randn(1, FEATURES),
+        torch.arange(1),
+        F.cross_entropy,
+        cluster=CLUSTER,
+        strategy="data_parallel",
+    )
+    assert program.plan.local_batches == (1, 1, 1)
+    assert program.verify(steps=6, dtype=torch.float64).holds
 
 
 @pytest.mark.parametrize("loss", [untraceable.finite_loss, untraceable.FiniteLoss()])

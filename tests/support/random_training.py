@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from splitc.capture.example import Example
 from splitc.capture.random_calls import draw_layouts
@@ -17,6 +17,7 @@ from splitc.capture.regions import own_draws
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.plan import Placement
+from splitc.ir.program import Program
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.transport.simulated import run_ranks
@@ -86,7 +87,7 @@ def outcome(seed: int) -> Outcome:
             ),
         ),
     )
-    eager = _eager(case, run, program.plan.local_batches, program.program.graph)
+    eager = _eager(case, run, program.plan.local_batches, program.program)
     return Outcome(seed, run, wrong=tuple(_differences(ranks, eager, case.tolerance)))
 
 
@@ -156,8 +157,8 @@ def _on_rank(case: RandomCase, run: Run, worker: Worker) -> tuple[Worker, Traine
     return worker, Trained(losses, evaluated, gradients, worker.state_dict() or {})
 
 
-def _eager(case: RandomCase, run: Run, compiled: tuple[int, ...], graph: fx.Graph) -> Trained:
-    """The plain loop.  graph: says only which random numbers are drawn by whom."""
+def _eager(case: RandomCase, run: Run, compiled: tuple[int, ...], program: Program) -> Trained:
+    """The plain loop.  program: says only which random numbers are drawn by whom."""
     model, losses, evaluated = case.model, [], []
     optimizer = _optimizer(run)([(name, p) for name, p in model.named_parameters()])
     sizes = [s or compiled for s in run.sizes]
@@ -169,7 +170,7 @@ def _eager(case: RandomCase, run: Run, compiled: tuple[int, ...], graph: fx.Grap
         first = ends[step - position - 1] if step > position else 0
         before = ends[step] - sum(sizes[step]) - first
         draws = Draws(case.seed, update, [(before, before + sum(sizes[step]))])
-        with SeededRandom(draws, draw_layouts(graph)), own_draws(model, graph):
+        with SeededRandom(draws, draw_layouts(program)), own_draws(model, program.graph):
             loss = case.value(tuple(inputs), target)
         (loss / run.accumulate).backward()
         losses.append(float(loss.detach()))

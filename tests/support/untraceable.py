@@ -236,6 +236,20 @@ class Noisy(nn.Module):
         return self.drop(sign(self.drop(self.fc(x))) * x) + torch.rand_like(x)
 
 
+class SequenceFirst(nn.Module):
+    """Drops out with the batch in dim 1; one number for the whole batch says whether another dropout comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(1).item() < 0.4:
+            x = F.dropout(x, 0.2)
+        y = self.fc(x).unflatten(1, (2, -1)).transpose(0, 1)
+        return F.dropout(y, 0.5, self.training).transpose(0, 1).flatten(1)
+
+
 class Frozen(nn.Module):
     """A BatchNorm that stays in evaluation mode."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
 from ..spec import StepContext
-from .draws import Draws, Layout
+from .draws import Draws, Label, Layout
 from .mode import SeededRandom, seeded_generators
 
 
@@ -59,23 +59,25 @@ class SeededComm:
         return self._draws.normal(like, (draw,), Layout(dim, rows, outer))
 
     @contextmanager
-    def seeded(self, draw: int) -> Iterator[SeededRandom]:
+    def seeded(self, draw: int, draws: Sequence[tuple[Any, ...]] = ()) -> Iterator[SeededRandom]:
         """Around the call of a module that runs the user's own code, whose random calls are labelled (draw, 0), ...
 
             with comm.seeded(draw=3):
                 y = self.region(x)
 
         One process draws the same where its `SeededRandom` is told of the call: `with mode.region(): y = region(x)`.
+        draws: the layouts of those inside, in order, as tuples.
         """
-        mode = SeededRandom(self._draws, label=(draw,), dropout=self._context.training)
+        layouts: dict[Label, Layout] = {(draw, k): Layout(*each) for k, each in enumerate(draws)}
+        mode = SeededRandom(self._draws, layouts, (draw,), self._context.training)
         with mode, seeded_generators(self._draws, (draw,)):
             yield mode
 
-    def own_code(self, module: nn.Module, draw: int) -> Callable[..., Any]:
+    def own_code(self, module: nn.Module, draw: int, draws: Sequence[tuple[Any, ...]] = ()) -> Callable[..., Any]:
         """A region: `module` of the user's own model, called as it is within `seeded`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.seeded(draw):
+            with self.seeded(draw, draws):
                 return module(*args, **kwargs)
 
         return call

@@ -27,12 +27,19 @@ class Layout(NamedTuple):
 
     outer: the rows of an example lie apart, (outer, examples, rows / outer) flattened, as in sequences time first.
     columns: the first index of a shard of the last dim, and the size of the whole; None: the tensor has all of it.
+    shape: of the tensor for one example; None: any.
     """
 
     dim: int | None = 0
     rows: int = 1
     outer: int = 1
     columns: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def fits(self, shape: tuple[int, ...], examples: int | None) -> bool:
+        """Whether a tensor of so many examples (None: of any number) may lie so."""
+        sizes = (n * (examples or shape[d] // n) if d == self.dim else n for d, n in enumerate(self.shape or ()))
+        return self.shape is None or (len(shape) == len(self.shape) and shape == tuple(sizes))
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Draws:
 
     def words(self, shape: torch.Size, device: torch.device, label: Label, layout: Layout, stream: int = 0) -> Tensor:
         """Uniform int32 numbers; another `stream` gives numbers that are independent."""
-        dim, rows, apart, columns = layout
+        dim, rows, apart, columns, _ = layout
         outer, count, inner = 1, 1, shape.numel()
         if dim is not None:
             outer, count = shape[:dim].numel() * apart, shape[dim] // rows

@@ -38,7 +38,8 @@ class SeededRandom(TorchFunctionMode):
     """Draws the random numbers of eager code as functions of seed, step, call and example.
 
     draws: of this step.  Entering begins to count the calls, from `label` followed by 0.
-    layouts: label of a draw -> where its examples lie; others have them in dim 0, if it has their number.
+    layouts: label of a draw -> where its examples lie; others have them as one of their shape in the same region has,
+    or in dim 0, if it has their number.
     dropout: False makes dropout the identity.
     `unseeded` collects the names of random functions that no example defines, and that draw from torch's generator.
     """
@@ -92,20 +93,25 @@ class SeededRandom(TorchFunctionMode):
         """`value` after dropout."""
         if not self._dropout:
             return value
-        layout = layout or self._layouts.get(label) or self._guess(value, merged=True)
+        layout = layout or self._layout(value, label, merged=True)
         return value * self.draws.mask(value, p, label, layout, feature_dims)
 
     def numbers(self, kind: str, like: Tensor, label: Label, layout: Layout | None = None) -> Tensor:
         """Uniform or normal numbers, after `kind`."""
-        layout = layout or self._layouts.get(label) or self._guess(like, merged=False)
+        layout = layout or self._layout(like, label, merged=False)
         found: Tensor = getattr(self.draws, kind)(like.detach(), label, layout)
         return found
 
-    def _guess(self, value: Tensor, merged: bool) -> Layout:
+    def _layout(self, value: Tensor, label: Label, merged: bool) -> Layout:
+        count = None if self.draws.examples is None else sum(last - first for first, last in self.draws.examples)
+        near = sorted((key for key in self._layouts if key == label or key[:-1] == label[:-1] != ()), key=label.__ne__)
+        known = (self._layouts[key] for key in near if self._layouts[key].fits(value.shape, count))
+        return next(known, None) or self._guess(value, merged, count)
+
+    def _guess(self, value: Tensor, merged: bool, count: int | None) -> Layout:
         """Examples in dim 0, if it has their number.  merged: or a multiple of that."""
-        if self.draws.examples is None and self._source.label and value.dim():
+        if count is None and self._source.label and value.dim():
             return Layout(0)  # in a region: the same for all rows, and so for all examples
-        count = sum(last - first for first, last in self.draws.examples or ())
         rows, rest = divmod(value.shape[0], count) if count and value.dim() else (0, 1)
         return Layout(0, rows) if rows and not rest and (merged or rows == 1) else Layout(None)
 
