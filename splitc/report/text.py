@@ -66,10 +66,13 @@ def _own_code(program: PlacedProgram, layers: Sequence[Mapping[str, Any]]) -> It
         listed = ", ".join(path or "the whole model" for path in paths[:4])
         more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
         random = sorted({name for own in group for name in own.random})
+        flattened = any(draw.rows > 1 for own in group for draw in own.draws)
         yield (
             f"The user's own code, since it cannot be traced: {listed}{more}, with {parameters / total:.1%} of the "
             f"parameters and {inside / max(flops, 1):.1%} of the FLOPs (backward and memory are estimated). "
-            f"{group[0].why}." + (f" Each rank draws its own numbers from {', '.join(random)}." if random else "")
+            f"{group[0].why}."
+            + (f" Each rank draws its own numbers from {', '.join(random)}." if random else "")
+            + (" Random numbers inside take the rows of an example to lie together." if flattened else "")
         )
 
 

@@ -132,3 +132,17 @@ def test_a_saved_build_imports_the_users_model(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     torch.manual_seed(0)
     assert program_of(untraceable.gated, "layer_separation").verify(processes=True, dtype=torch.float64).holds
+
+
+class Merged(untraceable.Noisy):
+    """Draws for rows of which an example has two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = super().forward(x)
+        return F.dropout(rows.unflatten(1, (2, -1)).flatten(0, 1), 0.1, self.training).view_as(rows)
+
+
+def test_the_report_says_how_draws_of_several_rows_for_an_example_are_taken() -> None:
+    said = "take the rows of an example to lie together"
+    assert said in " ".join(program_of(Perceptron(Merged())).report().split())
+    assert said not in " ".join(program_of(Perceptron(untraceable.Noisy())).report().split())
