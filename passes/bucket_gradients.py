@@ -1,6 +1,7 @@
 """Put the gradients that a role sums into buckets, so that all-reduces run while backward goes on.
 
-This pass rewrites the stages: it fills `Stage.buckets`, and `Stage.served` with the gradients that go to servers.
+This pass rewrites the stages: it fills `Stage.buckets`, `Stage.served` with the gradients that go to servers, and
+`Stage.averaged` with what units average after a round.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
 them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
+
+from torch.nn.modules.batchnorm import _NormBase
 
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
 from splitc.ir import comm_ops
@@ -29,12 +32,17 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     def run(self, program: LoweredProgram) -> LoweredProgram:
         return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
 
-    def _fill(self, program: Program, stage: Stage) -> Stage:
+    def _fill(self, program: LoweredProgram, stage: Stage) -> Stage:
         summed, pushed = (
             [p for node in stage.graph.nodes if node.target is function for p in node.kwargs["parameters"]]
             for function in (comm_ops.all_reduce, comm_ops.push)
         )
-        return replace(stage, buckets=self._buckets(program, summed), served=self._buckets(program, pushed))
+        return replace(
+            stage,
+            buckets=self._buckets(program, summed),
+            served=self._buckets(program, pushed),
+            averaged=self._buckets(program, _averaged(program, stage)),
+        )
 
     def _buckets(self, program: Program, names: list[str]) -> tuple[tuple[str, ...], ...]:
         """`names`, from the last to the first, in buckets."""
@@ -49,3 +57,17 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
             buckets[-1].append(name)
             size += holding.nbytes
         return tuple(map(tuple, buckets))
+
+
+def _averaged(program: LoweredProgram, stage: Stage) -> list[str]:
+    """What units train apart, and hold whole or in equal shards: parameters, and statistics of normalisations."""
+    if program.plan.rounds is None:
+        return []
+    statistics = {
+        f"{path}.{name}"
+        for path, module in program.root.named_modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+    }
+    tensors = program.tensors
+    return [name for name in stage.tensors if tensors[name].trainable or {name, *tensors[name].names} & statistics]

@@ -8,6 +8,7 @@ This pass only decides: it prices the best plan of the strategy asked for (`auto
     hybrid_single      the same, with the fc rank among the conv ranks                   conv, fc
     parameter_server   T = compute(largest share) + 2 n_w P / (n_s B)                    worker
     late_multiply, modulo_shard, mixed      what their program computes and puts on the wire (`wire_price`)
+    local_sgd        T = compute(largest share) + ring(all parameters) / period          all ranks
 
     maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
 
@@ -41,6 +42,7 @@ from splitc.ir.strategies import (
     HybridSingle,
     LateMultiply,
     LayerSeparation,
+    LocalSGD,
     ModuloShard,
     ParameterServer,
     SingleDevice,
@@ -55,6 +57,7 @@ from splitc.passes.planner.propose_mixed import mixed
 from splitc.passes.planner.propose_modulo_shard import modulo_shard
 from splitc.passes.planner.propose_parameter_server import parameter_server
 from splitc.passes.planner.propose_replicated import data_parallel, single_device
+from splitc.passes.planner.propose_rounds import local_sgd
 from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
@@ -160,6 +163,8 @@ class Place(Pass[Program, PlacedProgram]):
             LateMultiply.name: lambda: late_multiply(request, late),
             MIXED: lambda: mixed(request),
         }
+        if isinstance(asked, LocalSGD):
+            propose[asked.name] = lambda: local_sgd(request, asked)
         proposed = (each() for name, each in propose.items() if everything or name == asked.name)
         return tuple(with_whole_batch(request, each) for each in proposed)
 

@@ -61,6 +61,8 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
             yield Action("all_reduce_tied", name, role=roles[0])
     if dedicated:
         yield Action("reduce_gradients", role=SERVER)
+    for stage in stages:
+        yield from (Action("average", role=stage.role, bucket=k) for k in range(len(stage.averaged)))
 
 
 def _forward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:

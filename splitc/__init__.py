@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         HybridSingle,
         LateMultiply,
         LayerSeparation,
+        LocalSGD,
         ModuloShard,
         ParameterServer,
         SingleDevice,
@@ -39,7 +40,7 @@ _MODULES = {
     "errors": "SplitcError CaptureError CostError PlacementError LaunchError InternalError",
     "ir.plan": "Plan Placement Grouping",
     "ir.prediction": "Candidate",
-    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle LateMultiply ModuloShard "
+    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle LateMultiply LocalSGD ModuloShard "
     "ParameterServer",
     "verify.verify": "Verification",
 }
@@ -61,6 +62,7 @@ __all__ = [
     "LaunchError",
     "LayerSeparation",
     "Link",
+    "LocalSGD",
     "ModuloShard",
     "ParameterServer",
     "Placement",

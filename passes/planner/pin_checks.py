@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from splitc.ir.plan import HOLDINGS, SPLITS, SYNCS
+from splitc.ir.plan import HOLDINGS, SPLITS
 from splitc.ir.roles import MAX_STAGES
 from splitc.passes.planner.assign_roles import ONE, LayerChoice
 from splitc.passes.planner.pins import Pin, quote_layers
@@ -27,7 +27,8 @@ _HOLDINGS: dict[str, tuple[str, ...]] = {"modulo_shard": ("replicated", "sharded
 _SYNCS: dict[str, tuple[str, ...]] = {
     "late_multiply": ("all_reduce", "late_multiply", "none"),
     "parameter_server": ("parameter_server", "none"),
-    MIXED: SYNCS,
+    "local_sgd": ("average", "none"),
+    MIXED: ("all_reduce", "late_multiply", "parameter_server", "none"),
 }
 """How a strategy sums gradients, if not only by all_reduce."""
 

@@ -9,15 +9,15 @@ from splitc.passes.planner.request import Request, largest
 
 def single_device(request: Request) -> PricedPlan:
     """All layers on rank 0; the other ranks are in no role."""
-    return _on_all("single_device", request, 1)
+    return on_all(request, "single_device", 1)
 
 
 def data_parallel(request: Request) -> PricedPlan:
     """All layers on every rank, the gradients summed by a ring all-reduce."""
-    return _on_all("data_parallel", request, request.world)
+    return on_all(request, "data_parallel", request.world)
 
 
-def _on_all(strategy: str, request: Request, ranks: int) -> PricedPlan:
+def on_all(request: Request, strategy: str, ranks: int) -> PricedPlan:
     """The one plan in which `ranks` ranks run all layers."""
     layers = [layer.name for layer in request.program.layers]
     bounds = request.bounds(ranks)

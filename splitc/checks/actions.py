@@ -83,6 +83,8 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
             yield Need(Action("multiply", role=role, microbatch=k), after=after)
         if every and trains:
             yield Need(Action("update", role=role, microbatch=k), after=after)
+    for bucket in range(len(stage.averaged)):
+        yield Need(Action("average", role=role, bucket=bucket), after=backwards)
     for k in range(number) if every else (number - 1,):
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for bucket in range(len(buckets)):

@@ -130,7 +130,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 }
                 alone = not plan.trains_copies(stage.role)
                 found = {way: times for way, times in ways.items() if times}
-                if place.sync == "none":
+                if place.sync in ("none", "average"):
                     wrong = bool(found) or not alone
                 elif place.sync == "parameter_server" and name not in served:
                     wrong = bool(found)  # the loss does not depend on it

@@ -32,6 +32,9 @@ _NOTES = {
     "served": "the parameters that servers hold",
     "guards": "batch sizes for which the traced branches hold",
     "no_evaluation": "why worker.evaluate is refused",
+    "unit": "ranks that train together between averages",
+    "averaged": "ranks of all units that average the same parameters",
+    "rounds": "of local updates",
 }
 """The comments of a description's fields."""
 
@@ -48,7 +51,7 @@ def rank_file(program: LoweredProgram, rank: int) -> str:
     spec, rank_program = rank_spec(program, rank), program.rank_program(rank)
     stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
     every = ["EVERY_MICROBATCH"] if any(role.updated_every_microbatch for role in spec.roles) else []
-    modules = [f"from {rank_program.name} import {', '.join([*every, 'Stage', 'evaluate', 'step'])}"]
+    modules = [f"from {rank_program.name} import {', '.join([*every, 'Stage', *_functions(spec)])}"]
     modules += ["from served import SERVED"] if spec.served else []
     return _file(docstring(_title(program, stages, rank), _summary(program, stages, rank)), modules, program, spec)
 
@@ -136,12 +139,18 @@ def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: Ra
     body = [*_value(spec, "rank = ")]
     names = [
         n
-        for n in ("BatchGuard", "Input", "RankSpec", "RoleSpec", "Route", "Shard")
+        for n in ("BatchGuard", "Input", "RankSpec", "RoleSpec", "Rounds", "Route", "Shard")
         if any(f"{n}(" in line for line in body)
     ]
     lines = [*head, "", *sorted(modules), "", f"from splitc.runtime import {', '.join(names)}", ""]
-    lines += ['__all__ = ["Stage", "evaluate", "rank", "step"]', "", f'PLAN = "{program.plan.hash}"', "", *body, ""]
+    exported = sorted({"Stage", "rank", *_functions(spec)})
+    lines += [f"__all__ = [{', '.join(map(literal, exported))}]", "", f'PLAN = "{program.plan.hash}"', "", *body, ""]
     return "\n".join(lines)
+
+
+def _functions(spec: RankSpec) -> tuple[str, ...]:
+    """The functions of a role's file that the worker calls."""
+    return ("begin_round", "end_round", "evaluate", "step") if spec.rounds else ("evaluate", "step")
 
 
 def _value(value: Any, before: str = "") -> list[str]:

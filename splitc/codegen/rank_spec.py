@@ -37,6 +37,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
         program.guards,
         program.evaluation if isinstance(program.evaluation, str) else "",
+        plan.rounds,
     )
 
 
@@ -79,6 +80,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         {name: Shard(*shard) for name, shard in shards if shard is not None},
         plan.all_reduce,
         {name: rows for name, rows in served.items() if rows.first < rows.last},
+        unit=plan.unit(rank) if plan.rounds else (),
+        averaged=plan.averaged(role, rank) if plan.rounds else (),
     )
 
 

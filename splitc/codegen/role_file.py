@@ -11,7 +11,7 @@ from splitc.codegen.cut_lines import common_batch
 from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
-from splitc.codegen.step import buckets_name, step_functions
+from splitc.codegen.step import averaged_name, buckets_name, step_functions
 from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
@@ -31,6 +31,9 @@ def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
     for stage in stages:
         if stage.buckets:
             body += [*_buckets(program, rank_program, stage), "", ""]
+    for stage in stages:
+        if stage.averaged:
+            body += [*_averaged(program, rank_program, stage), "", ""]
     if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
         body += [*_tied(program, rank_program), "", ""]
     if every := {stage.role: names for stage in stages if (names := trained_every_microbatch(program, stage))}:
@@ -118,8 +121,20 @@ def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
 
 
 def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
-    lines = [f"{buckets_name(rank_program, stage)} = (  # gradients all-reduced together, in the order of backward"]
-    for bucket in stage.buckets:
+    name = buckets_name(rank_program, stage)
+    return _in_buckets(
+        program, stage, stage.buckets, f"{name} = (  # gradients all-reduced together, in the order of backward"
+    )
+
+
+def _averaged(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
+    name = averaged_name(rank_program, stage)
+    return _in_buckets(program, stage, stage.averaged, f"{name} = (  # averaged together over the units after a round")
+
+
+def _in_buckets(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequence[str]], first_line: str) -> list[str]:
+    lines = [first_line]
+    for bucket in buckets:
         lines.append(f"    (  # {units.nbytes(bucket_nbytes(program, stage, bucket))}")
         lines += [f"        {literal(name)}," for name in bucket]
         lines.append("    ),")

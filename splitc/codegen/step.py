@@ -8,7 +8,7 @@ from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.stage import EVALUATING, forward_inputs, method_name, own_evaluation, returned_cuts, variables
-from splitc.ir.actions import Action, RankProgram
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, VERBS, Action, RankProgram
 from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
@@ -27,7 +27,11 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[s
     else:
         step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
         loss = "The loss of one batch, forward only."
-    return [*train.function("step", step), "", "", *_evaluate(program, rank_program, loss)]
+    lines = train.function("step", step)
+    if program.plan.rounds:
+        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
+        lines += ["", "", *train.round_function("end_round", "After the last update of a round.", END_ROUND)]
+    return [*lines, "", "", *_evaluate(program, rank_program, loss)]
 
 
 def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
@@ -52,6 +56,11 @@ def buckets_name(rank_program: RankProgram, stage: Stage) -> str:
     return "BUCKETS" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
 
 
+def averaged_name(rank_program: RankProgram, stage: Stage) -> str:
+    """The constant that lists what a stage averages after a round."""
+    return "AVERAGED" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_AVERAGED"
+
+
 class _StepWriter:
     """Writes one function of a rank program, from its actions.
 
@@ -71,10 +80,17 @@ class _StepWriter:
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
         arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *self._inputs()])
-        actions = [a for a in self._rank_program.actions if self._training or a.verb in _EVALUATED]
+        verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else _EVALUATED
+        actions = [a for a in self._rank_program.actions if a.verb in verbs]
         loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
         body = [*self._body(actions), (f"return {loss}", "")]
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
+
+    def round_function(self, name: str, doc: str, verbs: Collection[str]) -> list[str]:
+        """A function of the round's actions among `verbs`."""
+        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage"])
+        body = [line for a in self._rank_program.actions if a.verb in verbs for line in self._lines(a)]
+        return [f"def {name}({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
 
     def _inputs(self) -> list[str]:
         """The inputs of the program that any of the stages reads or passes on."""
@@ -132,6 +148,8 @@ class _StepWriter:
                 return []  # lines of the backward
         stage = self._program.stage(action.role)
         match action.verb:
+            case "average":
+                return self._average(stage, comm) if action.bucket == 0 else []
             case "forward":
                 return self._forward(stage, comm)
             case "backward":
@@ -161,6 +179,10 @@ class _StepWriter:
         if self._program.autocast is None:
             return [*lines, (line, "")]
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
+
+    def _average(self, stage: Stage, comm: str) -> list[Line]:
+        note = f"{self._buckets(stage, stage.averaged)}, over all units"
+        return [(f"{comm}.average(stage, {averaged_name(self._rank_program, stage)})", note)]
 
     def _sum_loss(self, action: Action) -> list[Line]:
         if self._plan.world == 1:

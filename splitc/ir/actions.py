@@ -33,6 +33,7 @@ VERBS = {
     "all_reduce_tied": "all-reduce the gradient of a parameter over all roles that use it",
     "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
     "update": "step the optimizer of this role's parameters",
+    "average": "after a round, average a bucket of parameters over the units that trained them",
     "send_parameters": "send a server's parameters to the workers",
     "pull": "receive parameters from the servers",
     "push": "send a bucket of gradients to the servers",
@@ -40,7 +41,11 @@ VERBS = {
 }
 """What a rank can do in a step."""
 
-BUCKET_VERBS = ("all_reduce", "push")
+BUCKET_VERBS = ("all_reduce", "push", "average")
+BEGIN_ROUND = ()
+"""What a rank does before a round of local updates, not in every step."""
+END_ROUND = ("average",)
+"""What it does after one."""
 PRODUCER_VERBS = ("send", "slice_batch", "recv_grad", "all_gather_grad")
 """What the producer of a cut does."""
 
@@ -50,7 +55,7 @@ class Action:
     """One thing that a rank does in one of its roles.
 
     role: that role.  value: name of the cut, or of the tied parameter.  peer: the role at the other end of a cut.
-    bucket: number of the bucket, of an `all_reduce` or a `push`.  microbatch: of the role's groups.
+    bucket: number of the bucket, of an `all_reduce`, a `push` or an `average`.  microbatch: of the role's groups.
     """
 
     verb: str
@@ -72,7 +77,8 @@ class Action:
         value = self.value if self.bucket is None else f"bucket{self.bucket}"
         peer = f" {arrow} {self.peer}" if self.peer else ""
         microbatch = f" [{self.microbatch}]" if self.microbatch else ""
-        return f"{role}{self.verb}{' ' + value if value else ''}{peer}{microbatch}"
+        once = " (once a round)" if self.verb in (*BEGIN_ROUND, *END_ROUND) else ""
+        return f"{role}{self.verb}{' ' + value if value else ''}{peer}{microbatch}{once}"
 
 
 @dataclass(frozen=True)

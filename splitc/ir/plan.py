@@ -16,10 +16,10 @@ from typing import Any
 
 from splitc.errors import LaunchError
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
-from splitc.runtime.spec import microbatch_examples
+from splitc.runtime.spec import Rounds, microbatch_examples
 
 HOLDINGS = ("replicated", "sharded", "subnet")
-SYNCS = ("all_reduce", "late_multiply", "parameter_server", "none")
+SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
 SPLITS = ("columns", "rows")
 SCHEMES = ("BK", "B", "B/K")
 UPDATES = ("once", "every")
@@ -90,6 +90,7 @@ class Plan:
     servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.  exact: training equals that in one process.
+    rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
     """
 
@@ -106,10 +107,11 @@ class Plan:
     synchronised: bool = False
     exact: bool = True
     model: str = ""
+    rounds: Rounds | None = None
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if any(group.updates == "every" for group in self.groups.values()):
+        if self.rounds is not None or any(group.updates == "every" for group in self.groups.values()):
             object.__setattr__(self, "exact", False)  # whatever an edited file says
 
     @property
@@ -179,13 +181,26 @@ class Plan:
         return ranks[first : first + size]
 
     def replicas(self, role: str, rank: int) -> tuple[int, ...]:
-        """The ranks of `role` that hold the same parameters as `rank`: one of each group."""
+        """The ranks of `role` that hold the same parameters as `rank` and train together: one of each group."""
         ranks, size = self.roles[role], self.grouping(role).size
-        return ranks[self._positions[role][rank] % size :: size]
+        same = ranks[self._positions[role][rank] % size :: size]
+        return tuple(other for other in same if other in self.unit(rank)) if self.rounds else same
 
     def trains_copies(self, role: str) -> bool:
-        """Whether several ranks of a role hold the same parameters."""
-        return len(self.roles[role]) > self.grouping(role).size
+        """Whether several ranks that train together in a role hold the same parameters."""
+        together = self.rounds.unit if self.rounds else self.world
+        return min(len(self.roles[role]), together) > self.grouping(role).size
+
+    def unit(self, rank: int) -> tuple[int, ...]:
+        """The ranks that train together with `rank` between averages; all where there are no rounds."""
+        size = self.rounds.unit if self.rounds else self.world
+        first = rank // size * size
+        return tuple(range(first, min(first + size, self.world)))
+
+    def averaged(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of `role` over which the parameters of `rank` are averaged after a round: one of each unit."""
+        size = self.rounds.unit if self.rounds else self.world
+        return tuple(other for other in self.roles[role] if other % size == rank % size)
 
     def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
         """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
@@ -265,6 +280,7 @@ class Plan:
                     "placements": {name: LayerPlacement(**place) for name, place in data["placements"].items()},
                     "groups": {role: Grouping(**group) for role, group in data.get("groups", {}).items()},
                     "servers": tuple(data.get("servers", ())),
+                    "rounds": Rounds(**data["rounds"]) if data.get("rounds") else None,
                     "prediction": prediction,
                 }
             )
@@ -276,6 +292,8 @@ class Plan:
         """All fields but the prediction, under their names in plan.json."""
         decided = asdict(replace(self, prediction=Prediction()))
         del decided["prediction"]
+        if self.rounds is None:
+            del decided["rounds"]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property

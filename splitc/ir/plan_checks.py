@@ -121,8 +121,26 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
     if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
         yield f"predicted: it must be for each rank of a world of {world}, in their order"
     yield from _groups(data)
+    yield from _rounds(data)
     yield from _servers(data)
     yield from _placements(data)
+
+
+def _rounds(data: dict[str, Any]) -> Iterator[str]:
+    rounds, world = data.get("rounds"), data["world"]
+    if rounds is None:
+        return
+    if rounds["steps"] < 1:
+        yield f"rounds: steps is {rounds['steps']}; a round has at least 1 update"
+    unit = rounds.get("unit", 1)
+    if unit < 1 or world % unit:
+        yield f"rounds: units of {unit} ranks do not divide a world of {world}"
+    elif any(unit % group["size"] for group in data.get("groups", {}).values()):
+        yield f"rounds: units of {unit} ranks are divided by groups; give them the size of a group, or more"
+    if short := [role for role, ranks in data["roles"].items() if len(ranks) < world]:
+        yield f"rounds: role {short[0]} is not on all ranks, but each unit trains the whole model"
+    if data.get("servers"):
+        yield "rounds: servers sum gradients in every step; leave rounds or servers out"
 
 
 def _groups(data: dict[str, Any]) -> Iterator[str]:

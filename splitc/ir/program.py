@@ -129,6 +129,7 @@ class Stage:
 
     buckets: names of the parameters whose gradients are summed together, in the order in which backward fills them.
     served: likewise, of the parameters that servers hold.
+    averaged: names of parameters and statistics that units average together after a round.
     shards: parameter -> the dim along which the ranks of a group share it.
     """
 
@@ -141,6 +142,7 @@ class Stage:
     tensors: tuple[str, ...]
     buckets: tuple[tuple[str, ...], ...] = ()
     served: tuple[tuple[str, ...], ...] = ()
+    averaged: tuple[tuple[str, ...], ...] = ()
     shards: Mapping[str, int] = field(default_factory=dict)
     has_loss: bool = False
 
@@ -154,9 +156,9 @@ class Stage:
         )
 
     def bucket(self, action: Action) -> tuple[str, ...]:
-        """Return the parameters of an `all_reduce` or a `push`."""
+        """Return the tensors of an `all_reduce`, a `push` or an `average`."""
         assert action.bucket is not None, action
-        return (self.buckets if action.verb == "all_reduce" else self.served)[action.bucket]
+        return {"all_reduce": self.buckets, "push": self.served, "average": self.averaged}[action.verb][action.bucket]
 
 
 @dataclass(frozen=True, eq=False)

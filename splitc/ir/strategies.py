@@ -148,6 +148,19 @@ class LateMultiply(Strategy):
 
 
 @dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Every rank trains the whole model by itself, and after each `period` updates all average (IST 4; local SGD)."""
+
+    name = "local_sgd"
+    exact = False
+    period: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _whole(self, "period", 1)
+
+
+@dataclass(frozen=True)
 class Auto(Strategy):
     """The fastest exact plan that fits."""
 
@@ -179,12 +192,13 @@ _ALL = (
     HybridSingle,
     ModuloShard,
     LateMultiply,
+    LocalSGD,
     Auto,
 )
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _ALL}
 
-_NOT_IMPLEMENTED = ("independent_subnets", "local_sgd")
+_NOT_IMPLEMENTED = ("independent_subnets",)
 
 
 def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:

@@ -49,8 +49,8 @@ def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
             yield from worker_ops(program, program.stage(action.role), rank, action)
         case "forward" | "backward":
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
-        case "all_reduce":
-            yield from _bucket(program, program.stage(action.role), rank, action.bucket or 0)
+        case "all_reduce" | "average":
+            yield from _bucket(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
             yield from _messages(program, rank, action)
         case "modulo" | "modulo_grad" | "all_gather_grad":
@@ -84,15 +84,16 @@ def _tied(program: PlacedProgram, name: str) -> Iterator[WireOp]:
     yield from _collective(collective, Payload(What.TIED, name), ranks, tensor.shape, tensor.dtype, sent)
 
 
-def _bucket(program: PlacedProgram, stage: Stage, rank: int, bucket: int) -> Iterator[WireOp]:
-    """Yield the all-reduce of a bucket of gradients over the replicas."""
-    plan, names = program.plan, stage.buckets[bucket]
-    group, replicas = plan.group(stage.role, rank), plan.replicas(stage.role, rank)
+def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+    """Yield the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
+    plan, names = program.plan, stage.bucket(action)
+    averages = action.verb == "average"
+    group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
     nbytes, collective = numel * dtype.itemsize, OPS["all_reduce"].collective
-    payload = Payload(What.BUCKET, role=stage.role, bucket=bucket)
-    if plan.all_reduce == "backend":
+    payload = Payload(What.AVERAGE if averages else What.BUCKET, role=stage.role, bucket=action.bucket)
+    if plan.all_reduce == "backend" or averages:
         sent = collective.sent(nbytes, nbytes, len(replicas))
         yield from _collective(collective, payload, replicas, (numel,), dtype, sent)
     else:

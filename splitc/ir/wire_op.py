@@ -22,6 +22,7 @@ class What(StrEnum):
     LATE_INPUT = "X"
     LATE_ERROR = "E"
     BUCKET = "bucket"
+    AVERAGE = "average"
     TIED = "tied"
     LOSS = "loss"
     PULL = "pull"
@@ -64,6 +65,8 @@ class Payload:
                 return f"{self.what} {self.role}.{self.name}[{self.microbatch}]"
             case What.BUCKET:
                 return f"{self.role}.bucket{self.bucket}"
+            case What.AVERAGE:
+                return f"{self.role}.average{self.bucket}"
             case What.PULL | What.PUSH:
                 return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
             case What.LOSS:

@@ -10,15 +10,21 @@ from torch import Tensor
 from .transport.base import Transport
 
 
-def clip(transport: Transport, gradients: Sequence[Tensor], counted: Iterable[Tensor], limit: float) -> None:
-    """Scale `gradients` so that the global norm is at most `limit`.  Collective.
+def clip(
+    transport: Transport,
+    gradients: Sequence[Tensor],
+    counted: Iterable[Tensor],
+    limit: float,
+    ranks: tuple[int, ...],
+) -> None:
+    """Scale `gradients` so that their norm over `ranks` is at most `limit`.  Collective.
 
     counted: those that this rank adds to the norm; each parameter counts on one rank only.
     """
     square = torch.zeros((), dtype=torch.float64, device=transport.device)
     for gradient in counted:
         square += gradient.abs().double().square().sum()
-    transport.all_reduce(square, tuple(range(transport.world))).wait()
+    transport.all_reduce(square, ranks).wait()
     scale = (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))

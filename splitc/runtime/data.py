@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import LaunchError
 from .nested import Path, at, parts, tensors
+from .spec import RankSpec
 
 HasWork = Callable[[Sequence[int]], bool]
 """Whether a step with these batch offsets gives an example to every rank with work."""
@@ -116,3 +117,34 @@ def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...
             return found
     missing = next(".".join(path) for path, tensor in zip(paths.values(), found, strict=True) if tensor is None)
     raise LaunchError(f"the batch has no tensor {missing}; give it as the example was given, or as {', '.join(paths)}")
+
+
+def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """The tensors of a batch, inputs first.  offsets: where each reader's examples begin.
+
+    Raises LaunchError when a step cannot take it.
+    """
+    if any(torch.is_autocast_enabled(kind) for kind in {device.type, "cpu"}):
+        raise LaunchError(
+            "worker.step and worker.evaluate are called inside torch.autocast, where ranks would exchange other "
+            "dtypes than they were compiled for; call them outside, and compile with autocast=torch.bfloat16"
+        )
+    if any(each.path for each in spec.inputs.values()):
+        batch = as_tuple(batch, spec.paths)
+    if len(batch) != len(spec.inputs):
+        raise LaunchError(
+            f"rank {spec.index} ({spec.role}) takes {len(spec.inputs)} tensors "
+            f"({', '.join(spec.inputs) or 'it reads no data'}), got {len(batch)}"
+        )
+    reader = spec.data_rank or 0
+    first, last = offsets[reader : reader + 2] if spec.inputs else (0, 0)
+    for tensor, (name, expected) in zip(batch, spec.inputs.items(), strict=True):
+        shape = tuple(last - first if n == -1 else n for n in expected.shape)
+        is_tensor = isinstance(tensor, Tensor)
+        if not is_tensor or tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{expected.dtype}":
+            got = f"{tuple(tensor.shape)} {tensor.dtype}" if is_tensor else f"a {type(tensor).__name__}"
+            raise LaunchError(
+                f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
+                f"other sizes come from worker.shard, or after worker.use_sizes"
+            )
+    return batch

@@ -7,7 +7,7 @@ before.  Operations are issued in the order of the generated lines, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -18,15 +18,16 @@ from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.loss import Loss, sum_loss, target_weight
 from .collectives.model_parallel import Group, feature_widths
-from .collectives.parameter_server import ServedBuckets, Server, served_parameters
+from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
+from .rounds.comm import RoundComm
 from .seeded.comm import SeededComm
 from .seeded.draws import Draws
-from .spec import Bucket, RoleSpec, Served, StepContext, microbatch_examples
+from .spec import RoleSpec, StepContext, microbatch_examples
 from .transport.messages import Messages
 
 
-class RoleComm(SeededComm):
+class RoleComm(SeededComm, ServerComm, RoundComm):
     """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone."""
 
     def __init__(
@@ -47,12 +48,19 @@ class RoleComm(SeededComm):
         self._position = self._group.index
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
-        self._served_buckets: dict[nn.Module, ServedBuckets] = {}
-        self._served_parameters: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._served_buckets, self._served_parameters = {}, {}
 
     def begin(self, context: StepContext) -> None:
         """Begin a step: what is issued from now on belongs to it."""
         self._context = context
+
+    @property
+    def _unit_examples(self) -> int:
+        """Examples of a step that the ranks which train together have; all where there are no rounds."""
+        if not self._spec.unit:
+            return self._context.offsets[-1]
+        intervals = (self._context.interval(self._role_examples[rank]) for rank in self._spec.unit)
+        return sum(last - first for first, last in intervals)
 
     @property
     def sent_bytes(self) -> int:
@@ -212,8 +220,11 @@ class RoleComm(SeededComm):
         return self.all_reduce_scalar(target_weight(target, weight, ignore_index))
 
     def scale_by_share(self, value: Tensor) -> Tensor:
-        """`value` times the fraction of the global batch that it was computed from: the means then sum to the mean."""
-        return value * (sum(self._group_rows(1)) / self._context.offsets[-1])
+        """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.
+
+        The batch is that of all ranks that train together.
+        """
+        return value * (sum(self._group_rows(1)) / self._unit_examples)
 
     @property
     def _draws(self) -> Draws:
@@ -229,69 +240,17 @@ class RoleComm(SeededComm):
         """Around a stage's forward: the mixed precision that the program was captured with."""
         return torch.autocast(self._transport.device.type, dtype)
 
-    # -- with servers --------------------------------------------------------------------------------------------------
-
-    def served_parameters(self, stage: nn.Module) -> dict[str, nn.Parameter]:
-        """The rows that this worker serves to all workers, as parameters that are views of the stage's own."""
-        if stage not in self._served_parameters:
-            self._served_parameters[stage] = served_parameters(stage, self._spec.served_rows)
-        return self._served_parameters[stage]
-
-    def send_parameters(self, stage: nn.Module, served: Served) -> None:
-        """As a server, send the workers their parameters."""
-        if self._context.is_first:
-            self._server(stage).send_all(served, self._spec.workers)
-
-    def reduce_gradients(self, stage: nn.Module, served: Served) -> None:
-        """As a server, leave the sum of the workers' gradients in `.grad`."""
-        if self._context.is_last:
-            self._server(stage).reduce_all(served, self._spec.workers)
-
-    def start_pulls(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Start to receive the parameters of all buckets; `pull` waits for one of them."""
-        if self._context.is_first:
-            self._buckets_of(stage, buckets).start_pulls()
-
-    def pull(self, bucket: int) -> None:
-        """Wait for the parameters of a bucket, just before they are read."""
-        for served in self._served_buckets.values():
-            served.pull(bucket)
-
-    def pull_all(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Receive all parameters before anything is computed."""
-        if self._context.is_first:
-            self._buckets_of(stage, buckets).pull_all()
-
-    @contextmanager
-    def push(self, stage: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Push each bucket of gradients once the backward inside has filled it, in the last accumulated batch."""
-        if not self._context.is_last:
-            yield
-            return
-        with self._buckets_of(stage, buckets).while_backward():
-            yield
-
-    def push_all(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
-        """Push all gradients, after backward."""
-        if self._context.is_last:
-            self._buckets_of(stage, buckets).push_all()
-
-    def _server(self, stage: nn.Module) -> Server:
-        parameters = {**dict(stage.named_parameters(remove_duplicate=False)), **self.served_parameters(stage)}
-        return Server(self._messages, parameters)
-
-    def _buckets_of(self, stage: nn.Module, buckets: Sequence[Bucket]) -> ServedBuckets:
-        if stage not in self._served_buckets:
-            self._served_buckets[stage] = ServedBuckets(
-                self._messages, stage, buckets, self._spec.replicas, self._server(stage)
-            )
-        return self._served_buckets[stage]
-
     # -- with all ranks ------------------------------------------------------------------------------------------------
 
     def sum_loss(self, contribution: Tensor) -> Loss:
-        """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once."""
-        return sum_loss(self._messages, contribution if self._position == 0 else torch.zeros_like(contribution))
+        """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
+
+        Within a round over those that train together, at its end the mean of theirs, weighted by examples.
+        """
+        own = contribution if self._position == 0 else torch.zeros_like(contribution)
+        if self._spec.unit and self._context.training and not self._context.ends_round:
+            return sum_loss(self._messages, own, self._spec.unit)
+        return sum_loss(self._messages, own * (self._unit_examples / self._context.offsets[-1]))
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""

@@ -88,6 +88,17 @@ def microbatch_examples(
     return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """Training in rounds, which is approximate: each unit of ranks trains by itself, then all of them average.
+
+    steps: updates in a round.  unit: consecutive ranks that train together, as one process does.
+    """
+
+    steps: int
+    unit: int = 1
+
+
 Bucket = Mapping[str, Sequence[Rows]]
 """Parameter -> the servers' rows of it."""
 
@@ -110,6 +121,8 @@ class RoleSpec:
     all_reduce: how gradients are summed, by the "backend" or by "recursive_doubling".
     served_rows: of a worker that is a server too: parameter -> the rows that it holds for all workers.
     workers: of a server that is no worker: role -> the ranks that it serves.
+    unit: the ranks that train together in a round, this one among them; none where there are no rounds.
+    averaged: those of other units that hold the same parameters, and this one: they average them after a round.
     """
 
     role: str
@@ -123,6 +136,8 @@ class RoleSpec:
     all_reduce: str = "backend"
     served_rows: Mapping[str, Shard] = field(default_factory=dict)
     workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    unit: tuple[int, ...] = ()
+    averaged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,7 @@ class RankSpec:
     inputs: what a reader reads, by name.  guards: the batches for which the traced branches hold.
     served: the buckets of parameters that servers hold.
     no_evaluation: why there is no evaluation, if there is none.
+    rounds: how long the units of a round train before they average; None: all ranks train together.
     """
 
     index: int
@@ -145,6 +161,7 @@ class RankSpec:
     served: Served = field(default_factory=dict)
     guards: tuple[BatchGuard, ...] = ()
     no_evaluation: str = ""
+    rounds: Rounds | None = None
 
     @property
     def role(self) -> str:
@@ -173,6 +190,7 @@ class StepContext:
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
     stored: buffers, and their values from the next training step on.
+    ends_round: whether the round ends after this step.  share: of a round's examples, those of this rank's unit.
     """
 
     compiled_offsets: tuple[int, ...]
@@ -184,6 +202,8 @@ class StepContext:
     is_last: bool = True
     first_example: int = 0
     stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
+    ends_round: bool = False
+    share: float = 1.0
 
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ class StageState:
         self._served = {name: rows for role in rank.spec.roles for name, rows in role.served_rows.items()}
         self.shards: dict[str, Shard] = {**self.built, **self._served}
         self.stage = build(stage_class, weights, transport.device, self.built)
-        self._rank = rank.index
+        self._rank, self._world = rank.index, rank.everyone
         self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}
         self._copies = self._pulled_copies(rank)
         names = [name for name, _ in (*self._named_parameters(), *self.stage.named_buffers(remove_duplicate=False))]
@@ -84,9 +84,10 @@ class StageState:
         """The gradients of this rank's optimizer, a tied parameter's once."""
         return [(name, p.grad) for name, p in self.trained if p.grad is not None]
 
-    def is_first_holder(self, key: str) -> bool:
-        """Whether this rank is the lowest of those that hold this part of a tensor: the one that counts."""
-        return key not in self._copies and self._holders[key][self.shards.get(key)][0] == self._rank
+    def is_first_holder(self, key: str, among: Collection[int]) -> bool:
+        """Whether this rank is the lowest of those `among` that hold this part of a tensor: the one that counts."""
+        holders = self._holders[key][self.shards.get(key)] if key not in self._copies else ()
+        return min((rank for rank in holders if rank in among), default=None) == self._rank
 
     def buffer_holders(self) -> dict[str, tuple[int, ...]]:
         """Buffer -> all ranks that hold it."""
@@ -95,4 +96,6 @@ class StageState:
     def counted_tensors(self) -> dict[str, Tensor]:
         """What this rank contributes to a whole state_dict."""
         state = self.stage.state_dict()
-        return {key: part_of(t, self._served.get(key)) for key, t in state.items() if self.is_first_holder(key)}
+        return {
+            key: part_of(t, self._served.get(key)) for key, t in state.items() if self.is_first_holder(key, self._world)
+        }

@@ -13,6 +13,7 @@ from .checkpoint import broadcast_state, gather_state
 from .clipping import clip
 from .errors import LaunchError
 from .optimizers import STEP, OptimizerFactory, make_optimizers
+from .progress import Progress
 from .rank import Rank
 from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
@@ -37,7 +38,7 @@ class Worker:
     keys: the keys of the model's state_dict; a mapping also gives the first key of the same tensor (`first_names`).
     optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
     on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
-    clip_norm: largest global norm of all gradients, each parameter counted once.
+    clip_norm: largest norm of all gradients of the ranks that train together, each parameter counted once.
     accumulate: batches to an update; gradients are the mean over them, as in one process that divides each loss by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
@@ -73,6 +74,7 @@ class Worker:
         self._sizes: tuple[int, ...] | None = None
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
+        self._round = Progress(program, self.rank, self.stage)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -99,7 +101,8 @@ class Worker:
 
         Nested inputs are given as the model takes them, or as their tensors in order.
 
-        Returns the global loss, the same on every rank.  Collective.
+        Returns the global loss, the same on every rank; within a round that of the ranks that train together.
+        Collective.
         Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
         """
         batch = self._checked(batch)
@@ -109,8 +112,10 @@ class Worker:
             for parameter in self._state.leaves:
                 parameter.grad = None
             self._examples = 0
-        context = self._context(True, is_first, is_last)
+        ends_round = self._round.ends_with(is_last)
+        context = self._context(True, is_first, is_last, ends_round)
         with self.rank.step(context) as comms:
+            self._round.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self._on_device(batch))
             if is_last:
                 self._finish_gradients()
@@ -120,7 +125,17 @@ class Worker:
         self._examples += self.batch_offsets[-1]
         if is_last and self.optimizer is not None:
             self.optimizer.step()
+        self._round.count(self.batch_offsets, is_last)
+        if ends_round:
+            self._round.end(context)
         return loss
+
+    def end_round(self) -> None:
+        """End a running round of local updates now: the ranks exchange what they trained.  Collective.
+
+        The plan's rounds end by themselves; so does one that is running when the state is saved, loaded or evaluated.
+        """
+        self._round.end(self._context(training=True))
 
     def evaluate(self, *batch: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
@@ -131,6 +146,7 @@ class Worker:
         if self.rank.spec.no_evaluation:
             raise LaunchError(f"the model in evaluation mode could not be compiled: {self.rank.spec.no_evaluation}")
         batch = self._checked(batch)
+        self.end_round()
         training = [module for module in self.stage.modules() if module.training]
         self.stage.eval()
         try:
@@ -193,6 +209,7 @@ class Worker:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state under its own keys, as copies on rank 0's CPU; None elsewhere.  Collective."""
+        self.end_round()
         whole = gather_state(self._transport, self._state.counted_tensors(), self.shards)
         if whole is None:
             return None
@@ -207,6 +224,7 @@ class Worker:
 
         Raises LaunchError, on every rank and before anything is changed, when keys or shapes are not the model's.
         """
+        self.end_round()
         self._unheld.update(broadcast_state(self._transport, self.stage, state, self._first_names, self._state.built))
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -225,11 +243,14 @@ class Worker:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _context(self, training: bool, is_first: bool = True, is_last: bool = True) -> StepContext:
+    def _context(
+        self, training: bool, is_first: bool = True, is_last: bool = True, ends_round: bool = False
+    ) -> StepContext:
         """Of the next step, whose batch was checked."""
         compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
-        return StepContext(compiled, self.batch_offsets, self._seed, number, training, is_first, is_last, before)
+        own = self._seed, number, training, is_first, is_last, before
+        return StepContext(compiled, self.batch_offsets, *own, ends_round=ends_round)
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]
@@ -246,32 +267,8 @@ class Worker:
 
         Raises LaunchError when a step cannot take it.
         """
-        if any(torch.is_autocast_enabled(device) for device in {self._transport.device.type, "cpu"}):
-            raise LaunchError(
-                "worker.step and worker.evaluate are called inside torch.autocast, where ranks would exchange other "
-                "dtypes than they were compiled for; call them outside, and compile with autocast=torch.bfloat16"
-            )
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
-        spec = self.rank.spec
-        if any(each.path for each in spec.inputs.values()):
-            batch = data.as_tuple(batch, spec.paths)
-        if len(batch) != len(spec.inputs):
-            raise LaunchError(
-                f"rank {spec.index} ({spec.role}) takes {len(spec.inputs)} tensors "
-                f"({', '.join(spec.inputs) or 'it reads no data'}), got {len(batch)}"
-            )
-        reader = spec.data_rank or 0
-        first, last = self.batch_offsets[reader : reader + 2] if spec.inputs else (0, 0)
-        for tensor, (name, expected) in zip(batch, spec.inputs.items(), strict=True):
-            shape = tuple(last - first if n == -1 else n for n in expected.shape)
-            is_tensor = isinstance(tensor, Tensor)
-            if not is_tensor or tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{expected.dtype}":
-                got = f"{tuple(tensor.shape)} {tensor.dtype}" if is_tensor else f"a {type(tensor).__name__}"
-                raise LaunchError(
-                    f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
-                    f"other sizes come from worker.shard, or after worker.use_sizes"
-                )
-        return batch
+        return data.checked(batch, self.rank.spec, self.batch_offsets, self._transport.device)
 
     def _on_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         device = self._transport.device
@@ -284,8 +281,9 @@ class Worker:
             for _, gradient in gradients:
                 gradient /= self._accumulate
         if self._clip_norm is not None:
-            counted = [gradient for name, gradient in gradients if self._state.is_first_holder(name)]
-            clip(self._transport, [gradient for _, gradient in gradients], counted, self._clip_norm)
+            together = self.rank.spec.roles[0].unit or self.rank.everyone
+            counted = [gradient for name, gradient in gradients if self._state.is_first_holder(name, together)]
+            clip(self._transport, [gradient for _, gradient in gradients], counted, self._clip_norm, together)
 
     def _broadcast_buffers(self) -> None:
         """Overwrite all buffers by those of the first rank that holds them."""

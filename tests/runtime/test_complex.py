@@ -71,7 +71,7 @@ def test_complex_parameters_train_as_in_one_process(strategy: str, world: int, o
 def test_the_norm_counts_the_imaginary_part() -> None:
     def run(transport: Transport) -> Tensor:
         gradient = torch.tensor([3 + 4j, 0])
-        clip(transport, [gradient], [gradient] if transport.rank == 0 else [], 1.0)
+        clip(transport, [gradient], [gradient] if transport.rank == 0 else [], 1.0, (0, 1))
         return gradient
 
     for gradient in on_ranks(2, run):

@@ -21,12 +21,13 @@ class Loss:
         return self._total.to(self._dtype)
 
 
-def sum_loss(messages: Messages, contribution: Tensor) -> Loss:
-    """Start to sum the ranks' contributions in float64; the loss has the dtype of the contribution."""
+def sum_loss(messages: Messages, contribution: Tensor, ranks: tuple[int, ...] | None = None) -> Loss:
+    """Start to sum the contributions of `ranks`, by default all, in float64; the loss has their dtype."""
     transport = messages.transport
+    ranks = tuple(range(transport.world)) if ranks is None else ranks
     total = contribution.detach().to(transport.device, torch.float64, copy=True)
-    messages.count(2 * (transport.world - 1) * total.nbytes // transport.world)
-    return Loss(total, transport.all_reduce(total, tuple(range(transport.world))), contribution.dtype)
+    messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+    return Loss(total, transport.all_reduce(total, ranks), contribution.dtype)
 
 
 def target_weight(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:

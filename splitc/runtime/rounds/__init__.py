@@ -1,0 +1,1 @@
+"""Rounds: units of ranks that train by themselves between exchanges, which is approximate."""
