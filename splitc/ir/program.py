@@ -19,7 +19,7 @@ from splitc.ir.actions import PRODUCER_VERBS, Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
-from splitc.runtime.spec import BatchGuard
+from splitc.runtime.spec import BatchGuard, DealtDims
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Stage:
     served: likewise, of the parameters that servers hold.
     averaged: names of parameters and statistics that units average together after a round.
     shards: parameter -> the dim along which the ranks of a group share it.
+    dealt: tensor -> the neurons along its dims that are dealt to ranks in each round (independent subnets).
     """
 
     role: str
@@ -144,6 +145,7 @@ class Stage:
     served: tuple[tuple[str, ...], ...] = ()
     averaged: tuple[tuple[str, ...], ...] = ()
     shards: Mapping[str, int] = field(default_factory=dict)
+    dealt: Mapping[str, DealtDims] = field(default_factory=dict)
     has_loss: bool = False
 
     def cut(self, action: Action) -> Cut:

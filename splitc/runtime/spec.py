@@ -30,6 +30,17 @@ class Shard(NamedTuple):
     last: int
 
 
+class Neurons(NamedTuple):
+    """`width` features along a dim of a tensor: the neurons of `layer`, dealt to ranks; "": every rank has them."""
+
+    layer: str
+    width: int
+
+
+DealtDims = Mapping[int, tuple[Neurons, ...]]
+"""Dim of a tensor -> whose neurons its features are, in order; all ranks have the whole of other dims."""
+
+
 class Rows(NamedTuple):
     """The rows `first` to `last - 1` of a parameter, which one server holds."""
 
