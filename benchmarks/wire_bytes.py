@@ -73,9 +73,11 @@ class Sent:
 def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | list[float] | None = None) -> list[Sent]:
     """Run a compiled program on a testbed, and return what each of its ranks sends.
 
+    steps: at least; where ranks train in rounds, whole rounds are run.
     Raises BenchmarkError when there can be no testbed, or a rank fails.
     """
-    ranks = range(case.world)
+    ranks, of_round = range(case.world), compiled.plan.rounds.steps if compiled.plan.rounds else 1
+    steps = -(-steps // of_round) * of_round
     with (
         tempfile.TemporaryDirectory(prefix="wire-bytes-") as name,
         NetworkTestbed(case.world, rate, mtu=MTU) as testbed,
@@ -102,7 +104,7 @@ def measure(case: Case, compiled: CompiledProgram, steps: int, rate: float | lis
             case,
             rank,
             next((roles for roles, members in plan.ranks_by_roles.items() if rank in members), ()),
-            sum(op.sent for op in wire(program, rank)),
+            sum(op.per_step for op in wire(program, rank)),
             (done[rank]["sent"] - warm[rank]["sent"]) / steps,
             (after[rank] - before[rank]) / steps,
         )

@@ -19,7 +19,7 @@ from splitc.ir.program import LoweredProgram
 
 @dataclass(frozen=True)
 class Predict(Pass[LoweredProgram, LoweredProgram]):
-    """Simulate some steps on `cluster`; the last one is the prediction."""
+    """Simulate some steps on `cluster`; the last one, or the mean of a round, is the prediction."""
 
     name: ClassVar[str] = "predict"
     requires: ClassVar[tuple[Check, ...]] = (actions_are_complete,)

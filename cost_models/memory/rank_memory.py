@@ -1,8 +1,9 @@
 """Measure the memory of a rank's step by running its generated program on fake tensors.
 
-The generated code itself runs, for a single rank: parameters and batch are fake tensors, and `NullTransport` completes
-every message.  `live_storage` tracks each storage, so everything that the generated code allocates is included: copies
-of buckets, gathered microbatches, casts of weights, local variables of a forward until it returns.
+The generated code itself runs, for a single rank, an update, and what begins and ends a round: parameters and batch
+are fake tensors, and `NullTransport` completes every message.  `live_storage` tracks each storage, so everything that
+the generated code allocates is included: copies of buckets, gathered microbatches, casts of weights, local variables of
+a forward until it returns.
 
 The result holds for a CPU, and for a GPU where torch saves the same tensors.  An LSTM is counted step by step, as torch
 runs it without oneDNN or cuDNN, whose workspaces are invisible here; oneDNN's is about twice as large.
@@ -80,6 +81,7 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
     with live:
         for _ in range(accumulate):
             worker.step(*batch)
+        worker.end_round()
     updates.note_gradients()
     return RankMemory(
         parameters=_nbytes(parameters),

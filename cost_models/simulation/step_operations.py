@@ -7,83 +7,42 @@ A rank follows its action list; layers take their roofline times, messages and c
     all_reduce, push    begun when backward has filled the bucket, waited for after it
     multiply            waits for the gathers of late-multiplied layers, which began with their errors; then dW = E^T X
     update              the optimizer, bound by memory
+    average             once a round, after the update: all buckets begun, then waited for
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import fx
 
-from splitc.cost_models.compute.dtypes import layer_dtypes
-from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
 from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation, Transfer, Wait
-from splitc.cost_models.simulation.paths import Paths
+from splitc.cost_models.simulation.prices import Prices
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action
-from splitc.ir.cluster import Cluster, Device
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import Collective
 from splitc.ir.graph import info
-from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.program import PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import inside, numel_on, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 
-_UPDATE = {0: 3, 1: 8, 2: 19}
-"""Bytes read and written in an update, as multiples of the parameters' bytes: SGD, with momentum, Adam."""
 
+def step_operations(prices: Prices, rank: int, ends_round: bool = False) -> list[Operation]:
+    """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`.
 
-def step_operations(prices: Prices, rank: int) -> list[Operation]:
-    """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`."""
-    return _Step(prices, rank).operations()
-
-
-class Prices:
-    """Cached times of layers and transfers on a cluster.  optimizer_copies: of the parameters in the optimizer."""
-
-    def __init__(self, program: LoweredProgram, cluster: Cluster, optimizer_copies: int = 1) -> None:
-        self.program, self.cluster = program, cluster
-        self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
-        plan = program.plan
-        self._paths = Paths(cluster, plan.world)
-        self._dtypes = layer_dtypes(program, cluster.device)
-        self._devices: dict[int, Device] = {}
-        self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
-        self._transfers: dict[tuple[Payload, tuple[int, ...], int], Transfer] = {}
-
-    def begin_step(self) -> None:
-        """Make new transfers from now on."""
-        self._transfers = {}
-
-    def device(self, rank: int) -> Device:
-        """Return the device of `rank`; equal devices are one object."""
-        found = self.cluster.device_of(rank)
-        return self._devices.setdefault(id(found), found)
-
-    def layer(self, layer: str, batch: int, device: Device) -> tuple[float, float]:
-        """Return the forward and backward time of a whole layer (s)."""
-        key = layer, batch, id(device)
-        if key not in self._seconds:
-            cost, dtype = self.program.costs[layer].at(batch), self._dtypes[layer]
-            self._seconds[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
-        return self._seconds[key]
-
-    def transfer(self, rank: int, op: WireOp, nth: int) -> Transfer:
-        """Return the transfer that an operation of `rank` is an end of.  nth: how often the rank had this payload."""
-        ends = op.ranks
-        if op.kind != "collective":
-            ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
-        key = op.payload, ends, nth
-        if key not in self._transfers:
-            self._transfers[key] = self._paths.transfer(op, ends)
-        return self._transfers[key]
+    ends_round: with what happens between two rounds.
+    """
+    return _Step(prices, rank, ends_round).operations()
 
 
 class _Step:
     """One rank's step, action by action."""
 
-    def __init__(self, prices: Prices, rank: int) -> None:
+    def __init__(self, prices: Prices, rank: int, ends_round: bool) -> None:
+        self.ends_round = ends_round
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
         self.device = prices.device(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
@@ -99,10 +58,13 @@ class _Step:
             self._block(wire(self.program, self.rank))  # a rank without work learns the loss
         else:
             actions = self.program.rank_program(self.rank).actions
-            for k, action in enumerate(actions):
-                self._action(action, actions[k + 1 :])
+            own = tuple(each for each in actions if each.verb not in (*BEGIN_ROUND, *END_ROUND))
+            for k, action in enumerate(own):
+                self._action(action, own[k + 1 :])
             self._done.append(Wait(tuple(self._sends)))
             self._update(self._trained())
+            for verbs in (END_ROUND, BEGIN_ROUND) if self.ends_round else ():
+                self._between_rounds([each for each in actions if each.verb in verbs])
         return [*self._done, Mark()]
 
     def _action(self, action: Action, later: tuple[Action, ...]) -> None:
@@ -128,7 +90,23 @@ class _Step:
                 self._block(self._wire(action))
 
     def _wire(self, action: Action) -> list[WireOp]:
-        return list(of_action(self.program, self.rank, action))
+        ops = of_action(self.program, self.rank, action)
+        if action.verb != "sum_loss" or self.plan.rounds is None:
+            return list(ops)
+        ranks = tuple(range(self.plan.world)) if self.ends_round else self.plan.unit(self.rank)
+        return [op for op in ops if op.ranks == ranks]
+
+    def _between_rounds(self, actions: Sequence[Action]) -> None:
+        """Copy and begin all that one kind of action exchanges, wait for it, and copy what came to its place."""
+        for _, alike in groupby(actions, key=lambda action: action.verb):
+            ops = [op for action in alike for op in self._wire(action)]
+            begun = []
+            for op in ops:
+                self._copy(str(op.payload), 2 * op.nbytes)  # made one tensor, and weighted
+                begun += self._begin([op])
+            if begun:
+                self._done.append(Wait(tuple(begun)))
+                self._copy("between rounds", sum(op.nbytes for op in ops))
 
     # -- a stage -------------------------------------------------------------------------------------------------------
 

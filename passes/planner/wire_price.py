@@ -6,7 +6,8 @@
 
 A rank is busy with a value for latency + bytes / bandwidth of each message, of the direction that takes it longer; with
 a collective for what `alpha_beta` says of it; each on the link that joins its ranks.  A link that the ranks
-of a host share is busy with what all of them send over it.  No transfer is taken to hide behind compute.
+of a host share is busy with what all of them send over it.  What happens once a round counts by its part in a step.
+No transfer is taken to hide behind compute.
 """
 
 from __future__ import annotations
@@ -131,16 +132,16 @@ def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
     received: dict[tuple[float, bool], float] = defaultdict(float)
     for op, link in ops:
         if rate := link.collectives.get(op.algorithm):
-            latency += rate.latency * (len(op.ranks) - 1) * (2 if op.algorithm == "all_reduce" else 1)
-            sent[rate.bandwidth, True] += op.sent
+            latency += op.times * rate.latency * (len(op.ranks) - 1) * (2 if op.algorithm == "all_reduce" else 1)
+            sent[rate.bandwidth, True] += op.per_step
             continue
         kind = link.bandwidth, link.duplex
-        latency += link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
+        latency += op.times * link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
         if op.kind == "recv":
             received[kind] += op.nbytes
         else:
-            sent[kind] += op.sent
-            received[kind] += op.sent if op.kind == "collective" else 0.0
+            sent[kind] += op.per_step
+            received[kind] += op.per_step if op.kind == "collective" else 0.0
     seconds = latency
     for bandwidth, duplex in sent | received:
         there, back = sent[bandwidth, duplex], received[bandwidth, duplex]

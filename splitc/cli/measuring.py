@@ -35,7 +35,7 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
 
     arguments: those for launch.py.  Raises LaunchError before any process starts for what is wrong.
     """
-    _can_measure(folder, args.steps)
+    _can_measure(folder, plan, args.steps)
     if args.trace is not None:
         check_writable("--trace", args.trace)
     cluster = None if args.correct is None else cluster_to_correct(args.correct, plan)
@@ -67,10 +67,17 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     return 0
 
 
-def _can_measure(folder: Path, steps: int | None) -> None:
-    if steps is not None and steps <= WARM_UP:
+def _of_round(plan: Plan) -> int:
+    """Steps over which the figures are means."""
+    return plan.rounds.steps if plan.rounds else 1
+
+
+def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
+    least = WARM_UP + _of_round(plan)
+    if steps is not None and steps < least:
+        whole = f" and takes whole rounds of {_of_round(plan)}" if plan.rounds else ""
         raise LaunchError(
-            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps; give {WARM_UP + 1} or more"
+            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps{whole}; give {least} or more"
         )
     runtime = folder / "splitc" / "runtime"
     if runtime.is_dir() and not (runtime / "transport" / "recorder.py").is_file():
@@ -85,13 +92,15 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
         found = Path(temporary) / "measured.json"
+        steps = args.steps or max(STEPS, WARM_UP + 2 * _of_round(plan) if plan.rounds else 0)
         command = [str(folder / "launch.py"), *arguments, "--measure", str(found)]
-        with Step(f"measuring {args.steps or STEPS} steps on {plan.world} ranks", quiet=not args.json):
+        command += ["--steps", str(steps)] if steps != (args.steps or STEPS) else []
+        with Step(f"measuring {steps} steps on {plan.world} ranks", quiet=not args.json):
             done = torchrun(command, plan.world, quiet=args.json)
         if done.returncode:
             print(done.stderr or "", end="", file=sys.stderr)
             return None
-        return read_measurement(found)
+        return read_measurement(found, _of_round(plan))
 
 
 def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:

@@ -12,6 +12,7 @@ from splitc.codegen.rank_spec import IDLE, rank_spec, served_buckets
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
+from splitc.ir.rounds import rounds_text
 from splitc.ir.wire import wire
 from splitc.runtime.spec import RankSpec
 from splitc.version import __version__
@@ -100,10 +101,12 @@ def _title(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> str:
 
 def _summary(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> list[str]:
     """What the rank exchanges, and how to run it."""
-    ops = wire(program, rank)
+    ops, rounds = wire(program, rank), rounds_text(program.plan)
+    sent = f"{units.nbytes(sum(op.per_step for op in ops))} a step{', as the mean over a round' if rounds else ''}"
     return [
         *_exchanged(program, stages, rank),
-        f"sends    {units.nbytes(sum(op.sent for op in ops))} a step, {len(ops)} operations on the wire",
+        *([f"trains   approximately: {rounds}"] if rounds else []),
+        f"sends    {sent}, {len(ops)} operations on the wire",
         f"run      torchrun --nproc-per-node {program.plan.world} launch.py",
         "remake   splitc compile <model file> --plan plan.json",
     ]

@@ -1,9 +1,12 @@
-"""Each rank's messages and collectives in one step, in order: its action list with the plan's ranks filled in."""
+"""Each rank's messages and collectives in one step, in order: its action list with the plan's ranks filled in.
+
+What happens once a round is there once, and says how often in a step it is on average (`WireOp.times`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.actions import Action
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.plan import Plan
@@ -29,7 +32,7 @@ def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
     ranks = _WIRES.setdefault(program, {})
     if rank not in ranks:
         if all(rank not in members for members in program.plan.ranks_by_roles.values()):
-            ranks[rank] = tuple(_loss(program.plan))  # a rank without work receives the loss
+            ranks[rank] = tuple(_loss(program.plan, rank))  # a rank without work receives the loss
         else:
             actions = program.rank_program(rank).actions
             ranks[rank] = tuple(op for action in actions for op in of_action(program, rank, action))
@@ -38,9 +41,15 @@ def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
 
 def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield what `rank` communicates in one action."""
+    rounds, once = program.plan.rounds, action.verb in (*BEGIN_ROUND, *END_ROUND)
+    for op in _of_action(program, rank, action):
+        yield replace(op, times=1 / rounds.steps) if rounds is not None and once else op
+
+
+def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     match action.verb:
         case "sum_loss":
-            yield from _loss(program.plan)
+            yield from _loss(program.plan, rank)
         case "all_reduce_tied":
             yield from _tied(program, action.value)
         case "send_parameters" | "reduce_gradients":
@@ -70,11 +79,15 @@ def _collective(
         yield WireOp("collective", payload, ranks, shape, dtype, sent, layer, algorithm)
 
 
-def _loss(plan: Plan) -> Iterator[WireOp]:
-    """Yield the all-reduce of the loss over all ranks, those without work too."""
+def _loss(plan: Plan, rank: int) -> Iterator[WireOp]:
+    """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     collective, nbytes = OPS["sum_loss"].collective, torch.float64.itemsize
-    sent = collective.sent(nbytes, nbytes, plan.world)
-    yield from _collective(collective, Payload(What.LOSS), tuple(range(plan.world)), (), torch.float64, sent)
+    last = 1 / plan.rounds.steps if plan.rounds else 1.0
+    for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
+        sent = collective.sent(nbytes, nbytes, len(ranks))
+        for op in _collective(collective, Payload(What.LOSS), ranks, (), torch.float64, sent):
+            if times:
+                yield replace(op, times=times)
 
 
 def _tied(program: PlacedProgram, name: str) -> Iterator[WireOp]:

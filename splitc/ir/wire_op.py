@@ -85,6 +85,7 @@ class WireOp:
     algorithm: of a collective, a `Collective` or "recursive_doubling".
     layer: the layer that computed the value, or whose computation the communication is part of; None for inputs,
     buckets and the loss.
+    times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.
     """
 
     kind: str
@@ -95,6 +96,12 @@ class WireOp:
     sent: float = 0.0
     layer: str | None = None
     algorithm: str = ""
+    times: float = 1.0
+
+    @property
+    def per_step(self) -> float:
+        """Payload bytes that this rank sends in a step, as the mean over a round."""
+        return self.sent * self.times
 
     @property
     def nbytes(self) -> int:

@@ -1,11 +1,12 @@
 """Compute the figures of the report, and write them as JSON (`inspect --json`, schema 1).
 
-All figures are for one step, in SI units; a multiply-add counts two FLOPs.
+All figures are for one step, in SI units; a multiply-add counts two FLOPs.  Where ranks train in rounds, bytes are the
+mean over the steps of a round.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +33,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "strategy": plan.strategy,
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,
+        "rounds": asdict(plan.rounds) if plan.rounds else None,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
         "simulated_seconds": plan.prediction.simulated_seconds,
@@ -114,7 +116,7 @@ class Figures:
             "optimizer_bytes": int(memory.optimizer_state),
             "activation_bytes": int(memory.activations),
             "communication_bytes": int(memory.communication),
-            "sent_bytes": int(sum(op.sent for op in self._wires[rank])),
+            "sent_bytes": int(sum(op.per_step for op in self._wires[rank])),
             "received_bytes": int(self._received.get(rank, 0.0)),
         }
 
@@ -134,9 +136,9 @@ class Figures:
         for rank, ops in enumerate(self._wires):
             for op in ops:
                 if op.kind == "send":
-                    received[op.ranks[0]] = received.get(op.ranks[0], 0.0) + op.sent
+                    received[op.ranks[0]] = received.get(op.ranks[0], 0.0) + op.per_step
                 elif op.kind == "collective":
-                    received[rank] = received.get(rank, 0.0) + op.sent
+                    received[rank] = received.get(rank, 0.0) + op.per_step
         return received
 
     def _sent(self, layer: Layer, gradient: int) -> float:
@@ -144,12 +146,15 @@ class Figures:
         plan = self.program.plan
         place = plan.placements[layer.name]
         ranks = plan.roles[place.role]
-        values = max(sum(op.sent for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
+        values = max(sum(op.per_step for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
         if place.sync == "parameter_server":
             return values + gradient
+        gradient_on_rank = gradient / place.num_shards
+        if place.sync == "average" and plan.rounds:
+            return values + _ring(gradient_on_rank, len(plan.averaged(place.role, ranks[0]))) / plan.rounds.steps
         if place.sync != "all_reduce":
             return values
-        return values + _ring(gradient / place.num_shards, len(plan.replicas(place.role, ranks[0])))
+        return values + _ring(gradient_on_rank, len(plan.replicas(place.role, ranks[0])))
 
 
 def _ring(nbytes: float, ranks: int) -> float:

@@ -1,6 +1,7 @@
 """Compare the measured phases of a run with the predicted ones: the figures, as data and as text.
 
-error = (predicted - measured) / measured, of the medians over all steps after the warm-up.
+error = (predicted - measured) / measured, of the medians over all steps after the warm-up; where ranks train in rounds,
+over the means of as many consecutive steps as a round has, in which every exchange happens once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of a run: medians by rank, and the spans of the last steps.
+    """The measurement of a run: medians by rank, and the spans of the last steps.  of_round: steps of a round.
 
     examples: of a step.  period: seconds from one step to the next, on the rank that is slowest in it; between: those
     that lie between two steps.  fastest, slowest: of all steps.  steps, warm_up: measured, and left out.
@@ -49,17 +50,18 @@ class Measurement:
     slowest: float
     steps: int
     warm_up: int
+    of_round: int = 1
 
     @property
     def samples_per_second(self) -> float:
         return self.examples / self.period
 
 
-def read_measurement(path: Path) -> Measurement:
+def read_measurement(path: Path, of_round: int = 1) -> Measurement:
     """Read what `launch.py --measure` wrote.  Raises LaunchError when it is missing or incomplete."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        steps = [[dict(each) for each in step["phases"]] for step in data["steps"]]
+        steps = list(_means([[dict(each) for each in step["phases"]] for step in data["steps"]], of_round))
         betweens = [max(each["between"] for each in step) for step in steps]
         periods = [max(each["step"] + each.pop("between") for each in step) for step in steps]
         phases = [[Phases(**each) for each in step] for step in steps]
@@ -72,14 +74,25 @@ def read_measurement(path: Path) -> Measurement:
             between=statistics.median(betweens),
             fastest=min(longest),
             slowest=max(longest),
-            steps=len(steps),
+            steps=len(data["steps"]),
             warm_up=data["warm_up"],
+            of_round=of_round,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
             f"the ranks left no measurement ({type(error).__name__}: {error}); was the build's launch.py edited? "
             f"compile the model again"
         ) from error
+
+
+def _means(steps: Sequence[Sequence[dict[str, Any]]], of_round: int) -> Iterator[list[dict[str, Any]]]:
+    """The means of the numbers of every rank over each `of_round` consecutive steps."""
+    for last in range(of_round, len(steps) + 1, of_round):
+        by_rank = zip(*steps[last - of_round : last], strict=True)
+        yield [
+            {key: sum(each[key] for each in rank) / of_round if key != "rank" else rank[0][key] for key in rank[0]}
+            for rank in by_rank
+        ]
 
 
 def _median(steps: Sequence[Phases]) -> Phases:
@@ -142,7 +155,7 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
     lines = [
         f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, "
         f"predicted for cluster {plan.prediction.cluster}; "
-        f"medians of {measured.steps} step{'s' * (measured.steps > 1)} after {measured.warm_up} of warm-up; "
+        f"medians of {_medians(measured)} after {measured.warm_up} of warm-up; "
         f"error = (predicted - measured) / measured",
         "",
         *(line.rstrip() for line in table.splitlines()),
@@ -150,6 +163,14 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
         *_notes(plan, measured, data["samples_per_second"]),
     ]
     return "\n".join(textwrap.fill(line, WIDTH) if len(line) > WIDTH else line for line in lines)
+
+
+def _medians(measured: Measurement) -> str:
+    """`12 steps`, or `2 rounds of 8 steps`."""
+    if measured.of_round == 1:
+        return f"{measured.steps} step{'s' * (measured.steps > 1)}"
+    rounds = measured.steps // measured.of_round
+    return f"{rounds} round{'s' * (rounds > 1)} of {measured.of_round} steps"
 
 
 def _rows(rank: Mapping[str, Any]) -> list[list[str]]:

@@ -15,6 +15,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
+from splitc.ir.rounds import rounds_text
 from splitc.report.blocks import Hidden, Row, Shown, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
 
@@ -85,19 +86,16 @@ def _headline(program: PlacedProgram) -> str:
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
     layers = f"{len(program.layers)} layers" if len(program.layers) > 1 else "1 layer"
-    return "\n".join(
-        [
-            _wrap(
-                f"{program.name} on {_number(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
-                f"({'' if plan.exact else 'approximate, '}{proof})"
-            ),
-            _wrap(
-                f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
-                f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
-                f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in {layers}"
-            ),
-        ]
-    )
+    lines = [
+        f"{program.name} on {_number(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
+        f"({'' if plan.exact else 'approximate, '}{proof})",
+        f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
+        f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
+        f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in {layers}",
+    ]
+    if plan.rounds:
+        lines.append(f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round")
+    return "\n".join(map(_wrap, lines))
 
 
 def _simulated(prediction: Prediction) -> str:

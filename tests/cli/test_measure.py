@@ -46,6 +46,11 @@ def program() -> CompiledProgram:
     return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
 
 
+def in_rounds(period: int) -> CompiledProgram:
+    x, y = Examples()[:BATCH]
+    return compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, f"local_sgd(period={period})")
+
+
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -188,6 +193,30 @@ def test_the_medians_of_all_steps_are_compared_with_the_prediction(
     assert words in done.out.replace("\n", " ")
     assert "  splitc run build --measure --correct v100-10gbe-measured.toml\n" in done.out
     assert not Path("v100-10gbe-measured.toml").exists()
+
+
+def test_the_figures_of_rounds_are_means_over_as_many_steps_as_a_round_has(
+    build: Path, ranks: Callable[..., Ran], capsys: Capture
+) -> None:
+    in_rounds(3).save(build)
+    within = [replace(each, step=0.01, compute=0.01, waiting=0.0, sent_bytes=0.0) for each in MEASURED]
+    called = ranks(file_of([within, within, MEASURED, within, MEASURED, within, within]))
+    done = splitc(capsys, "run build --measure --json")
+    assert done.code == 0 and "--steps" not in called[0], "10 are enough"
+    measured = json.loads(done.out)["ranks"][0]["measured"]
+    assert measured["sent_bytes"] == pytest.approx(4000 / 3) and measured["step"] == pytest.approx(0.12 / 3)
+    ranks(file_of([within, within, MEASURED, within, MEASURED, within, within]))
+    text = " ".join(splitc(capsys, "run build --measure").out.split())
+    assert "medians of 2 rounds of 3 steps after 3 of warm-up" in text
+    few = splitc(capsys, "run build --measure --steps 5")
+    assert few.code == 2 and "--steps 5: --measure leaves out the first 3 steps and takes whole rounds of 3" in few.err
+
+
+def test_enough_steps_for_two_rounds_are_measured(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
+    in_rounds(20).save(build)
+    called = ranks(file_of([MEASURED] * 40))
+    assert splitc(capsys, "run build --measure").code == 0
+    assert called[0][-2:] == ["--steps", "43"]
 
 
 def test_without_a_prediction_the_table_has_what_was_measured_and_says_why(

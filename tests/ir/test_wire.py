@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from splitc.ir.plan import Placement
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp
+from splitc.runtime.spec import Rounds
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
@@ -172,6 +173,24 @@ def test_data_parallelism_sends_the_gradients_as_a_ring_does(world: int) -> None
     for rank in range(world):
         (bucket,) = ops_of(program, rank, "bucket")
         assert bucket.sent == pytest.approx(2 * (world - 1) / world * gradients)
+
+
+@pytest.mark.parametrize("period", [1, 2, 10])
+def test_local_sgd_sends_every_parameter_once_a_round(period: int) -> None:
+    program = planned(4, f"local_sgd(period={period})").program
+    parameters = sum(h.nbytes for h in program.tensors.values())
+    for rank in range(4):
+        (average,), (loss,) = ops_of(program, rank, "average"), ops_of(program, rank, "loss")
+        assert average.sent == pytest.approx(2 * 3 / 4 * parameters)
+        assert average.per_step == pytest.approx(average.sent / period)
+        assert loss.per_step == pytest.approx(loss.sent / period), "a rank that trains alone has its own loss"
+
+
+def test_units_of_ranks_sum_their_own_loss_within_a_round() -> None:
+    program = planned(4, "local_sgd(period=5)").program
+    program = replace(program, plan=replace(program.plan, rounds=Rounds(5, unit=2)))
+    losses = ops_of(program, 3, "loss")
+    assert [(op.ranks, op.times) for op in losses] == [((2, 3), pytest.approx(0.8)), ((0, 1, 2, 3), 0.2)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -223,3 +223,34 @@ def test_auto_chooses_the_fastest_of_the_exact_plans_that_fit() -> None:
         possible = [c for c in plan.candidates if c.feasible and c.exact]
         assert plan.strategy == max(possible, key=lambda c: c.samples_per_second).strategy
         assert plan.samples_per_second == pytest.approx(max(c.samples_per_second for c in possible))
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_a_plan_in_rounds_is_marked_and_its_bytes_are_means(period: int) -> None:
+    x, y = class_batch((4, 6), classes=3)
+    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    done = compiled(network, (x,), y, F.cross_entropy, 2, f"local_sgd(period={period})")
+    number = f"{period} update{'s' * (period > 1)}"
+    text = report(done.program)
+    assert f"approximate: rounds of {number} by each rank alone, then averaged" in " ".join(text.split())
+    assert "local_sgd (approximate)" in text
+    data = as_json(done.program)
+    assert data["rounds"] == {"steps": period, "unit": 1}
+    parameters = sum(p.nbytes for p in network.parameters())
+    assert sum(layer["sent_bytes"] for layer in data["layers"]) == pytest.approx(parameters / period, abs=2)
+    for rank in data["ranks"]:
+        assert rank["sent_bytes"] == rank["received_bytes"] == int((parameters + 8) / period)
+    mine = {each["strategy"]: each["exact"] for each in data["candidates"]}
+    assert not mine["local_sgd"] and mine["data_parallel"]
+    for rank in range(2):
+        header = " ".join(done.files[f"rank{rank}.py"].split('"""')[1].split())
+        assert f"trains approximately: rounds of {number}" in header and "a step, as the mean over a round" in header
+
+
+def test_the_memory_of_a_rank_includes_what_ends_a_round() -> None:
+    x, y = class_batch((1, 64), classes=64)
+    found = []
+    for period in (1, 6):
+        done = compiled(nn.Linear(64, 64), (x,), y, F.cross_entropy, 2, f"local_sgd(period={period})")
+        found.append(as_json(done.program)["ranks"][0]["memory_bytes"])
+    assert found[0] == pytest.approx(found[1], abs=8), "but the loss of a step"

@@ -9,7 +9,8 @@ import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
 from splitc.cost_models.simulation.events import Compute
-from splitc.cost_models.simulation.step_operations import Prices, step_operations
+from splitc.cost_models.simulation.prices import Prices
+from splitc.cost_models.simulation.step_operations import step_operations
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.wire import wire
@@ -33,7 +34,7 @@ def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world: int, a
     program = planned(world, asked).program
     timeline = simulate(program, toy())
     for rank, phases in enumerate(timeline.phases):
-        assert phases.sent_bytes == pytest.approx(sum(op.sent for op in wire(program, rank)))
+        assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank)))
         assert phases.compute + phases.waiting == pytest.approx(phases.step)
         assert 0 <= phases.communication <= phases.step * (1 + 1e-9)
     assert timeline.step_seconds == pytest.approx(max(phases.step for phases in timeline.phases), rel=0.05)
@@ -119,6 +120,35 @@ def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other() -> None:
         return simulate(program, replace(hosts, link=replace(hosts.link, shared=shared))).step_seconds
 
     assert seconds(shared=True) > 1.8 * seconds(shared=False)
+
+
+@pytest.mark.parametrize("period", [1, 2, 8])
+def test_a_step_is_the_mean_of_a_round(period: int) -> None:
+    """At a low bandwidth what a round exchanges is all that counts, and an ordinary step waits for nothing."""
+    program, every = planned(4, f"local_sgd(period={period})").program, planned(4, "local_sgd(period=1)").program
+    slow = toy(1e3, latency=0.0)
+    found, of_one = simulate(program, slow), simulate(every, slow)
+    computed = computing(program, 0)
+    between = of_one.step_seconds - computed
+    assert found.step_seconds == pytest.approx(computed + between / period)
+    for rank, phases in enumerate(found.phases):
+        assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank)))
+        assert phases.sent_bytes == pytest.approx(of_one.phases[rank].sent_bytes / period)
+        assert phases.compute + phases.waiting == pytest.approx(phases.step)
+
+
+def test_the_slowest_rank_of_a_round_makes_all_others_wait() -> None:
+    program = planned(4, "local_sgd(period=8)").program
+    slow = Unlike((1,), DEVICE.scaled(0.1), toy().link)
+    phases = simulate(program, toy(unlike=(slow,))).phases
+    assert {each.step for each in phases} == {phases[1].step}
+    assert phases[1].compute > 5 * phases[0].compute and phases[0].waiting > 0.8 * phases[0].step
+
+
+def test_two_steps_of_a_round_are_enough_for_its_mean() -> None:
+    program = planned(2, "local_sgd(period=50)").program
+    few, many = simulate(program, toy(), steps=1), simulate(program, toy(), steps=6)
+    assert few.step_seconds == pytest.approx(many.step_seconds)
 
 
 def test_spans_are_kept_when_asked_for() -> None:

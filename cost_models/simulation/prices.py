@@ -1,0 +1,55 @@
+"""Times of layers, updates and transfers on a cluster, each computed once."""
+
+from __future__ import annotations
+
+from splitc.cost_models.compute.dtypes import layer_dtypes
+from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
+from splitc.cost_models.simulation.events import Transfer
+from splitc.cost_models.simulation.paths import Paths
+from splitc.ir.cluster import Cluster, Device
+from splitc.ir.program import LoweredProgram
+from splitc.ir.wire_op import Payload, WireOp
+
+_UPDATE = {0: 3, 1: 8, 2: 19}
+"""Bytes read and written in an update, as multiples of the parameters' bytes: SGD, with momentum, Adam."""
+
+
+class Prices:
+    """Cached times of layers and transfers on a cluster.  optimizer_copies: of the parameters in the optimizer."""
+
+    def __init__(self, program: LoweredProgram, cluster: Cluster, optimizer_copies: int = 1) -> None:
+        self.program, self.cluster = program, cluster
+        self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
+        plan = program.plan
+        self._paths = Paths(cluster, plan.world)
+        self._dtypes = layer_dtypes(program, cluster.device)
+        self._devices: dict[int, Device] = {}
+        self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
+        self._transfers: dict[tuple[Payload, tuple[int, ...], int], Transfer] = {}
+
+    def begin_step(self) -> None:
+        """Make new transfers from now on."""
+        self._transfers = {}
+
+    def device(self, rank: int) -> Device:
+        """Return the device of `rank`; equal devices are one object."""
+        found = self.cluster.device_of(rank)
+        return self._devices.setdefault(id(found), found)
+
+    def layer(self, layer: str, batch: int, device: Device) -> tuple[float, float]:
+        """Return the forward and backward time of a whole layer (s)."""
+        key = layer, batch, id(device)
+        if key not in self._seconds:
+            cost, dtype = self.program.costs[layer].at(batch), self._dtypes[layer]
+            self._seconds[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
+        return self._seconds[key]
+
+    def transfer(self, rank: int, op: WireOp, nth: int) -> Transfer:
+        """Return the transfer that an operation of `rank` is an end of.  nth: how often the rank had this payload."""
+        ends = op.ranks
+        if op.kind != "collective":
+            ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
+        key = op.payload, ends, nth
+        if key not in self._transfers:
+            self._transfers[key] = self._paths.transfer(op, ends)
+        return self._transfers[key]
