@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.lockstep import TIMEOUT, Lockstep
@@ -71,10 +71,12 @@ class Run:
 class Session:
     """Ranks on a testbed that stands.  The end of its `with` stops them; after an error the testbed ends what is left.
 
+    module: what each rank runs; it calls `session_rank.serve`.
     Every method raises BenchmarkError, with the last lines of its errors, when a rank fails; then the session is over.
     """
 
-    def __init__(self, testbed: NetworkTestbed) -> None:
+    def __init__(self, testbed: NetworkTestbed, module: str = "benchmarks.session_rank") -> None:
+        self._module = module
         self._best: list[float] = []  # seconds of the ranks' pace
         self.testbed = testbed
         self._files = contextlib.ExitStack()
@@ -82,13 +84,13 @@ class Session:
         self._lockstep = Lockstep([], [])
         self._over = False
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="session-")))
         logs = [folder / f"rank{rank}.log" for rank in range(self.testbed.world)]
         try:
             for rank, log in enumerate(logs):
                 with log.open("wb") as errors:
-                    command = [sys.executable, "-m", "benchmarks.session_rank"]
+                    command = [sys.executable, "-m", self._module]
                     pipe = subprocess.PIPE
                     process = self.testbed.start(rank, command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors)
                 self._processes.append(process)
@@ -113,18 +115,18 @@ class Session:
 
     def load(self, name: str, folder: Path) -> None:
         """Open the workers of the build in `folder`, under a name."""
-        self._do("load", name=name, folder=str(folder.resolve()))
+        self.do("load", name=name, folder=str(folder.resolve()))
 
     def unload(self, name: str) -> None:
         """Forget the workers of a build."""
-        self._do("unload", name=name)
+        self.do("unload", name=name)
 
     def run(self, name: str, steps: int, warm_up: int = WARM_UP, apart: bool = False) -> Run:
         """Train a build on one batch, again and again.  apart: with a barrier before each step that counts."""
         ranks = range(self.testbed.world)
         self.testbed.watch_load()
         before = [self.testbed.bytes_sent(rank) for rank in ranks]
-        said = self._do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
+        said = self.do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
         foreign = max(self.testbed.foreign_load(), self._lost([each["pace"] for each in said]))
         after = [self.testbed.bytes_sent(rank) for rank in ranks]
         first = min(each["begins"][0] for each in said)
@@ -158,16 +160,17 @@ class Session:
                 told.add(text)
                 progress(text)
 
-        said = self._do("calibrate", once, TIMEOUT + 2 * budget, budget=budget)
+        said = self.do("calibrate", once, TIMEOUT + 2 * budget, budget=budget)
         return said[0]["cluster"], said[0]["residuals"]
 
-    def _do(
+    def do(
         self,
         command: str,
         progress: Callable[[int, str], None] | None = None,
         timeout: float = TIMEOUT,
         **options: Any,
     ) -> list[dict[str, Any]]:
+        """What the ranks answer to a command, in their order.  progress: called with a rank and what it is at."""
         if self._over:
             raise BenchmarkError(f"the session is over, a rank has failed before {command!r}; start another one")
         self._over = True  # unless all ranks come to the end of it

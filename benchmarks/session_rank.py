@@ -93,12 +93,12 @@ class SessionRank:
         return {"cluster": to_toml(measured.cluster), "residuals": [asdict(each) for each in measured.residuals]}
 
 
-def serve() -> None:
-    """Join the ranks and carry out commands."""
+def serve(make: Callable[[Transport, Callable[[str], None]], object]) -> None:
+    """Join the ranks and carry out commands: each is a method of what `make` returns, and says what that returns."""
     marks = Marks()
     torch.set_num_threads(1)
     transport = init(backend="gloo", device="cpu")
-    rank = SessionRank(transport, marks.progress)
+    rank = make(transport, marks.progress)
     marks.tell("ready")
     while (command := marks.ask())["do"] != "stop":
         do = command.pop("do")
@@ -107,4 +107,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    guarded(serve)
+    guarded(lambda: serve(SessionRank))

@@ -1,0 +1,50 @@
+"""The methods that are compared, by the name that tables and the command line use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROWTH = 1.15  # of the samples from one evaluation to the next, so that early and late accuracies are as well resolved
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    family: the methods that share a learning rate.  strategy: splitc's; None is torch's DistributedDataParallel.
+    period: local steps of a round.  normalised: the model comes with its
+    normalisations; else the strategy inserts them.
+    """
+
+    name: str
+    family: str
+    strategy: str | None
+    period: int = 1
+    normalised: bool = True
+
+    def evaluations(self, steps: int) -> list[int]:
+        """After how many steps a curve of `steps` is evaluated: between rounds, `GROWTH` apart, and at the end."""
+        found, due = [], 1.0
+        for step in range(self.period, steps, self.period):
+            if step >= due:
+                found.append(step)
+                due = max(step + 1, step * GROWTH)
+        return [*found, steps]
+
+
+def _local_sgd(period: int) -> Method:
+    return Method(f"local_sgd {period}", "local_sgd", f"local_sgd(period={period})", period)
+
+
+def _ist(steps: int) -> Method:
+    strategy = f"independent_subnets(local_steps={steps}, insert_norm=True)"
+    return Method(f"ist {steps}", "ist", strategy, steps, normalised=False)
+
+
+_ALL = (
+    Method("ddp", "data_parallel", None),
+    Method("auto", "data_parallel", "auto"),
+    *map(_local_sgd, (4, 16)),
+    *map(_ist, (1, 4, 16, 64)),
+)
+METHODS = {method.name: method for method in _ALL}
