@@ -3,7 +3,8 @@
     roles {all: 0 to 3}   ->   roles {all: 0 to 3, in_batch: 0 to 3}, groups {in_batch: Grouping(4, "BK")}
 
 Its ranks gather the examples by `modulo` and compute the same, so that its gradients need no sum.  Where one rank runs
-the layer (the fc rank of a separation) the plan stays as it is.
+the layer (the fc rank of a separation) the plan stays as it is.  In rounds the batch is that of a unit, and so is the
+group.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
     role = plan.placements[layer].role
     ranks = plan.roles[role]
     groups = {name: Grouping(group.size, "BK") if name == role else group for name, group in plan.groups.items()}
-    alone = replace(plan.placements[layer], role=layer, sync="none")
+    sync = "average" if plan.rounds and plan.placements[layer].sync != "none" else "none"
+    alone = replace(plan.placements[layer], role=layer, sync=sync)
     return replace(
         plan,
         roles={**plan.roles, layer: ranks},
         batch_offsets={**plan.batch_offsets, layer: plan.batch_offsets[role]},
-        groups={**groups, layer: Grouping(len(ranks), "BK")},
+        groups={**groups, layer: Grouping(min(len(ranks), plan.unit_size), "BK")},
         placements={**plan.placements, layer: alone},
     )
 

@@ -188,19 +188,21 @@ class Plan:
 
     def trains_copies(self, role: str) -> bool:
         """Whether several ranks that train together in a role hold the same parameters."""
-        together = self.rounds.unit if self.rounds else self.world
-        return min(len(self.roles[role]), together) > self.grouping(role).size
+        return min(len(self.roles[role]), self.unit_size) > self.grouping(role).size
+
+    @property
+    def unit_size(self) -> int:
+        """How many ranks train together between averages; all where there are no rounds."""
+        return self.rounds.unit if self.rounds else self.world
 
     def unit(self, rank: int) -> tuple[int, ...]:
-        """The ranks that train together with `rank` between averages; all where there are no rounds."""
-        size = self.rounds.unit if self.rounds else self.world
-        first = rank // size * size
-        return tuple(range(first, min(first + size, self.world)))
+        """The ranks that train together with `rank`."""
+        first = rank // self.unit_size * self.unit_size
+        return tuple(range(first, min(first + self.unit_size, self.world)))
 
     def averaged(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of `role` over which the parameters of `rank` are averaged after a round: one of each unit."""
-        size = self.rounds.unit if self.rounds else self.world
-        return tuple(other for other in self.roles[role] if other % size == rank % size)
+        return tuple(other for other in self.roles[role] if (other - rank) % self.unit_size == 0)
 
     def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
         """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
@@ -215,10 +217,9 @@ class Plan:
         return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
 
     def sees_whole_batch(self, layer: str) -> bool:
-        """Whether every rank that runs `layer` has all examples of a step at once."""
+        """Whether every rank that runs `layer` has all examples of a step, or of its unit, at once."""
         role = self.placements[layer].role
-        group = self.grouping(role)
-        return len(self.roles[role]) == group.size and group.num_microbatches == 1
+        return not self.trains_copies(role) and self.grouping(role).num_microbatches == 1
 
     def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.

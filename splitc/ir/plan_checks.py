@@ -139,6 +139,8 @@ def _rounds(data: dict[str, Any]) -> Iterator[str]:
         yield f"rounds: units of {unit} ranks are divided by groups; give them the size of a group, or more"
     if short := [role for role, ranks in data["roles"].items() if len(ranks) < world]:
         yield f"rounds: role {short[0]} is not on all ranks, but each unit trains the whole model"
+    if data.get("synchronised") and unit == 1:
+        yield "rounds: synchronised is true, but in units of 1 rank there is no other to normalise with"
     if data.get("servers"):
         yield "rounds: servers sum gradients in every step; leave rounds or servers out"
 
@@ -188,8 +190,9 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
             yield f"placements: {layer} has group {placement['group']}; it must be at least 1"
         if placement["holding"] == "sharded":
             yield from _sharded(data, layer, placement)
-        if placement["sync"] == "parameter_server" and not data.get("servers"):
-            yield f"placements: {layer} has sync 'parameter_server', but servers is empty"
+        for sync, needs, missing in (("parameter_server", "servers", "empty"), ("average", "rounds", "not there")):
+            if placement["sync"] == sync and not data.get(needs):
+                yield f"placements: {layer} has sync {sync!r}, but {needs} is {missing}"
 
 
 def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:

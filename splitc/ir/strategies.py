@@ -158,6 +158,11 @@ class LocalSGD(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         _whole(self, "period", 1)
+        if self.sync_batchnorm or self.all_reduce:
+            raise PlacementError(
+                "local_sgd: sync_batchnorm and all_reduce are for ranks that train together, and here every rank "
+                "trains by itself; leave them out"
+            )
 
 
 @dataclass(frozen=True)

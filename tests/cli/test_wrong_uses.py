@@ -78,7 +78,7 @@ OPTIONS = [
     ("inspect net.py --world 2 --cluster v100-10gb", "unknown cluster 'v100-10gb'; did you mean v100-10gbe?"),
     ("inspect net.py --world 2 --cluster mine.toml", "cannot read the cluster file mine.toml"),
     ("inspect net.py --world 2 --strategy data_paralel", "unknown strategy", "did you mean data_parallel?"),
-    ("inspect net.py --world 2 --strategy local_sgd", "local_sgd cannot be planned yet; there are auto, "),
+    ("inspect net.py --world 2 --strategy independent_subnets", "independent_subnets cannot be planned yet"),
     ("inspect net.py --world 2 --strategy parameter_server(servers=0)", "servers is 0; it must be a whole number of"),
     ("inspect net.py --world 2 --strategy modulo_shard(mp=1)", "mp is 1; it must be a whole number of at least 2"),
     ("inspect net.py --world 2 --strategy modulo_shard(scheme=KB)", "scheme is 'KB'; it must be one of BK, B, B/K"),
@@ -340,7 +340,7 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (unknown_holding, "first has holding 'halved'; there are replicated, sharded, subnet"),
     (placed(split="diagonal"), "first has split 'diagonal'; there are columns, rows"),
     (placed(splits="rows"), "placements: first: splits is an unknown key; did you mean split?"),
-    (placed(sync="gossip"), "first has sync 'gossip'; there are all_reduce, late_multiply, parameter_server, none"),
+    (placed(sync="gossip"), "first has sync 'gossip'; there are all_reduce, late_multiply, parameter_server, average"),
     (placed(sync="parameter_server"), "first has sync 'parameter_server', but servers is empty"),
     (placed(holding="sharded"), "first is sharded, but groups has nothing for its role 'trunk'"),
     (

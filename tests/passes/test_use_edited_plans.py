@@ -25,7 +25,12 @@ from tests.support.compiled import CLUSTER, analyse, compiled
 
 Path_ = tuple[str | int, ...]
 Edit = Callable[[Any, Any], Any]
-STRATEGIES = {"modulo_shard(mp=2)": 4, "layer_separation(n_c=2, n_f=1)": 3, "parameter_server(servers=2)": 4}
+STRATEGIES = {
+    "modulo_shard(mp=2)": 4,
+    "local_sgd(period=2)": 2,
+    "layer_separation(n_c=2, n_f=1)": 3,
+    "parameter_server(servers=2)": 4,
+}
 WRONG: list[Any] = [
     *(None, True, 0, 1, -1, 3, 10**30, 1.5, float("nan"), float("inf"), "", "x", "../x", '"""\nraise SystemExit\n"""'),
     *(

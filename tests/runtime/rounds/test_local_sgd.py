@@ -1,0 +1,248 @@
+"""Local SGD: units train by themselves and average, as independent processes whose parameters are averaged by hand."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.errors import LaunchError, PlacementError
+from splitc.ir.program import Program
+from splitc.runtime.worker import Worker
+from tests.end_to_end.test_in_batch import TwoTowers
+from tests.support.compiled import analyse, compiled
+from tests.support.ranks import Net, adam, assert_same, batch_of, decaying, on_workers, one_process, part_of, sgd, train
+from tests.support.units import plain_sgd, train_units
+
+EXACT = 1e-9
+
+
+class Counting(Net):
+    """BatchNorm, a frozen layer, a tied weight and a buffer that counts."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(16, 16)
+        self.again.weight = nn.Parameter(torch.randn(16, 16))
+        self.twice = nn.Linear(16, 16)
+        self.twice.weight = self.again.weight
+        self.head[0].requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.double))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps.add_(1)
+        hidden = self.head[0](self.features(images).flatten(1)) * (1 + 1 / (1 + self.steps))
+        scores: Tensor = self.head[2](self.twice(self.again(hidden).relu()).relu())
+        return scores
+
+
+MODELS = {"net": lambda: Net(norm=False), "norm": Net, "counting": Counting}
+
+
+@cache
+def known(name: str) -> tuple[nn.Module, Program]:
+    torch.manual_seed(1)
+    model = MODELS[name]().double()
+    return model, analyse(model, *batch_of(3, torch.double), F.cross_entropy)
+
+
+def planned(name: str, strategy: str, world: int, **options: Any) -> CompiledProgram:
+    model, program = known(name)
+    return compiled(model, *batch_of(3, torch.double), F.cross_entropy, world, strategy, analysed=program, **options)
+
+
+def shares(program: CompiledProgram) -> list[int]:
+    return [b - a for a, b in pairwise(program.plan.batch_offsets[program.plan.reader])]
+
+
+def doubles(examples: int, steps: int) -> list[tuple[Tensor, Tensor]]:
+    return [batch_of(examples, torch.double) for _ in range(steps)]
+
+
+# -- a period of one update --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", ["net", "counting"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int, accumulate: int) -> None:
+    sizes = [2 + k for k in range(world)]
+    batches = doubles(sum(sizes), 4)
+    got = []
+    for strategy in ("local_sgd(period=1)", "data_parallel"):
+        program = planned(name, strategy, world)
+        results = on_workers(
+            program, lambda worker: train(worker, batches, sizes), optimizer=plain_sgd, accumulate=accumulate
+        )
+        got.append(results[0])
+    (losses, state), (expected, other) = got
+    assert other is not None and state is not None
+    assert losses[accumulate - 1 :: accumulate] == pytest.approx(expected[accumulate - 1 :: accumulate], rel=EXACT)
+    parameters = {key for key, _ in known(name)[0].named_parameters()}
+    assert_same({k: state[k] for k in state if k in parameters}, {k: other[k] for k in other if k in parameters}, EXACT)
+
+
+def test_the_smaller_batch_at_the_end_of_an_epoch_counts_as_much_as_it_holds() -> None:
+    images, labels = batch_of(22, torch.double)
+    data = list(zip(images, labels, strict=True))
+
+    def epoch(worker: Worker) -> dict[str, Tensor] | None:
+        for batch in worker.shard(data, shuffle=False, drop_last=False):
+            worker.step(*batch)
+        return worker.state_dict()
+
+    states = [
+        on_workers(planned("net", strategy, 3), epoch, optimizer=plain_sgd)[0]
+        for strategy in ("local_sgd(period=1)", "data_parallel")
+    ]
+    assert states[1] is not None
+    assert_same(states[0], states[1], EXACT)
+
+
+# -- longer periods ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "period", "steps"), [(2, 3, 6), (3, 2, 5), (4, 4, 3)])
+@pytest.mark.parametrize("optimizer", [decaying, adam])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_that_of_processes_averaged_by_hand(
+    name: str, world: int, period: int, steps: int, optimizer: Any
+) -> None:
+    sizes = [2 + (k % 3) for k in range(world)]
+    batches = doubles(sum(sizes), steps)
+    program = planned(name, f"local_sgd(period={period})", world)
+    results = on_workers(program, lambda worker: train(worker, batches, sizes), optimizer=optimizer)
+    losses, state = train_units(known(name)[0], batches, [sizes] * steps, period, optimizer)
+    assert_same(results[0][1], state, EXACT)
+    for rank, (found, _) in enumerate(results):
+        for k, value in enumerate(found):
+            ends = (k + 1) % period == 0
+            whole = sum(unit[k] * n for unit, n in zip(losses, sizes, strict=True)) / sum(sizes)
+            assert value == pytest.approx(whole if ends else losses[rank][k], rel=EXACT)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"accumulate": 2}, {"accumulate": 2, "clip_norm": 0.05}])
+def test_a_unit_clips_and_accumulates_its_own_gradients(options: dict[str, Any]) -> None:
+    batches, sizes = doubles(7, 8), [3, 4]
+    results = on_workers(
+        planned("net", "local_sgd(period=2)", 2), lambda worker: train(worker, batches, sizes), **options
+    )
+    _, state = train_units(known("net")[0], batches, [sizes] * 8, 2, sgd, **options)
+    assert_same(results[0][1], state, EXACT)
+
+
+def test_batches_of_a_round_count_by_their_examples() -> None:
+    many = [[1, 5], [4, 2], [3, 3], [2, 6]]
+    batches = [batch_of(sum(sizes), torch.double) for sizes in many]
+
+    def run(worker: Worker) -> dict[str, Tensor] | None:
+        for batch, sizes in zip(batches, many, strict=True):
+            worker.use_sizes(sizes)
+            worker.step(*part_of(worker, batch, sizes))
+        return worker.state_dict()
+
+    got = on_workers(planned("net", "local_sgd(period=3)", 2), run)[0]
+    assert_same(got, train_units(known("net")[0], batches, many, 3)[1], EXACT)
+
+
+# -- the end of a round ------------------------------------------------------------------------------------------------
+
+
+def _ended(worker: Worker, how: str, batch: tuple[Tensor, ...]) -> None:
+    state = {key: tensor.clone() for key, tensor in known("norm")[0].state_dict().items()}
+    match how:
+        case "state_dict":
+            worker.state_dict()
+        case "evaluate":
+            worker.evaluate(*batch)
+        case "load_state_dict":
+            worker.load_state_dict(state if worker.rank.index == 0 else None)
+        case "end_round":
+            worker.end_round()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "evaluate", "load_state_dict", "end_round"])
+def test_a_running_round_ends_early(how: str) -> None:
+    batches, sizes = doubles(6, 4), [3, 3]
+
+    def run(worker: Worker) -> tuple[bool, dict[str, Tensor]]:
+        for batch in batches:
+            worker.step(*part_of(worker, batch, sizes))
+        _ended(worker, how, part_of(worker, batches[0], sizes))
+        return worker._round.running, {key: tensor.clone() for key, tensor in worker.stage.state_dict().items()}
+
+    results = on_workers(planned("norm", "local_sgd(period=3)", 2), run)
+    expected = train_units(known("norm")[0], batches, [sizes] * 4, 3)[1]
+    if how == "load_state_dict":
+        expected = known("norm")[0].state_dict()
+    for running, state in results:
+        assert not running
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[key], rtol=EXACT, atol=EXACT)
+
+
+def test_a_round_that_ended_early_is_followed_by_a_whole_one() -> None:
+    batches, sizes = doubles(6, 5), [3, 3]
+
+    def run(worker: Worker) -> dict[str, Tensor] | None:
+        train(worker, batches[:1], sizes)
+        return train(worker, batches[1:], sizes)[1]
+
+    got = on_workers(planned("net", "local_sgd(period=3)", 2), run, optimizer=plain_sgd)[0]
+    model = copy.deepcopy(known("net")[0])
+    model.load_state_dict(train_units(model, batches[:1], [sizes], 3, plain_sgd)[1])
+    assert_same(got, train_units(model, batches[1:], [sizes] * 4, 3, plain_sgd)[1], EXACT)
+
+
+def test_one_rank_alone_is_plain_training() -> None:
+    batches = doubles(3, 3)
+    _, got = on_workers(planned("norm", "local_sgd(period=2)", 1), lambda worker: train(worker, batches))[0]
+    assert_same(got, one_process(copy.deepcopy(known("norm")[0]), batches)[1], EXACT)
+
+
+# -- what units cannot train alike -------------------------------------------------------------------------------------
+
+
+def test_each_unit_has_an_in_batch_loss_of_its_own_examples() -> None:
+    torch.manual_seed(3)
+    model = TwoTowers().double()
+    program = compiled(
+        model, (torch.randn(4, 8).double(), torch.randn(4, 6).double()), None, None, 3, "local_sgd(period=2)"
+    )
+    batches = [(torch.randn(12, 8).double(), torch.randn(12, 6).double()) for _ in range(4)]
+    results = on_workers(program, lambda worker: train(worker, batches))
+    units = train_units(_Pair(model), [(torch.cat(batch, 1),) for batch in batches], [[4, 4, 4]] * 4, 2)[1]
+    assert_same(results[0][1], {key.removeprefix("model."): tensor for key, tensor in units.items()}, EXACT)
+
+
+class _Pair(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, both: Tensor) -> Tensor:
+        loss: Tensor = self.model(*both.split([8, 6], 1))
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "pins", "why"),
+    [
+        ("local_sgd(sync_batchnorm=True)", {}, "sync_batchnorm"),
+        ("local_sgd(all_reduce=recursive_doubling)", {}, "all_reduce"),
+        ("local_sgd", {"head.0": "fc"}, "asks for role 'fc'"),
+        ("local_sgd(period=0)", {}, "period is 0"),
+    ],
+)
+def test_what_a_unit_of_one_rank_has_not_is_refused(strategy: str, pins: dict[str, str], why: str) -> None:
+    with pytest.raises((PlacementError, LaunchError), match=why):
+        planned("norm", strategy, 2, pins=pins)
