@@ -53,8 +53,8 @@ class Comparison:
         return {name: max((e[name] for e in by_rank if name in e), default=float("inf")) for name in names}
 
     def state_errors(self, step: int) -> dict[str, float]:
-        """The error of each parameter and buffer after a step; counters must be equal."""
-        states = next(trial.states for trial in self.ranks if trial.states)
+        """The error of each parameter and buffer after a step; counters must be equal; within a round none."""
+        states = next((trial.states for trial in self.ranks if trial.states), self.reference.states)
         got, expected = states[step], self.reference.states[step]
         floats = {name: t for name, t in expected.items() if t.dtype.is_floating_point or t.is_complex()}
         counters = {

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from splitc.capture.example import Example
@@ -23,39 +22,40 @@ from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.capture.twins import CASTS, WIDE
-from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
-from splitc.ir.graph import info, region_of
-from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
+from splitc.ir.program import LoweredProgram, Program
 from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
-from splitc.runtime.spec import StepContext, microbatch_examples
 from splitc.verify.borrowed import borrowed, converted
+from splitc.verify.norm_groups import NormGroup, count_batches, further_calls, norm_groups, unit_examples
+from splitc.verify.rounds import Round, shared
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 
-@dataclass(frozen=True)
-class NormGroup:
-    """Rows of a batch that one BatchNorm call normalises over together.
+class _Replay(SeededRandom):
+    """For one step: the ranks' random numbers, and each BatchNorm call over the groups of examples that they form.
 
-    counts: whether they update the running statistics, as those of the first replica do.
+    masks: weight -> what the inputs of its linear layers are multiplied by.
     """
 
-    rows: Tensor
-    counts: bool
-
-
-class _Replay(SeededRandom):
-    """For one step: the ranks' random numbers, and each BatchNorm call over the groups of examples that they form."""
-
-    def __init__(self, program: Program, step: int, examples: int, groups: Sequence[Sequence[NormGroup]]) -> None:
-        super().__init__(Draws(0, step, [(0, examples)]), draw_layouts(program))
-        self._calls = iter(groups)
+    def __init__(
+        self,
+        program: Program,
+        step: int,
+        examples: tuple[int, int],
+        groups: Sequence[Sequence[NormGroup]],
+        masks: Mapping[Tensor, Tensor],
+    ) -> None:
+        super().__init__(Draws(0, step, [examples]), draw_layouts(program))
+        self._calls, self._masks = iter(groups), masks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.linear and self._masks:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            return func(**given | {"input": given["input"] * self._masks.get(given["weight"], 1)})
         if func is not F.batch_norm:
             return super().__torch_function__(func, types, args, kwargs)
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
@@ -72,105 +72,39 @@ class _Replay(SeededRandom):
         return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
 
 
-def norm_groups(program: PlacedProgram, local_batches: Sequence[int]) -> list[list[NormGroup]]:
-    """The groups of every batch_norm call of the model, in order."""
-    found = []
-    for node, rows in _norms(program):
-        role = program.plan.placements[info(node).layer].role
-        if not rows.scale:  # it normalises a weight
-            found.append([NormGroup(torch.arange(rows.offset), counts=True)])
-        else:
-            found.append(_groups(program, role, local_batches, rows.scale))
-    return found
+@dataclass(frozen=True)
+class Training:
+    """Steps to train in this process, on global batches.
+
+    period: steps in a round; each round but the first starts from the state after the step before in `states`, if any.
+    """
+
+    program: LoweredProgram
+    model: nn.Module
+    example: Example
+    batches: Sequence[Mapping[str, Tensor]]
+    local_batches: Sequence[int]
+    period: int = 1
+    states: Sequence[Mapping[str, Tensor]] = ()
 
 
-def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
-    """The node of every BatchNorm call, and the rows that it normalises; a region may have several."""
-    for node in program.graph.nodes:
-        module = program.root.get_submodule(node.target) if node.op == "call_module" else None
-        if (own := region_of(program, node)) is not None:
-            yield from ((node, rows) for rows in own.norms)
-        elif isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
-            spec = info(node).spec
-            if not isinstance(spec, TensorSpec):
-                yield node, SizeSpec(1)
-            else:
-                yield node, SizeSpec(0, spec.shape[0]) if spec.batch_dim is None else SizeSpec(spec.rows)
-
-
-def _groups(program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int) -> list[NormGroup]:
-    """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
-    plan = program.plan
-    step = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(local_batches, initial=0)))
-    ranks = plan.roles[role]
-    grouping = plan.grouping(role)
-    if plan.synchronised:
-        return [NormGroup(torch.arange(sum(local_batches) * rows), counts=True)]
-    found = []
-    for first in range(0, len(ranks), grouping.size):
-        members = ranks[first : first + grouping.size]
-        for microbatch in range(grouping.num_microbatches):
-            parts = [
-                microbatch_examples(
-                    step.interval(plan.interval(role, rank)), grouping.scheme, k, microbatch, grouping.size
-                )
-                for k, rank in enumerate(members)
-            ]
-            indices = torch.cat([torch.arange(a * rows, b * rows) for a, b in parts])
-            if len(indices):
-                found.append(NormGroup(indices, counts=first == 0))
-    return found
-
-
-def _further_calls(program: PlacedProgram, local_batches: Sequence[int]) -> dict[str, int]:
-    """BatchNorm module -> its calls in a step on the first replica after the first: one for each further microbatch."""
-    found: dict[str, int] = {}
-    calls = iter(norm_groups(program, local_batches))
-    for node, _ in _norms(program):
-        more = sum(group.counts for group in next(calls)) - 1
-        if more > 0 and node.op == "call_module":
-            found[str(node.target)] = found.get(str(node.target), 0) + more
-    return found
-
-
-def _count_batches(module: nn.Module, batches: int) -> None:
-    """Add to the counter of a BatchNorm that counts its batches."""
-    counter = getattr(module, "num_batches_tracked", None)
-    if isinstance(counter, Tensor) and module.training:
-        counter += batches
-
-
-def reference(
-    program: PlacedProgram,
-    model: nn.Module,
-    example: Example,
-    batches: Sequence[Mapping[str, Tensor]],
-    local_batches: Sequence[int],
-    states: Sequence[Mapping[str, Tensor]] = (),
-) -> Trial:
-    """Train the same steps in this process, on global batches; step k + 1 starts from `states[k]` where given.
+def reference(training: Training) -> list[Trial]:
+    """Train in this process, for each unit of ranks; there is one where there are no rounds.
 
     The model is borrowed: it trains, and is given back as it was.
     """
-    with borrowed(model, example.loss):
-        return _train(program, model, example, batches, local_batches, states)
+    with borrowed(training.model, training.example.loss):
+        return _train(training)
 
 
-def exact_reference(
-    program: PlacedProgram,
-    model: nn.Module,
-    example: Example,
-    batches: Sequence[Mapping[str, Tensor]],
-    local_batches: Sequence[int],
-    states: Sequence[Mapping[str, Tensor]] = (),
-) -> Trial:
+def exact_reference(training: Training) -> list[Trial]:
     """The reference in float64 without autocast: the same steps without rounding.  Raises what the model raises."""
-    wide = [{name: converted(value, torch.float64) for name, value in batch.items()} for batch in batches]
+    wide = [{name: converted(value, torch.float64) for name, value in batch.items()} for batch in training.batches]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with borrowed(model, example.loss, torch.float64), _InFloat64():
-            return _train(replace(program, autocast=None), model, example, wide, local_batches, states)
+        with borrowed(training.model, training.example.loss, torch.float64), _InFloat64():
+            return _train(replace(training, program=replace(training.program, autocast=None), batches=wide))
     finally:
         torch.set_default_dtype(before)
 
@@ -184,33 +118,70 @@ def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Ma
         return loss
 
 
-def _train(
-    program: PlacedProgram,
-    model: nn.Module,
-    example: Example,
-    batches: Sequence[Mapping[str, Tensor]],
-    local_batches: Sequence[int],
-    states: Sequence[Mapping[str, Tensor]],
-) -> Trial:
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    trial = Trial()
-    groups = norm_groups(program, local_batches)
-    further_calls = _further_calls(program, local_batches)
-    for step, batch in enumerate(batches):
-        if step and states:
-            model.load_state_dict(states[step - 1])
-        optimizer.zero_grad()
-        replay = _Replay(program, step, sum(local_batches), groups)
-        with replay, own_draws(model, program.graph), under_autocast(model, program.autocast):
+class _Unit:
+    """Ranks that train together, as one process on their part of the global batch: all, where there are no rounds."""
+
+    def __init__(self, training: Training, ranks: Sequence[int]) -> None:
+        program, sizes = training.program, training.local_batches
+        self._program, self._model, self._example = program, training.model, training.example
+        self.examples = unit_examples(program.plan, sizes, ranks)
+        self._groups = norm_groups(program, sizes, ranks)
+        self._further_calls = further_calls(program, self._groups)
+        self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.trial = Trial()
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep a copy of the model's state, which the next unit will change."""
+        self.state = {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+    def step(self, number: int, batch: Mapping[str, Tensor], masks: Mapping[Tensor, Tensor]) -> None:
+        """Train on this unit's examples."""
+        first, last = self.examples
+        dims = {each.name: each.spec.batch_dim or 0 for each in self._program.inputs}
+        batch = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
+        model, example = self._model, self._example
+        self.optimizer.zero_grad()
+        replay = _Replay(self._program, number, self.examples, self._groups, masks)
+        with replay, own_draws(model, self._program.graph), under_autocast(model, self._program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
-        trial.losses.append(float(loss.detach()))
-        trial.gradients.append({name: gradient.clone() for name, gradient in _gradients(model)})
-        optimizer.step()
-        for path, calls in further_calls.items():
-            _count_batches(model.get_submodule(path), calls)
-        trial.states.append({k: v.detach().clone() for k, v in model.state_dict().items()})
-    return trial
+        self.trial.losses.append(float(loss.detach()))
+        self.trial.gradients.append({} if masks else {n: gradient.clone() for n, gradient in _gradients(model)})
+        self.trial.states.append({})
+        self.optimizer.step()
+        for path, calls in self._further_calls.items():
+            count_batches(model.get_submodule(path), calls)
+
+
+def _train(training: Training) -> list[Trial]:
+    plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
+    dealt = {name: dims for stage in training.program.stages for name, dims in stage.dealt.items()}
+    units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
+    alike = units[0].state.keys() & shared(model) if plan.rounds else units[0].state.keys()
+    shares = [(unit.examples[1] - unit.examples[0]) / sum(training.local_batches) for unit in units]
+    for number, first in enumerate(range(0, len(batches), period)):
+        now = Round(number, dealt, shares)
+        begin = training.states[first - 1] if first and training.states else units[0].state
+        before = {name: begin[name] for name in alike}
+        optimizer_before = deepcopy(units[0].optimizer.state) if dealt else {}
+        for k, unit in enumerate(units):
+            model.load_state_dict({**unit.state, **before})
+            for step, batch in enumerate(batches[first : first + period], first):
+                unit.step(step, batch, now.masks(model, k))
+            unit.keep()
+        if plan.rounds:
+            together = {name: now.join(name, old, [unit.state[name] for unit in units]) for name, old in before.items()}
+            if dealt:
+                now.join_optimizers(model, optimizer_before, [unit.optimizer for unit in units])
+            loss = sum(share * unit.trial.losses[-1] for share, unit in zip(shares, units, strict=True))
+            for unit in units:
+                unit.state |= together
+                if len(unit.trial.losses) == (number + 1) * plan.rounds.steps:
+                    unit.trial.losses[-1] = loss
+        recomputed = dealt.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+        units[0].trial.states[-1] = {name: t for name, t in units[0].state.items() if name not in recomputed}
+    return [unit.trial for unit in units]
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,9 @@ from the parameters that the ranks have reached, and each step's loss, gradients
 model that computes in float32 inside is compared so too.  Under autocast both sides run under it, and the tolerance is
 2e-2: each rank rounds its part of a gradient to 8 bits, one process rounds the whole.
 
+A plan that trains in rounds is approximate: it is compared with its units trained in turn in one process, and joined
+after each round of at most two updates (`rounds.py`), in float32 from where the ranks begin each round.
+
 Rounding can be magnified (BatchNorm over few examples, squeeze and excitation), in one process as on many ranks; so an
 error may also be four times that of the one process against the same step in float64 without autocast.
 """
@@ -17,8 +20,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +34,15 @@ from splitc.capture.generic_data import Draw
 from splitc.capture.source_lines import first_line
 from splitc.cost_models.compute.clocks import threads
 from splitc.ir.graph import info
-from splitc.ir.program import PlacedProgram, TensorSpec
+from splitc.ir.plan import Plan
+from splitc.ir.program import LoweredProgram, PlacedProgram, TensorSpec
 from splitc.ir.regions import regions
-from splitc.runtime.launch.trial import run_trial, torchrun_trial
+from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.verify.batches import draw_batches, split_batch
 from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
-from splitc.verify.reference import LEARNING_RATE, MOMENTUM, exact_reference, loss_of_copy, norm_groups, reference
+from splitc.verify.norm_groups import norm_groups
+from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Verification:
     """What `verify` measured.  Errors are relative (L2); `worst` names the tensor with the largest one.
 
     holds: all errors are within `tolerance`.  steps, examples: how much was trained.  where: the node to look at.
+    against: what was trained beside the ranks.
     """
 
     holds: bool
@@ -58,11 +65,12 @@ class Verification:
     processes: bool
     notes: tuple[str, ...] = ()
     where: str = ""
+    against: str = "one process"
 
     def __str__(self) -> str:
         lines = [
             f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.steps} steps of {self.examples} examples in "
-            f"{self.dtype} on {'processes' if self.processes else 'simulated ranks'} against one process",
+            f"{self.dtype} on {'processes' if self.processes else 'simulated ranks'} against {self.against}",
             f"  loss error       {self.loss_error:.2e}",
             f"  gradient error   {self.gradient_error:.2e}",
             f"  parameter error  {self.parameter_error:.2e}",
@@ -74,7 +82,7 @@ class Verification:
 
 
 def verify_program(
-    program: PlacedProgram,
+    program: LoweredProgram,
     files: Mapping[str, str],
     model: nn.Module,
     example: Example,
@@ -89,34 +97,42 @@ def verify_program(
 
     example: one reader's batch, like which all batches are drawn.  local_batches: examples of each reader in a step.
     """
-    world, size = program.plan.world, sum(local_batches)
+    world, size, period = program.plan.world, sum(local_batches), 1
+    if program.plan.rounds is not None:
+        period = min(program.plan.rounds.steps, 2)
+        steps = max(steps, 2 * period + 1)
     batches, how = draw_batches(program, example, size, steps, seed, partial(loss_of_copy, program, model, example))
     feeds = [split_batch(program, batch, local_batches) for batch in batches]
     precision = computed_in(program)
     own = {"model": model, LOSS: example.loss}
+    options: dict[str, Any] = {
+        "sizes": local_batches, "learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "period": period
+    }  # fmt: skip
     if processes:
         with tempfile.TemporaryDirectory() as folder:
-            trials = torchrun_trial(Path(folder), files, weights, world, feeds, local_batches, LEARNING_RATE, MOMENTUM)
+            trials = torchrun_trial(Path(folder), files, weights, world, feeds, **options)
     else:
         with threads(max(1, torch.get_num_threads() // world)):  # ranks are threads too, and compete for cores
-            trials = run_ranks(
-                world, lambda t: run_trial(files, t, weights, feeds, local_batches, LEARNING_RATE, MOMENTUM, own)
-            )
-    states = next(trial.states for trial in trials if trial.states)
+            trials = run_ranks(world, lambda t: run_trial(files, t, weights, feeds, own=own, **options))
     notes = [] if how is Draw.GENERIC else [f"trained on {how.text}, since the model does not run on generic data"]
-    tolerance = TOLERANCES.get(precision, 1e-5)
+    training = Training(program, model, example, batches, local_batches, period)
+    exact: Sequence[Trial | None] = [None] * world
     if precision == torch.float64:
-        comparison = Comparison(trials, reference(program, model, example, batches, local_batches), None, tolerance)
-        return _verification(program, comparison, set(), local_batches, processes, notes)
-    expected = reference(program, model, example, batches, local_batches, states)
-    try:
-        exact = exact_reference(program, model, example, batches, local_batches, states)
-    except Exception as error:
-        notes.append(f"rounding was not measured, since the model does not run in float64 ({first_line(error)})")
-        exact = None
-    comparison = Comparison(trials, expected, exact, tolerance)
-    zero = set() if exact is None else zero_gradients(exact)
-    return _verification(program, comparison, zero, local_batches, processes, notes)
+        expected = reference(training)
+    else:
+        training = replace(training, states=next(trial.states for trial in trials if trial.states))
+        expected = reference(training)
+        try:
+            exact = exact_reference(training)
+        except Exception as error:
+            notes.append(f"rounding was not measured, since the model does not run in float64 ({first_line(error)})")
+    units = sorted({program.plan.unit(rank) for rank in range(world)})
+    comparisons = [
+        Comparison([trials[rank] for rank in unit], expected[k], exact[k], TOLERANCES.get(precision, 1e-5))
+        for k, unit in enumerate(units)
+    ]
+    zero = set.intersection(*({*()} if each is None else zero_gradients(each) for each in exact))
+    return _verification(program, comparisons, zero, local_batches, processes, notes)
 
 
 def computed_in(program: PlacedProgram) -> torch.dtype:
@@ -137,26 +153,26 @@ _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.
 
 
 def _verification(
-    program: PlacedProgram,
-    comparison: Comparison,
+    program: LoweredProgram,
+    comparisons: Sequence[Comparison],
     zero: set[str],
     local_batches: Sequence[int],
     processes: bool,
     notes: Sequence[str],
 ) -> Verification:
-    """The largest errors over all steps, without the gradients in `zero`."""
-    tolerance = comparison.tolerance
+    """The largest errors over all units and steps, without the gradients in `zero`."""
+    first, tolerance = comparisons[0], comparisons[0].tolerance
     dtype = next(tensor.dtype for tensor in program.tensors.values() if tensor.trainable)
-    loss_error = max(map(comparison.loss_error, comparison.steps))
-    gradients = _largest(map(comparison.gradient_errors, comparison.steps))
+    loss_error = max(each.loss_error(step) for each in comparisons for step in each.steps)
+    gradients = _largest(each.gradient_errors(step) for each in comparisons for step in each.steps)
     gradients = {name: error for name, error in gradients.items() if name not in zero}
-    parameters = _largest(map(comparison.state_errors, comparison.steps))
+    parameters = _largest(each.state_errors(step) for each in comparisons for step in each.steps)
     errors = {f"{name} (gradient)": e for name, e in gradients.items()}
     errors |= {f"{name} (value)": e for name, e in parameters.items()}
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
-    notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparison, zero)]
-    if not holds and program.plan.exact and comparison.exact is None and dtype != torch.float64:
+    notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
+    if not holds and program.plan.exact and first.exact is None and dtype != torch.float64:
         notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
     return Verification(
         holds,
@@ -165,24 +181,36 @@ def _verification(
         parameter_error,
         tolerance,
         worst=max(errors, key=lambda name: errors[name], default=""),
-        steps=len(comparison.steps),
+        steps=len(first.steps),
         examples=sum(local_batches),
         dtype=" under autocast to ".join(str(d).removeprefix("torch.") for d in (dtype, program.autocast) if d),
         processes=processes,
         notes=tuple(notes),
-        where="" if holds else _suspect(program, comparison, tolerance),
+        where="" if holds else _suspect(program, comparisons),
+        against=_against(program),
     )
 
 
-def _rounding(comparison: Comparison, zero: set[str]) -> Iterator[str]:
+def _rounding(comparisons: Sequence[Comparison], zero: set[str]) -> Iterator[str]:
     """Say what rounding does to the one process, where that allows for more than the tolerance."""
-    own = _largest(map(comparison.rounding, comparison.steps))
+    own = _largest(each.rounding(step) for each in comparisons for step in each.steps)
     worst = max(own.keys() - zero, key=lambda name: own[name], default="")
-    if worst and 4 * own[worst] > comparison.tolerance:
+    if worst and 4 * own[worst] > comparisons[0].tolerance:
         yield (
             f"rounding alone changes gradients of the one process by up to {own[worst]:.1e} ({worst}), and errors are "
             f"measured by four times that; --dtype float64 proves the algebra"
         )
+
+
+def _against(program: LoweredProgram) -> str:
+    """What the ranks are compared with."""
+    plan = program.plan
+    if plan.rounds is None:
+        return "one process"
+    number = plan.world // plan.rounds.unit
+    if any(stage.dealt for stage in program.stages):
+        return f"one process that trains {number} masked subnets in turn"
+    return f"one process that trains {number} copies in turn and averages them"
 
 
 def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
@@ -195,9 +223,14 @@ def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
 
 
 def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
-    if not program.plan.exact:
+    plan = program.plan
+    if _updates_every(plan):
         yield "this plan is approximate: an update in every microbatch is not the training of one process"
-    if (whole := program.plan.global_batch) > sum(local_batches):
+    if plan.rounds:
+        yield "this plan is approximate: its ranks do not train as one process trains the model"
+    if plan.rounds and plan.rounds.steps > 2:
+        yield f"rounds of 2 updates, where the plan has {plan.rounds.steps}; losses are those of the units"
+    if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
         yield f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}"
@@ -207,15 +240,19 @@ def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str])
         yield f"BatchNorm normalises over each rank's examples, as under DDP: groups of {listed}"
 
 
-def _suspect(program: PlacedProgram, comparison: Comparison, tolerance: float) -> str:
+def _updates_every(plan: Plan) -> bool:
+    return any(group.updates == "every" for group in plan.groups.values())
+
+
+def _suspect(program: PlacedProgram, comparisons: Sequence[Comparison]) -> str:
     """Where the ranks begin to differ: in the first step that differs, the last layer with a wrong gradient.
 
     Backward comes from there; a loss that differs is named too.
     """
-    if not program.plan.exact:
+    if _updates_every(program.plan):
         return "updates=every, which makes this plan approximate by design; updates=once is exact"
-    for step in comparison.steps:
-        errors = comparison.gradient_errors(step)
+    for step, comparison in product(comparisons[0].steps, comparisons):
+        tolerance, errors = comparison.tolerance, comparison.gradient_errors(step)
         missing = {name for name in errors if not any(name in trial.gradients[step] for trial in comparison.ranks)}
         if layers := [layer for layer in program.layers if missing.intersection(layer.tensors)]:
             return f"layer {layers[-1].name} ({layers[-1].source}): no rank has its gradient"
@@ -229,4 +266,5 @@ def _suspect(program: PlacedProgram, comparison: Comparison, tolerance: float) -
             factor = comparison.gradient_factor(layers[-1].tensors, step) if layers else None
             gradient = "" if factor is None else f": its gradient is {factor:.4g} times that of one process"
             return f"{' and '.join(parts)}{gradient}"
-    return "the optimizer: loss and gradients are right, the parameters are not"
+    ends = " or the end of a round" if program.plan.rounds else ""
+    return f"the optimizer{ends}: loss and gradients are right, the parameters are not"

@@ -32,7 +32,7 @@ Feeds = Sequence[Sequence[tuple[Tensor, ...]]]
 
 @dataclass
 class Trial:
-    """One rank's losses and gradients of every step, and on rank 0 the whole state after each.
+    """One rank's losses and gradients of every step, and on rank 0 the whole state after each that ends a round.
 
     shards: parameter -> the part of it that the rank holds, and has the gradient of; the whole of all others.
     """
@@ -52,8 +52,12 @@ def run_trial(
     learning_rate: float,
     momentum: float,
     own: Mapping[str, Any] | None = None,
+    period: int = 1,
 ) -> Trial:
-    """Train this rank on `feeds` with SGD.  weights: what weights.pt holds.  own: see `load_rank`."""
+    """Train this rank on `feeds` with SGD.
+
+    weights: what weights.pt holds.  own: see `load_rank`.  period: steps to each state, which ends a round.
+    """
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
@@ -62,13 +66,14 @@ def run_trial(
     worker = Worker(load_rank(source, transport.rank, own), transport, tensors, keys, optimizer)
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
-    for feed in feeds:
+    for step, feed in enumerate(feeds, 1):
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
         with _naming_the_line(source):
             trial.losses.append(float(worker.step(*batch)))
         gradients = worker.gradients()
         trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
-        if (state := worker.state_dict()) is not None:
+        state = worker.state_dict() if step % period == 0 or step == len(feeds) else {}
+        if state is not None and transport.rank == 0:
             trial.states.append(state)
     return trial
 
@@ -97,12 +102,14 @@ def torchrun_trial(
     sizes: Sequence[int],
     learning_rate: float,
     momentum: float,
+    period: int = 1,
 ) -> list[Trial]:
     """`run_trial` in `world` real processes.  Raises RanksFailed with the first error of a rank when one fails."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     torch.save(dict(weights), folder / "weights.pt")
-    torch.save({"feeds": feeds, "sizes": list(sizes), "rate": learning_rate, "momentum": momentum}, folder / "trial.pt")
+    options = {"sizes": list(sizes), "learning_rate": learning_rate, "momentum": momentum, "period": period}
+    torch.save({"feeds": feeds, **options}, folder / "trial.pt")
     done = torchrun(["-m", "splitc.runtime.launch.trial", str(folder)], world, quiet=True)
     if done.returncode:
         of_torchrun = re.search(r"^[A-Z]\d{4} .*torch/distributed/elastic", done.stderr, re.MULTILINE)
@@ -118,7 +125,7 @@ def _main() -> None:
     given = torch.load(folder / "trial.pt", weights_only=True)
     weights = torch.load(folder / "weights.pt", weights_only=True, mmap=True)
     transport = init()
-    trial = run_trial(folder, transport, weights, given["feeds"], given["sizes"], given["rate"], given["momentum"])
+    trial = run_trial(folder, transport, weights, **given)
     plain = {**vars(trial), "shards": {name: tuple(shard) for name, shard in trial.shards.items()}}
     trials = transport.gather_objects(plain)
     if trials is not None:

@@ -1,0 +1,112 @@
+"""The groups of examples that the ranks form: each BatchNorm call normalises over one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from splitc.ir import comm_ops
+from splitc.ir.graph import info, region_of
+from splitc.ir.plan import Plan
+from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
+from splitc.runtime.spec import StepContext, microbatch_examples
+
+
+@dataclass(frozen=True)
+class NormGroup:
+    """Rows of a batch that one BatchNorm call normalises over together.
+
+    counts: whether they update the running statistics, as those of the first replica do.
+    """
+
+    rows: Tensor
+    counts: bool
+
+
+def norm_groups(
+    program: PlacedProgram, local_batches: Sequence[int], unit: Sequence[int] | None = None
+) -> list[list[NormGroup]]:
+    """The groups of every batch_norm call of the model, in order, in the examples of a unit of ranks; None: of all."""
+    unit = range(program.plan.world) if unit is None else unit
+    found = []
+    for node, rows in _norms(program):
+        role = program.plan.placements[info(node).layer].role
+        if not rows.scale:  # it normalises a weight
+            found.append([NormGroup(torch.arange(rows.offset), counts=True)])
+        else:
+            found.append(_groups(program, role, local_batches, rows.scale, unit))
+    return found
+
+
+def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
+    """The node of every BatchNorm call, and the rows that it normalises; a region may have several."""
+    for node in program.graph.nodes:
+        module = program.root.get_submodule(node.target) if node.op == "call_module" else None
+        if (own := region_of(program, node)) is not None:
+            yield from ((node, rows) for rows in own.norms)
+        elif isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
+            spec = info(node).spec
+            if not isinstance(spec, TensorSpec):
+                yield node, SizeSpec(1)
+            else:
+                yield node, SizeSpec(0, spec.shape[0]) if spec.batch_dim is None else SizeSpec(spec.rows)
+
+
+def _step(plan: Plan, local_batches: Sequence[int]) -> StepContext:
+    return StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(local_batches, initial=0)))
+
+
+def unit_examples(plan: Plan, local_batches: Sequence[int], unit: Sequence[int]) -> tuple[int, int]:
+    """The examples of a unit of ranks."""
+    step = _step(plan, local_batches)
+    parts = [step.interval(plan.interval(plan.reader, rank)) for rank in plan.roles[plan.reader] if rank in unit]
+    return min(first for first, _ in parts), max(last for _, last in parts)
+
+
+def _groups(
+    program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int, unit: Sequence[int]
+) -> list[NormGroup]:
+    """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
+    plan = program.plan
+    step, (start, end) = _step(plan, local_batches), unit_examples(plan, local_batches, unit)
+    ranks = tuple(rank for rank in plan.roles[role] if rank in unit)
+    grouping = plan.grouping(role)
+    if plan.synchronised:
+        return [NormGroup(torch.arange((end - start) * rows), counts=True)]
+    found = []
+    for first in range(0, len(ranks), grouping.size):
+        members = ranks[first : first + grouping.size]
+        for microbatch in range(grouping.num_microbatches):
+            parts = [
+                microbatch_examples(
+                    step.interval(plan.interval(role, rank)), grouping.scheme, k, microbatch, grouping.size
+                )
+                for k, rank in enumerate(members)
+            ]
+            indices = torch.cat([torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts])
+            if len(indices):
+                found.append(NormGroup(indices, counts=first == 0))
+    return found
+
+
+def further_calls(program: PlacedProgram, all_groups: Sequence[Sequence[NormGroup]]) -> dict[str, int]:
+    """BatchNorm module -> its calls in a step on the first replica after the first: one for each further microbatch."""
+    found: dict[str, int] = {}
+    for (node, _), groups in zip(_norms(program), all_groups, strict=True):
+        more = sum(group.counts for group in groups) - 1
+        if more > 0 and node.op == "call_module":
+            found[str(node.target)] = found.get(str(node.target), 0) + more
+    return found
+
+
+def count_batches(module: nn.Module, batches: int) -> None:
+    """Add to the counter of a BatchNorm that counts its batches."""
+    counter = getattr(module, "num_batches_tracked", None)
+    if isinstance(counter, Tensor) and module.training:
+        counter += batches
