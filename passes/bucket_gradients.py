@@ -70,4 +70,5 @@ def _averaged(program: LoweredProgram, stage: Stage) -> list[str]:
         for name in ("running_mean", "running_var")
     }
     tensors = program.tensors
-    return [name for name in stage.tensors if tensors[name].trainable or {name, *tensors[name].names} & statistics]
+    whole = [name for name in stage.tensors if name not in stage.dealt]
+    return [name for name in whole if tensors[name].trainable or {name, *tensors[name].names} & statistics]

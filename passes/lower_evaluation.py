@@ -1,7 +1,9 @@
 """Give a lowered program the stages of its evaluation, where a model in evaluation mode computes something else.
 
 The same plan places its layers by name, and the same passes rewrite its graph; the stages of training hold what both
-read.  Evaluation trains nothing, so every value that training changes must be read in a role that has it anyway.
+read.  Of subnets the whole model is evaluated, by the shards in which ranks own it between rounds.
+
+Evaluation trains nothing, so every value that training changes must be read in a role that has it anyway.
 """
 
 from __future__ import annotations
@@ -10,16 +12,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from splitc.errors import PlacementError, SplitcError
+from splitc.ir.graph import copy_graph, info, update_info
 from splitc.ir.pass_manager import run_pass, run_passes
-from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.program import LoweredProgram, Program, TensorSpec
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.rewriting import ON_THE_GRAPH
 from splitc.passes.schedule import Schedule
 from splitc.passes.split_ranks import SplitRanks
 
 
-def with_evaluation(program: LoweredProgram) -> LoweredProgram:
-    """The program with its evaluation lowered too; with the reason where that is not possible."""
+def with_evaluation(program: LoweredProgram, captured: Program) -> LoweredProgram:
+    """The program with its evaluation lowered too; with the reason where that is not possible.
+
+    captured: what `program` was lowered from.
+    """
+    if program.plan.deals and program.evaluation is None:
+        program = replace(program, evaluation=captured)  # which shards of the whole model compute otherwise
     if not isinstance(program.evaluation, Program):
         return program
     own = {name: t for name, t in program.evaluation.tensors.items() if name not in program.tensors}
@@ -38,7 +46,11 @@ def with_evaluation(program: LoweredProgram) -> LoweredProgram:
 
 
 def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
-    placed = replace(evaluation, costs=program.costs).placed(program.plan)
+    graph, _ = copy_graph(evaluation.graph)
+    for node in graph.nodes:
+        if isinstance(spec := info(node).spec, TensorSpec):
+            update_info(node, spec=replace(spec, requires_grad=False))
+    placed = replace(evaluation, graph=graph, costs=program.costs).placed(program.plan.evaluation())
     lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
     for problem in _stale(program, lowered):
         raise PlacementError(problem)

@@ -40,6 +40,7 @@ from splitc.ir.strategies import (
     Auto,
     DataParallel,
     HybridSingle,
+    IndependentSubnets,
     LateMultiply,
     LayerSeparation,
     LocalSGD,
@@ -59,6 +60,7 @@ from splitc.passes.planner.propose_parameter_server import parameter_server
 from splitc.passes.planner.propose_replicated import data_parallel, single_device
 from splitc.passes.planner.propose_rounds import local_sgd
 from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
+from splitc.passes.planner.propose_subnets import independent_subnets
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.whole_batch import with_whole_batch
@@ -165,6 +167,8 @@ class Place(Pass[Program, PlacedProgram]):
         }
         if isinstance(asked, LocalSGD):
             propose[asked.name] = lambda: local_sgd(request, asked)
+        if isinstance(asked, IndependentSubnets):
+            propose[asked.name] = lambda: independent_subnets(request, asked)
         proposed = (each() for name, each in propose.items() if everything or name == asked.name)
         return tuple(with_whole_batch(request, each) for each in proposed)
 

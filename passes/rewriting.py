@@ -5,6 +5,7 @@ from __future__ import annotations
 from splitc.ir.pass_manager import Pass, Watcher, run_pass, run_passes
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.bucket_gradients import BucketGradients
+from splitc.passes.deal_neurons import DealNeurons
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.late_multiply import LateMultiply
@@ -23,7 +24,12 @@ ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
 )
 """Passes that rewrite the one graph of all roles."""
 
-ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (BucketGradients(), InsertPulls(), Schedule())
+ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (
+    DealNeurons(),
+    BucketGradients(),
+    InsertPulls(),
+    Schedule(),
+)
 """Passes that rewrite the stages, after `SplitRanks`."""
 
 

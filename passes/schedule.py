@@ -49,6 +49,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     dedicated = roles == (SERVER,)  # a rank that is a worker too serves while it pulls and pushes
     if dedicated:
         yield Action("send_parameters", role=SERVER)
+    yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
     yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
     for role in plan.roles:
         yield from _forward(program, rank_program, role)
@@ -61,6 +62,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
             yield Action("all_reduce_tied", name, role=roles[0])
     if dedicated:
         yield Action("reduce_gradients", role=SERVER)
+    yield from (Action("collect", role=stage.role) for stage in stages if stage.dealt)
     for stage in stages:
         yield from (Action("average", role=stage.role, bucket=k) for k in range(len(stage.averaged)))
 

@@ -4,7 +4,8 @@ This pass rewrites.  It walks the nodes of every role that has groups, and track
 replicated or sharded along the last dim:
 
     columns      replicated -> sharded       each rank has some output features: W[own, :]
-    elementwise  sharded -> sharded          relu, dropout, ...
+    embedding    replicated -> sharded       each rank has some features of every row
+    elementwise  sharded -> sharded          relu, dropout, ..., and normalisations over examples
     rows         sharded -> replicated       each rank multiplies its input features, an all-reduce sums: W[:, own]
     the rest     replicated -> replicated    `shard` gathers a sharded input
 
@@ -31,7 +32,7 @@ from splitc.checks.graph import graph_is_sound
 from splitc.checks.sharding import partial_gradients_are_summed, shards_are_gathered
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.elementwise import is_elementwise
+from splitc.ir.elementwise import is_elementwise, keeps_features
 from splitc.ir.graph import (
     copy_graph,
     cut_of,
@@ -41,9 +42,11 @@ from splitc.ir.graph import (
     rename,
     set_info,
     tensor_spec,
+    tensors_of_node,
     update_info,
 )
 from splitc.ir.linears import Linear, as_linear, parameter_nodes
+from splitc.ir.neurons import EMBEDDINGS
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
@@ -80,8 +83,11 @@ class _Walk:
                 continue
             linear = as_linear(self._program, node)
             place = self._program.plan.placements.get(info(node).layer)
-            if linear is not None and place is not None and place.holding == "sharded":
+            is_sharded = place is not None and place.holding == "sharded"
+            if linear is not None and place is not None and is_sharded:
                 self._rows(linear) if place.split == "rows" else self._columns(linear)
+            elif is_sharded and node.op == "call_module" and tensors_of_node(self._program, node):
+                self._by_features(node)
             elif any(n in self._parts for n in node.all_input_nodes):
                 self._reader(node)
         for value, readers in self._readers.items():
@@ -102,14 +108,18 @@ class _Walk:
     def _rows(self, linear: Linear) -> None:
         """y = x W^T + b  ->  y = reduce_from_group(linear(x's part, W's part)) + b."""
         node, graph = linear.node, self._graph
-        if linear.value not in self._parts:
+        value = linear.value
+        if value not in self._parts and not tensor_spec(value).requires_grad:
+            options, name = {"features": _features(value)}, f"{value.name}_part"
+            value = insert_after(graph, value, comm_ops.slice_features, (value,), name, value, options, sharded=True)
+        elif value not in self._parts:
             raise PlacementError(
                 f"{node.name} ({info(node).source}) is to be divided by rows, but its ranks have the whole of "
                 f"{linear.value.name}; divide the layer before it by columns, or this one too"
             )
         weight, bias = parameter_nodes(graph, linear)
         with graph.inserting_before(node):
-            product = graph.call_function(F.linear, (linear.value, weight))
+            product = graph.call_function(F.linear, (value, weight))
             result = graph.call_function(comm_ops.reduce_from_group, (product,))
             if bias is not None:
                 spec = tensor_spec(node)
@@ -125,14 +135,18 @@ class _Walk:
         rename(graph, product, f"{node.name}_part")
         put_in_place(graph, node, result)
 
+    def _by_features(self, node: fx.Node) -> None:
+        """An embedding, or a normalisation over examples: each rank has the features of its shard."""
+        dim = 1 if type(self._program.root.get_submodule(str(node.target))) in EMBEDDINGS else 0
+        names = [name for name in tensors_of_node(self._program, node) if self._program.tensors[name].shape]
+        self._parts[node] = _features(node)
+        update_info(node, shards=dict.fromkeys(names, dim), sharded=True)
+
     def _reader(self, node: fx.Node) -> None:
         """A node that reads parts: it makes parts of them where it can, and reads the whole where it cannot."""
         tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
-        if (
-            is_elementwise(node)
-            and all(n in self._parts for n in tensors)
-            and len({_shape(n) for n in (*tensors, node)}) == 1
-        ):
+        fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
+        if (fits or keeps_features(node)) and all(n in self._parts for n in tensors):
             self._parts[node] = self._parts[tensors[0]]
             update_info(node, sharded=True)
             if node.target is comm_ops.dropout:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Auto,
         DataParallel,
         HybridSingle,
+        IndependentSubnets,
         LateMultiply,
         LayerSeparation,
         LocalSGD,
@@ -40,8 +41,8 @@ _MODULES = {
     "errors": "SplitcError CaptureError CostError PlacementError LaunchError InternalError",
     "ir.plan": "Plan Placement Grouping",
     "ir.prediction": "Candidate",
-    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle LateMultiply LocalSGD ModuloShard "
-    "ParameterServer",
+    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle IndependentSubnets LateMultiply "
+    "LocalSGD ModuloShard ParameterServer",
     "verify.verify": "Verification",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -57,6 +58,7 @@ __all__ = [
     "Device",
     "Grouping",
     "HybridSingle",
+    "IndependentSubnets",
     "InternalError",
     "LateMultiply",
     "LaunchError",

@@ -130,7 +130,7 @@ def specialise(
             lowered = lower(placed, watch)
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
-        lowered = with_evaluation(lowered)
+        lowered = with_evaluation(lowered, program)
     require_batch_sizes(lowered)
     now("measuring the memory of")
     _require_memory(lowered, settings.memory, cluster)

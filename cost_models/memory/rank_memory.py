@@ -179,6 +179,7 @@ class _Optimizer:
     def __init__(self, updates: _Updates, parameters: Sequence[nn.Parameter]) -> None:
         self._updates, self._parameters = updates, parameters
         self.param_groups = [{"params": parameters}]
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def step(self) -> None:
         self._updates.step(self._parameters)

@@ -8,7 +8,7 @@ anything else             cannot cross: its maker and its readers stay together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -78,6 +78,17 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
             else:
                 together.setdefault((maker, reader), why)
     return CutRules(tuple(order), together, reader_only, tuple(crossings))
+
+
+def following(rules: CutRules, layers: Iterable[str]) -> set[str]:
+    """These layers, all that follow from them, and those that cannot be parted from any of them."""
+    inside = set(layers)
+    while True:
+        more = {j for i, j in rules.order if i in inside}
+        more |= {j for i, j in rules.together if i in inside} | {i for i, j in rules.together if j in inside}
+        if more <= inside:
+            return inside
+        inside |= more
 
 
 def uncut(rules: CutRules, pins: Mapping[str, Pin], wanted: str) -> str:

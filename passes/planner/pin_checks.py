@@ -28,6 +28,7 @@ _SYNCS: dict[str, tuple[str, ...]] = {
     "late_multiply": ("all_reduce", "late_multiply", "none"),
     "parameter_server": ("parameter_server", "none"),
     "local_sgd": ("average", "none"),
+    "independent_subnets": ("average", "none"),
     MIXED: ("all_reduce", "late_multiply", "parameter_server", "none"),
 }
 """How a strategy sums gradients, if not only by all_reduce."""

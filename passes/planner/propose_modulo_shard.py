@@ -22,7 +22,7 @@ from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
 from splitc.ir.strategies import ModuloShard
 from splitc.passes.planner.assign_roles import LayerChoice, apply_pins
-from splitc.passes.planner.cuts import cut_rules
+from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pin_checks import contradictions, pinned_by, shard_only_linear, too_small, unmet
 from splitc.passes.planner.price_choices import price_choices
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible
@@ -86,13 +86,7 @@ def _sharded_from(request: Request, linears: Linears, size: int, by_name: bool) 
     """For every linear layer as the first that is divided: it and all that follow from it are in groups."""
     rules = cut_rules(request.program)
     for first in linears:
-        inside = {first}
-        for _ in request.program.layers:
-            more = {j for i, j in rules.order if i in inside}
-            more |= {j for i, j in rules.together if i in inside} | {i for i, j in rules.together if j in inside}
-            if more <= inside:
-                break
-            inside |= more
+        inside = following(rules, [first])
         if inside & set(rules.reader_only):
             continue
         choices = {

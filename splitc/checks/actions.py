@@ -83,6 +83,9 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
             yield Need(Action("multiply", role=role, microbatch=k), after=after)
         if every and trains:
             yield Need(Action("update", role=role, microbatch=k), after=after)
+    if stage.dealt:
+        yield Need(Action("deal", role=role), before=forwards)
+        yield Need(Action("collect", role=role), after=backwards)
     for bucket in range(len(stage.averaged)):
         yield Need(Action("average", role=role, bucket=bucket), after=backwards)
     for k in range(number) if every else (number - 1,):

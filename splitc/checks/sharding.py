@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.elementwise import is_elementwise
+from splitc.ir.elementwise import is_elementwise, keeps_features
 from splitc.ir.graph import cut_of, info
 from splitc.ir.linears import as_linear
+from splitc.ir.neurons import EMBEDDINGS
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 Layout = Literal["replicated", "sharded", "partial"]
@@ -64,8 +65,13 @@ def _rule(program: PlacedProgram, node: fx.Node, layouts: set[Layout]) -> tuple[
         return "replicated", "sharded"
     if split == "rows":
         return "sharded", "partial"
-    if layouts == {"sharded"} and is_elementwise(node):
+    if layouts == {"sharded"} and (is_elementwise(node) or keeps_features(node)):
         return "sharded", "sharded"
+    if node.target is comm_ops.slice_features:
+        return "replicated", "sharded"
+    if node.op == "call_module" and info(node).sharded:  # an embedding, or a normalisation over examples
+        is_embedding = type(program.root.get_submodule(str(node.target))) in EMBEDDINGS
+        return "replicated" if is_embedding else "sharded", "sharded"
     return "replicated", "replicated"
 
 

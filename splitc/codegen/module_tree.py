@@ -39,8 +39,9 @@ class ModuleTree:
             assert call is not None, path
             self._modules[path] = call
         self._whole = set(names_in(program.root, "")) if "" in self._regions else set()
-        divided = {name.rpartition(".")[0] for stage in stages for name in stage.shards}
-        self._notes = {path: "  # sharded, see rankN.py" for path in self._modules if path in divided}
+        how = {name: "dealt" if name in stage.dealt else "sharded" for stage in stages for name in stage.shards}
+        divided = {name.rpartition(".")[0]: word for name, word in how.items()}
+        self._notes = {path: f"  # {divided[path]}, see rankN.py" for path in self._modules if path in divided}
         self._tensors = {
             path: h for h in self._held for path in dict.fromkeys((h.name, *h.names)) if not self._in_module(path)
         }

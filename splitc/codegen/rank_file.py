@@ -36,6 +36,8 @@ _NOTES = {
     "unit": "ranks that train together between averages",
     "averaged": "ranks of all units that average the same parameters",
     "rounds": "of local updates",
+    "evaluated": "in evaluation the ranks are one group, which holds the whole model",
+    "recomputed": "statistics that evaluation computes of a sample of batches",
 }
 """The comments of a description's fields."""
 

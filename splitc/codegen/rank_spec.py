@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
@@ -38,6 +41,8 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         program.guards,
         program.evaluation if isinstance(program.evaluation, str) else "",
         plan.rounds,
+        tuple(_evaluated(program, stage, rank) for stage in stages) if plan.deals else (),
+        tuple(name for stage in stages for name in _recomputed(program, stage)) if plan.deals else (),
     )
 
 
@@ -67,7 +72,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
     evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
     partners = [c.producer for each in (stage, *evaluated) for c in each.receives if c.passes("send")]
     partners += [c.consumer for each in (stage, *evaluated) for c in each.sends if c.passes("send")]
-    shards = ((name, shard_of(program, stage, name, group.index(rank), len(group))) for name in stage.shards)
+    owners = plan.owners(role, rank)
+    shards = ((name, shard_of(program, stage, name, owners.index(rank), len(owners))) for name in stage.shards)
     served = _served_rows(program, rank, [stage]) if is_server else {}
     return RoleSpec(
         role,
@@ -83,6 +89,18 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         unit=plan.unit(rank) if plan.rounds else (),
         averaged=plan.averaged(role, rank) if plan.rounds else (),
     )
+
+
+def _evaluated(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
+    """What a rank does in a role when the whole model is evaluated, by another plan than that of training."""
+    assert isinstance(program.evaluation, LoweredProgram)
+    return replace(_role(program.evaluation, program.evaluation.stage(stage.role), rank, is_server=False), shards={})
+
+
+def _recomputed(program: LoweredProgram, stage: Stage) -> list[str]:
+    """The normalisations of a role with subnets, whose statistics training does not know: those of all neurons."""
+    paths = [str(node.target) for node in stage.graph.nodes if node.op == "call_module" and stage.dealt]
+    return [path for path in paths if isinstance(program.root.get_submodule(path), _BatchNorm)]
 
 
 def _server(program: LoweredProgram, rank: int) -> RoleSpec:

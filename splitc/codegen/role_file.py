@@ -11,7 +11,7 @@ from splitc.codegen.cut_lines import common_batch
 from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
-from splitc.codegen.step import averaged_name, buckets_name, step_functions
+from splitc.codegen.step import averaged_name, buckets_name, dealt_name, step_functions
 from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
@@ -32,6 +32,8 @@ def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
         if stage.buckets:
             body += [*_buckets(program, rank_program, stage), "", ""]
     for stage in stages:
+        if stage.dealt:
+            body += [*_dealt(rank_program, stage), "", ""]
         if stage.averaged:
             body += [*_averaged(program, rank_program, stage), "", ""]
     if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
@@ -130,6 +132,16 @@ def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) ->
 def _averaged(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
     name = averaged_name(rank_program, stage)
     return _in_buckets(program, stage, stage.averaged, f"{name} = (  # averaged together over the units after a round")
+
+
+def _dealt(rank_program: RankProgram, stage: Stage) -> list[str]:
+    lines = [f"{dealt_name(rank_program, stage)} = {{  # tensor -> dim -> the neurons along it, dealt in each round"]
+    for name, dims in stage.dealt.items():
+        runs = {
+            dim: " ".join(f"Neurons({literal(run.layer)}, {run.width})," for run in own) for dim, own in dims.items()
+        }
+        lines.append(f"    {literal(name)}: {{{', '.join(f'{dim}: ({text})' for dim, text in runs.items())}}},")
+    return [*lines, "}"]
 
 
 def _in_buckets(program: PlacedProgram, stage: Stage, buckets: Sequence[Sequence[str]], first_line: str) -> list[str]:

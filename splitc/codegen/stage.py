@@ -151,7 +151,7 @@ class _ForwardWriter:
         self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
     ) -> None:
         self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
-        self._group_size = program.plan.grouping(stage.role).size
+        self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
 
     def lines(self) -> list[Line]:
         """Every statement with its comment: the shape, and the user's line where it is another one than above."""
@@ -283,7 +283,7 @@ def module_imports(lines: list[str]) -> list[str]:
     if uses(lines, "F."):
         imports.append("import torch.nn.functional as F")
     imports.append("from torch import nn")
-    names = ("OwnModel", "Tree", "own_function", "own_model", "own_module")
+    names = ("Neurons", "OwnModel", "Tree", "own_function", "own_model", "own_module")
     runtime = [name for name in names if uses(lines, f"{name}(") or uses(lines, f"({name})")]
     if runtime:
         imports += ["", f"from splitc.runtime import {', '.join(runtime)}"]

@@ -61,6 +61,11 @@ def averaged_name(rank_program: RankProgram, stage: Stage) -> str:
     return "AVERAGED" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_AVERAGED"
 
 
+def dealt_name(rank_program: RankProgram, stage: Stage) -> str:
+    """The constant that lists what is dealt in each round."""
+    return "DEALT" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_DEALT"
+
+
 class _StepWriter:
     """Writes one function of a rank program, from its actions.
 
@@ -148,6 +153,10 @@ class _StepWriter:
                 return []  # lines of the backward
         stage = self._program.stage(action.role)
         match action.verb:
+            case "deal":
+                return [(f"{comm}.deal(stage, {dealt_name(self._rank_program, stage)})", "this rank's slices arrive")]
+            case "collect":
+                return [(f"{comm}.collect(stage, {dealt_name(self._rank_program, stage)})", "back to their owners")]
             case "average":
                 return self._average(stage, comm) if action.bucket == 0 else []
             case "forward":
@@ -181,8 +190,10 @@ class _StepWriter:
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
 
     def _average(self, stage: Stage, comm: str) -> list[Line]:
-        note = f"{self._buckets(stage, stage.averaged)}, over all units"
-        return [(f"{comm}.average(stage, {averaged_name(self._rank_program, stage)})", note)]
+        note, state = f"{self._buckets(stage, stage.averaged)}, over all units", ""
+        if self._plan.deals:
+            note, state = f"{note}, with the optimizer's state", ", optimizer=True"
+        return [(f"{comm}.average(stage, {averaged_name(self._rank_program, stage)}{state})", note)]
 
     def _sum_loss(self, action: Action) -> list[Line]:
         if self._plan.world == 1:

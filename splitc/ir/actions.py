@@ -33,6 +33,8 @@ VERBS = {
     "all_reduce_tied": "all-reduce the gradient of a parameter over all roles that use it",
     "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
     "update": "step the optimizer of this role's parameters",
+    "deal": "before a round, gather the slices of parameters that this rank is dealt",
+    "collect": "after a round, return them to the ranks that own them",
     "average": "after a round, average a bucket of parameters over the units that trained them",
     "send_parameters": "send a server's parameters to the workers",
     "pull": "receive parameters from the servers",
@@ -42,9 +44,9 @@ VERBS = {
 """What a rank can do in a step."""
 
 BUCKET_VERBS = ("all_reduce", "push", "average")
-BEGIN_ROUND = ()
+BEGIN_ROUND = ("deal",)
 """What a rank does before a round of local updates, not in every step."""
-END_ROUND = ("average",)
+END_ROUND = ("collect", "average")
 """What it does after one."""
 PRODUCER_VERBS = ("send", "slice_batch", "recv_grad", "all_gather_grad")
 """What the producer of a cut does."""

@@ -52,6 +52,11 @@ def shard(value: torch.Tensor, *, features: int, partial: bool = True) -> torch.
     return value
 
 
+def slice_features(value: torch.Tensor, *, features: int) -> torch.Tensor:
+    """Slice this rank's features out of the last dim, which all ranks of the group have; no gradient passes."""
+    return value
+
+
 def copy_to_group(value: torch.Tensor) -> torch.Tensor:
     """Return `value`; backward all-reduces the gradients of its sharded readers over the group."""
     return value
@@ -226,6 +231,7 @@ OPS = {
         CommOp("all_gather_grad", Collective.ALL_GATHER, Over.GROUP, Dim.EXAMPLES, "slice_batch"),
         CommOp("shard", Collective.ALL_GATHER, Over.GROUP, Dim.FEATURES, "shard_grad", in_stage=True),
         CommOp("shard_grad", Collective.REDUCE_SCATTER, Over.GROUP, Dim.FEATURES, "shard", in_stage=True),
+        CommOp("slice_features", Collective.NONE, Over.GROUP, Dim.FEATURES, in_stage=True),
         CommOp("copy_to_group", Collective.NONE, Over.GROUP, None, "reduce_from_group", in_stage=True),
         CommOp("reduce_from_group", Collective.ALL_REDUCE, Over.GROUP, None, "copy_to_group", in_stage=True),
         CommOp("late_multiply", Collective.NONE, Over.REPLICAS, Dim.EXAMPLES, "gather_errors", in_stage=True),

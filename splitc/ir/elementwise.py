@@ -29,3 +29,11 @@ def is_elementwise(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in _METHODS
     return node.target in _FUNCTIONS
+
+
+def keeps_features(node: fx.Node) -> bool:
+    """Whether a node changes the dims before the last alone, whatever the size of the last: flatten(0, -2), view_as."""
+    if node.target in ("flatten", torch.flatten):
+        given: Any = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | node.kwargs
+        return bool(given.get("end_dim", -1) == -2)
+    return node.target in ("view_as", "reshape_as")

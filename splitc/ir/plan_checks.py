@@ -185,7 +185,7 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
         if placement.get("split") not in (None, *SPLITS):
             yield f"placements: {layer} has split {placement['split']!r}; there are {', '.join(SPLITS)}"
         if placement["holding"] == "subnet":
-            yield f"placements: {layer} has holding 'subnet', which cannot be compiled yet"
+            yield from _subnet(data, layer, placement)
         if placement.get("group") is not None and placement["group"] < 1:
             yield f"placements: {layer} has group {placement['group']}; it must be at least 1"
         if placement["holding"] == "sharded":
@@ -193,6 +193,18 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
         for sync, needs, missing in (("parameter_server", "servers", "empty"), ("average", "rounds", "not there")):
             if placement["sync"] == sync and not data.get(needs):
                 yield f"placements: {layer} has sync {sync!r}, but {needs} is {missing}"
+
+
+def _subnet(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:
+    """Subnets are trained by one rank each, in rounds, and are all in one role."""
+    rounds = data.get("rounds")
+    if rounds is None or rounds.get("unit", 1) != 1:
+        yield f"placements: {layer} has holding 'subnet', which is trained in rounds by units of one rank"
+    if placement.get("split") is None:
+        yield f"placements: {layer} has holding 'subnet' and needs a split: columns if its outputs are dealt, or rows"
+    others = {place["role"] for place in data["placements"].values() if place["holding"] == "subnet"}
+    if len(others) > 1:
+        yield f"placements: subnets are in roles {', '.join(sorted(others))}; they must be in one"
 
 
 def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:

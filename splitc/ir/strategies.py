@@ -166,6 +166,25 @@ class LocalSGD(Strategy):
 
 
 @dataclass(frozen=True)
+class IndependentSubnets(Strategy):
+    """Each rank trains its own random part of the hidden neurons, dealt again after each round (IST, Yuan et al. 2019).
+
+    local_steps: updates in a round (J).  insert_norm: normalise hidden layers that have no normalisation, and the
+    last layer's outputs.
+    """
+
+    name = "independent_subnets"
+    exact = False
+    local_steps: int = 8
+    insert_norm: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _whole(self, "local_steps", 1)
+        _one_of(self, "insert_norm", (True, False))
+
+
+@dataclass(frozen=True)
 class Auto(Strategy):
     """The fastest exact plan that fits."""
 
@@ -198,12 +217,11 @@ _ALL = (
     ModuloShard,
     LateMultiply,
     LocalSGD,
+    IndependentSubnets,
     Auto,
 )
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in _ALL}
-
-_NOT_IMPLEMENTED = ("independent_subnets",)
 
 
 def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
@@ -235,8 +253,6 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
 def _instead(text: str) -> str:
     """What to write in place of an unknown strategy."""
     name = text.partition("(")[0].strip()
-    if name in _NOT_IMPLEMENTED:
-        return f"{name} cannot be planned yet; there are {', '.join(sorted(STRATEGIES))}"
     if name in STRATEGIES:
         return f"write its options in parentheses, as in {LayerSeparation(3, 1)}"
     return (

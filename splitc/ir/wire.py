@@ -17,11 +17,13 @@ from torch import fx
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
 from splitc.ir.graph import info, tensor_spec
+from splitc.ir.layers import StateTensor
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out
 from splitc.ir.wire_op import Payload, What, WireOp
+from splitc.runtime.spec import DealtDims
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
@@ -232,9 +234,20 @@ def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) 
     return dim, bounds[member], bounds[member + 1]
 
 
-def numel_on(program: Program, stage: Stage, name: str, member: int, size: int) -> int:
+def slice_numel(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
+    """Return the elements of a dealt tensor that a rank has in a round; the first rank has the most."""
+    numel = tensor.numel
+    for dim, runs in dims.items():
+        bounds = [share_out(width, ranks) if layer else (0,) * rank + (0, width) for layer, width in runs]
+        numel = numel // max(tensor.shape[dim], 1) * sum(each[rank + 1] - each[rank] for each in bounds)
+    return numel
+
+
+def numel_on(program: PlacedProgram, stage: Stage, name: str, member: int, size: int) -> int:
     """Return the number of elements of a parameter or buffer on a rank of a stage."""
     tensor = program.tensors[name]
+    if name in stage.dealt:
+        return slice_numel(tensor, stage.dealt[name], program.plan.world)
     shard = shard_of(program, stage, name, member, size)
     if shard is None:
         return tensor.numel

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .own_code import OwnModel, own_function, own_model, own_module
     from .role_comm import RoleComm
-    from .spec import BatchGuard, Input, RankSpec, RoleSpec, Rounds, Route, Rows, Shard
+    from .spec import BatchGuard, Input, Neurons, RankSpec, RoleSpec, Rounds, Route, Rows, Shard
     from .weights import Tree
     from .worker import Worker
 
 __all__ = [
-    "BatchGuard", "Input", "OwnModel", "RankSpec", "RoleComm", "RoleSpec", "Rounds", "Route", "Rows", "Shard", "Tree",
-    "Worker", "own_function", "own_model", "own_module",
+    "BatchGuard", "Input", "Neurons", "OwnModel", "RankSpec", "RoleComm", "RoleSpec", "Rounds", "Route", "Rows",
+    "Shard", "Tree", "Worker", "own_function", "own_model", "own_module",
 ]  # fmt: skip
 
 _HOMES = {"RoleComm": "role_comm", "Tree": "weights", "Worker": "worker"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import LaunchError
 from .role_comm import RoleComm
-from .spec import RankSpec, StepContext, microbatch_examples, refused_batch
+from .spec import RankSpec, RoleSpec, StepContext, microbatch_examples, refused_batch
 from .transport.base import Transport
 from .transport.messages import Messages
 
@@ -30,21 +30,19 @@ class Rank:
                 f"this is rank {spec.index} of {spec.world}, started as {transport.rank} of {transport.world}"
             )
         self.spec, self.transport = spec, transport
-        groups = [ranks for role in spec.roles for ranks in (role.replicas, role.group) if len(ranks) > 1]
+        roles = (*spec.roles, *spec.evaluated)
+        groups = [r for role in roles for r in (role.replicas, role.group, role.unit, role.averaged) if len(r) > 1]
         transport.connect([self.everyone, *groups])
         self._examples = self._gather_examples()
         self._messages = Messages(transport)
         first = StepContext(spec.batch_offsets, spec.batch_offsets)
-        self.comms = tuple(
-            RoleComm(
-                role,
-                self._messages,
-                first,
-                {rank: examples for (rank, name), examples in self._examples.items() if name == role.role},
-                update,
-            )
-            for role in spec.roles
-        )
+
+        def comm(role: RoleSpec) -> RoleComm:
+            own = {rank: examples for (rank, name), examples in self._examples.items() if name == role.role}
+            return RoleComm(role, self._messages, first, own, update)
+
+        self.comms = tuple(map(comm, spec.roles))
+        self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
         self._in_step = False
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -145,8 +143,9 @@ class Rank:
                 f"on its way; start all ranks again"
             )
         self._in_step = True
-        for comm in self.comms:
+        comms = self.comms if context.training else self._evaluating
+        for comm in comms:
             comm.begin(context)
-        yield self.comms
+        yield comms
         self._messages.wait()
         self._in_step = False

@@ -48,7 +48,8 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         self._position = self._group.index
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
-        self._served_buckets, self._served_parameters = {}, {}
+        self._served_buckets, self._served_parameters, self._subnets = {}, {}, {}
+        self.optimizer_state = lambda parameter: {}
 
     def begin(self, context: StepContext) -> None:
         """Begin a step: what is issued from now on belongs to it."""
@@ -165,6 +166,11 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         partial: in backward the gradients of the ranks are summed; else they are the same.
         """
         return self._group.gather_features(value, feature_widths(features, len(self.members)), partial)
+
+    def slice_features(self, value: Tensor, features: int) -> Tensor:
+        """This rank's shard of the last dim, which all ranks of the group have."""
+        widths = feature_widths(features, len(self.members))
+        return value.narrow(-1, sum(widths[: self._position]), widths[self._position])
 
     def copy_to_group(self, value: Tensor) -> Tensor:
         """`value` itself; backward sums its gradient over the group."""

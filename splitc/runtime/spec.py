@@ -161,6 +161,8 @@ class RankSpec:
     served: the buckets of parameters that servers hold.
     no_evaluation: why there is no evaluation, if there is none.
     rounds: how long the units of a round train before they average; None: all ranks train together.
+    evaluated: what the rank does in each of its roles in evaluation, where that is not what it does in training.
+    recomputed: normalisations whose statistics are computed anew, of a sample of batches, before they are read.
     """
 
     index: int
@@ -173,6 +175,8 @@ class RankSpec:
     guards: tuple[BatchGuard, ...] = ()
     no_evaluation: str = ""
     rounds: Rounds | None = None
+    evaluated: tuple[RoleSpec, ...] = ()
+    recomputed: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:
@@ -201,7 +205,7 @@ class StepContext:
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
     stored: buffers, and their values from the next training step on.
-    ends_round: whether the round ends after this step.  share: of a round's examples, those of this rank's unit.
+    round: its number.  ends_round: whether it ends after this step.  share: of its examples, those of this rank's unit.
     """
 
     compiled_offsets: tuple[int, ...]
@@ -213,6 +217,7 @@ class StepContext:
     is_last: bool = True
     first_example: int = 0
     stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
+    round: int = 0
     ends_round: bool = False
     share: float = 1.0
 

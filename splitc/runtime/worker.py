@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from .progress import Progress
 from .rank import Rank
 from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
+from .statistics import Statistics
 from .transport.base import Transport
 
 
@@ -75,6 +76,9 @@ class Worker:
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
         self._round = Progress(program, self.rank, self.stage)
+        self._statistics = Statistics(self.stage, self.rank.spec.recomputed, self._evaluate)
+        for comm in self.rank.comms:
+            comm.optimizer_state = self._optimizer_state
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -126,6 +130,7 @@ class Worker:
         if is_last and self.optimizer is not None:
             self.optimizer.step()
         self._round.count(self.batch_offsets, is_last)
+        self._statistics.keep(batch, self._sizes)
         if ends_round:
             self._round.end(context)
         return loss
@@ -147,16 +152,8 @@ class Worker:
             raise LaunchError(f"the model in evaluation mode could not be compiled: {self.rank.spec.no_evaluation}")
         batch = self._checked(batch)
         self.end_round()
-        training = [module for module in self.stage.modules() if module.training]
-        self.stage.eval()
-        try:
-            with torch.no_grad(), self.rank.step(self._context(training=False)) as comms:
-                self._broadcast_buffers()
-                loss: Tensor = self._program.evaluate(*comms, self.stage, *self._on_device(batch))
-        finally:
-            for module in training:
-                module.training = True
-        return loss
+        self.recompute_statistics()
+        return self._evaluate(batch, self._sizes)
 
     def shard(
         self,
@@ -209,7 +206,7 @@ class Worker:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state under its own keys, as copies on rank 0's CPU; None elsewhere.  Collective."""
-        self.end_round()
+        self.recompute_statistics()
         whole = gather_state(self._transport, self._state.counted_tensors(), self.shards)
         if whole is None:
             return None
@@ -226,6 +223,15 @@ class Worker:
         """
         self.end_round()
         self._unheld.update(broadcast_state(self._transport, self.stage, state, self._first_names, self._state.built))
+
+    def recompute_statistics(self, batches: Iterable[tuple[Any, ...]] | None = None) -> None:
+        """Compute the means and deviations of normalisations anew, which subnets know of their own neurons alone.
+
+        batches: a sample of training data, this rank's part of each; None: the last batches trained on, if any came
+        since.  Evaluating and saving do so by themselves (IST 3.3).  Collective.
+        """
+        self.end_round()
+        self._statistics.recompute(None if batches is None else [(self._checked(b), self._sizes) for b in batches])
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -250,7 +256,8 @@ class Worker:
         compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
         own = self._seed, number, training, is_first, is_last, before
-        return StepContext(compiled, self.batch_offsets, *own, ends_round=ends_round)
+        number = self._round.rounds
+        return StepContext(compiled, self.batch_offsets, *own, round=number, ends_round=ends_round)
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]
@@ -284,6 +291,25 @@ class Worker:
             together = self.rank.spec.roles[0].unit or self.rank.everyone
             counted = [gradient for name, gradient in gradients if self._state.is_first_holder(name, together)]
             clip(self._transport, [gradient for _, gradient in gradients], counted, self._clip_norm, together)
+
+    def _evaluate(self, batch: tuple[Tensor, ...], sizes: tuple[int, ...] | None) -> Tensor:
+        """The loss of a checked batch in evaluation mode."""
+        self.batch_offsets = self.rank.batch_offsets(sizes)
+        training = [module for module in self.stage.modules() if module.training]
+        self.stage.eval()
+        try:
+            with torch.no_grad(), self.rank.step(self._context(training=False)) as comms:
+                self._broadcast_buffers()
+                loss: Tensor = self._program.evaluate(*comms, self.stage, *self._on_device(batch))
+        finally:
+            for module in training:
+                module.training = True
+        return loss
+
+    def _optimizer_state(self, parameter: torch.nn.Parameter) -> MutableMapping[str, Any]:
+        """The state of a parameter in its optimizer."""
+        states = (each.state for each in self._optimizers.values())
+        return next((state[parameter] for state in states if parameter in state), {})
 
     def _broadcast_buffers(self) -> None:
         """Overwrite all buffers by those of the first rank that holds them."""

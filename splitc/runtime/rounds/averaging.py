@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ..transport.messages import Messages
 
 
-def average(
-    messages: Messages, stage: nn.Module, buckets: Sequence[Sequence[str]], ranks: tuple[int, ...], share: float
-) -> None:
-    """Replace tensors of `stage` by their mean over `ranks`, of which this one has the weight `share`.
+def average(messages: Messages, buckets: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], share: float) -> None:
+    """Replace tensors by their mean over `ranks`, of which this one has the weight `share`.
 
-    buckets: the names of those that travel together, of one dtype.  The shares of all ranks sum to 1.
+    buckets: tensors that travel together, of one dtype.  The shares of all ranks sum to 1.
     """
-    tensors = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers())}
     under_way = []
     for bucket in buckets:
-        flat = torch.cat([tensors[name].detach().reshape(-1) for name in bucket]) * share
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) * share
         messages.count(2 * (len(ranks) - 1) * flat.nbytes // len(ranks))
         under_way.append((bucket, flat, messages.transport.all_reduce(flat, ranks)))
     for bucket, flat, work in under_way:
         work.wait()
-        with torch.no_grad():
-            for name, part in zip(bucket, flat.split([tensors[name].numel() for name in bucket]), strict=True):
-                tensors[name].copy_(part.view_as(tensors[name]))
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))

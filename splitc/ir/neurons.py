@@ -1,0 +1,240 @@
+"""Find the hidden neurons of a model that can be dealt to ranks: independent subnets (IST 3).
+
+A neuron is a feature of a linear layer, or of an embedding, that only linear layers read.  Between the two, elementwise
+functions, normalisations over examples, sums of equally dealt values and concatenations may stand:
+
+    fc1 = linear(x, W1)            (b, 512)   dealt: W1 by rows
+    norm = batch_norm(fc1)         (b, 512)   its parameters with the neurons
+    fc2 = linear(relu(norm), W2)   (b, 512)   dealt: W2 by rows and columns
+    out = linear(norm2(fc2), W3)   (b, 10)    whole: the loss reads it; W3 by columns
+
+Layers whose values meet in a sum are dealt alike.  A layer whose features anything else reads stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from splitc.ir.elementwise import is_elementwise, keeps_features
+from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.linears import Linear, as_linear, linear_layers
+from splitc.ir.program import Program, TensorSpec
+from splitc.runtime.spec import DealtDims, Neurons
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+Runs = tuple[Neurons, ...]
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What is dealt in a round.
+
+    values: node -> whose neurons its features are.  tensors: parameter or buffer -> its dealt dims.
+    splits: layer -> "columns", where its outputs are dealt, or "rows", where only its inputs are.
+    bare: nodes of linear layers whose outputs no normalisation follows, though it must; final: those that the loss
+    reads, whose outputs need none to train.
+    """
+
+    values: dict[str, Runs] = field(default_factory=dict)
+    tensors: dict[str, DealtDims] = field(default_factory=dict)
+    splits: dict[str, str] = field(default_factory=dict)
+    bare: tuple[fx.Node, ...] = ()
+    final: tuple[fx.Node, ...] = ()
+
+
+def find_neurons(program: Program, graph: fx.Graph, ranks: int) -> Dealing:
+    """Find the neurons that can be dealt to `ranks`, which get at least one of each layer."""
+    whole: set[str] = set()
+    joined: dict[str, str] = {}
+    while True:
+        walk = _Walk(program, graph, ranks, whole, joined)
+        if walk.finished():
+            return walk.dealing()
+
+
+class _Walk:
+    """One walk over the graph, which ends where a layer turns out to stay whole, or to be dealt with another."""
+
+    def __init__(self, program: Program, graph: fx.Graph, ranks: int, whole: set[str], joined: dict[str, str]) -> None:
+        self._program, self._graph, self._ranks = program, graph, ranks
+        self._whole, self._joined = whole, joined
+        self._linears = {
+            uses[0].node.name: (layer, uses[0]) for layer, uses in linear_layers(program).items() if len(uses) == 1
+        }
+        self._users: dict[str, int] = {}
+        for layer in program.layers:
+            for name in dict.fromkeys(layer.tensors):
+                self._users[name] = self._users.get(name, 0) + 1
+        self._values: dict[fx.Node, Runs] = {}
+        self._normed: dict[fx.Node, bool] = {}
+        self._made: dict[fx.Node, set[fx.Node]] = {}  # a value without a norm yet -> the layers that made it
+        self._tensors: dict[str, dict[int, Runs]] = {}
+        self._splits: dict[str, str] = {}
+        self._bare: dict[fx.Node, None] = {}
+
+    def finished(self) -> bool:
+        """Walk; return whether nothing had to be changed."""
+        return all(self._visit(node) for node in self._graph.nodes)
+
+    def dealing(self) -> Dealing:
+        """What the walk has found."""
+        final = []
+        for name in (name for name, split in self._splits.items() if split == "rows"):
+            node = next(use.node for layer, use in self._linears.values() if layer == name)
+            if self._is_final(node):
+                final.append(node)
+            elif not all(_is_norm(self._program, reader) for reader in _readers(node)):
+                self._bare[node] = None
+        values = {node.name: runs for node, runs in self._values.items()}
+        return Dealing(values, dict(self._tensors), self._splits, tuple(self._bare), tuple(final))
+
+    def _visit(self, node: fx.Node) -> bool:
+        """Deal what a node computes where its inputs are dealt; return whether the walk may go on."""
+        reads = [value for value in node.all_input_nodes if value in self._values]
+        linear = self._linear(node)
+        if linear is not None and set(reads) <= {linear.value}:
+            return self._visit_linear(node, linear)
+        if self._is_embedding(node):
+            self._deal(node, info(node).layer, f"{node.target}.weight", 1)
+        if not reads:
+            return True
+        if isinstance(spec := info(node).spec, TensorSpec):
+            tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
+            if self._is_batch_norm(node) and len(spec.shape) == 2:
+                return self._visit_norm(node, reads[0])
+            if _is_concatenation(node, spec):
+                return self._keep(node, tensors, tuple(run for n in tensors for run in self._runs(n)))
+            fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
+            fits = (fits or keeps_features(node)) and all(n in self._values for n in tensors)
+            if fits:
+                return self._join(tensors) and self._keep(node, tensors, self._values[tensors[0]])
+        elif all(user.op != "output" for user in node.users):
+            return True  # a size
+        return self._undeal(reads)
+
+    def _visit_linear(self, node: fx.Node, linear: Linear) -> bool:
+        layer = info(node).layer
+        if linear.value in self._values:
+            self._tensors.setdefault(linear.weight, {})[1] = self._values[linear.value]
+            self._splits[layer] = "rows"
+            if not self._normed[linear.value]:
+                self._bare.update(dict.fromkeys(sorted(self._made[linear.value], key=lambda made: made.name)))
+        self._deal(node, layer, linear.weight, 0)
+        if node in self._values and linear.bias is not None:
+            self._tensors[linear.bias] = {0: self._values[node]}
+        return True
+
+    def _deal(self, node: fx.Node, layer: str, weight: str, dim: int) -> None:
+        """Deal the outputs of a layer, unless it stays whole."""
+        spec, name = info(node).spec, self._found(layer)
+        if name in self._whole or not isinstance(spec, TensorSpec) or spec.shape[-1] < self._ranks:
+            return
+        self._values[node] = (Neurons(name, spec.shape[-1]),)
+        self._normed[node], self._made[node] = False, {node}
+        self._tensors.setdefault(weight, {})[dim] = self._values[node]
+        self._splits[layer] = "columns"
+
+    def _visit_norm(self, node: fx.Node, value: fx.Node) -> bool:
+        for name in tensors_of_node(self._program, node):
+            if self._program.tensors[name].shape:
+                self._tensors[name] = {0: self._values[value]}
+        self._splits[info(node).layer] = "columns"
+        self._values[node], self._normed[node], self._made[node] = self._values[value], True, set()
+        return True
+
+    def _keep(self, node: fx.Node, values: list[fx.Node], runs: Runs) -> bool:
+        dealt = [value for value in values if value in self._values]
+        self._values[node] = runs
+        self._normed[node] = all(self._normed[value] for value in dealt)
+        self._made[node] = set().union(*(self._made[value] for value in dealt))
+        return True
+
+    def _join(self, values: list[fx.Node]) -> bool:
+        """Let values of one sum be dealt alike; return whether they were."""
+        first, *others = (self._values[value] for value in values)
+        for other in others:
+            if [run.width for run in first] != [run.width for run in other] or any(
+                bool(a.layer) != bool(b.layer) for a, b in zip(first, other, strict=True)
+            ):
+                return self._undeal(values)
+            for a, b in zip(first, other, strict=True):
+                if a != b:
+                    self._joined[b.layer] = a.layer
+        return all(other == first for other in others)
+
+    def _undeal(self, values: list[fx.Node]) -> bool:
+        self._whole.update(run.layer for value in values for run in self._values[value] if run.layer)
+        return False
+
+    def _runs(self, value: fx.Node) -> Runs:
+        return self._values.get(value) or (Neurons("", _shape(value)[-1]),)
+
+    def _found(self, layer: str) -> str:
+        """The layer that stands for all that are dealt alike."""
+        while layer in self._joined:
+            layer = self._joined[layer]
+        return layer
+
+    def _linear(self, node: fx.Node) -> Linear | None:
+        return as_linear(self._program, node) if node.name in self._linears else None
+
+    def _is_embedding(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and self._module(node) in EMBEDDINGS and self._owns(node)
+
+    def _is_batch_norm(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and self._module(node) is nn.BatchNorm1d and self._owns(node)
+
+    def _module(self, node: fx.Node) -> type[nn.Module]:
+        return type(self._program.root.get_submodule(str(node.target)))
+
+    def _owns(self, node: fx.Node) -> bool:
+        """Whether no other layer, and no other call, reads the tensors of a module."""
+        calls = sum(other.op == "call_module" and other.target == node.target for other in self._graph.nodes)
+        return calls == 1 and all(self._users.get(name, 1) == 1 for name in tensors_of_node(self._program, node))
+
+    def _is_final(self, node: fx.Node) -> bool:
+        """Whether no layer with parameters follows."""
+        with_parameters = {layer.name for layer in self._program.layers if layer.tensors}
+        todo, seen = [node], {node}
+        while todo:
+            for user in todo.pop().users:
+                if info(user).layer in with_parameters - {info(node).layer}:
+                    return False
+                if user not in seen:
+                    seen.add(user)
+                    todo.append(user)
+        return True
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The first nodes after a value that are not elementwise functions of it alone."""
+    for user in node.users:
+        if (is_elementwise(user) and len(user.all_input_nodes) == 1) or keeps_features(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_norm(program: Program, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(program.root.get_submodule(str(node.target)), _NORMS)
+    return getattr(node.target, "__name__", "") in ("batch_norm", "layer_norm", "rms_norm", "group_norm")
+
+
+def _is_concatenation(node: fx.Node, spec: TensorSpec) -> bool:
+    """Whether a node concatenates features."""
+    dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    return node.target in (torch.cat, torch.concat, torch.concatenate) and dim in (-1, len(spec.shape) - 1)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    spec = info(node).spec
+    return spec.shape if isinstance(spec, TensorSpec) else ()
