@@ -164,7 +164,7 @@ def _train(training: Training) -> list[Trial]:
         now = Round(number, dealt, shares)
         begin = training.states[first - 1] if first and training.states else units[0].state
         before = {name: begin[name] for name in alike}
-        optimizer_before = deepcopy(units[0].optimizer.state) if dealt else {}
+        optimizer_before = {p: deepcopy(state) for p, state in units[0].optimizer.state.items() if dealt}
         for k, unit in enumerate(units):
             model.load_state_dict({**unit.state, **before})
             for step, batch in enumerate(batches[first : first + period], first):
