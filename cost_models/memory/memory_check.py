@@ -15,7 +15,7 @@ from splitc.errors import PlacementError, bullets
 from splitc.ir.plan import SERVER, Plan, ranks_text
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.server_rows import pieces
-from splitc.ir.wire import numel_on, wire
+from splitc.ir.wire import nbytes_trained, wire
 
 
 def memory_of_all(program: LoweredProgram, optimizer_copies: int = 1) -> tuple[RankMemory, ...]:
@@ -118,11 +118,9 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
     plan = program.plan
     held = moved = backward = 0.0
     for role in plan.roles_of(rank):
-        stage, group = program.stage(role), plan.group(role, rank)
-        held += sum(
-            numel_on(program, stage, name, group.index(rank), len(group)) * program.tensors[name].dtype.itemsize
-            for name in stage.tensors
-        )
+        stage = program.stage(role)
+        held += sum(nbytes_trained(program, stage, name, rank) for name in stage.tensors)
+        held += sum(-(-program.tensors[name].nbytes // plan.world) for name in stage.dealt)  # that it owns
         for layer in stage.layers:
             cost = program.costs[layer].at(plan.peak_batch(role, rank))
             moved += cost.saved_bytes + cost.forward_bytes_accessed

@@ -62,6 +62,11 @@ def all_gather(nbytes: float, n: int, link: Link) -> float:
     return (n - 1) * _round("all_gather", nbytes / n, link)
 
 
+def all_to_all(nbytes: float, n: int, link: Link) -> float:
+    """Send equal parts of `nbytes` from each of `n` ranks to every other: n - 1 rounds of nbytes / n^2."""
+    return (n - 1) * _exchange(nbytes / n**2, link)
+
+
 def recursive_doubling_rounds(n: int) -> int:
     """log2 n; floor(log2 n) + 2 when n is no power of two.
 

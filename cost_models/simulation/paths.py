@@ -11,6 +11,7 @@ from functools import cache
 
 from splitc.cost_models.network.alpha_beta import (
     all_gather,
+    all_to_all,
     point_to_point,
     recursive_doubling,
     reduce_scatter,
@@ -23,6 +24,7 @@ from splitc.ir.wire_op import WireOp
 _ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
     "all_reduce": ring_all_reduce,
     "all_gather": all_gather,
+    "all_to_all": all_to_all,
     "reduce_scatter": reduce_scatter,
     "recursive_doubling": recursive_doubling,
 }

@@ -24,9 +24,10 @@ from splitc.cost_models.simulation.prices import Prices
 from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import Collective
+from splitc.ir.dealt import share_of
 from splitc.ir.graph import info
 from splitc.ir.program import PlacedProgram, Program, Stage, TensorSpec
-from splitc.ir.wire import inside, numel_on, of_action, wire
+from splitc.ir.wire import inside, nbytes_trained, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 
 
@@ -100,13 +101,16 @@ class _Step:
         """Copy and begin all that one kind of action exchanges, wait for it, and copy what came to its place."""
         for _, alike in groupby(actions, key=lambda action: action.verb):
             ops = [op for action in alike for op in self._wire(action)]
-            begun = []
+            begun, held = [], 0.0
             for op in ops:
-                self._copy(str(op.payload), 2 * op.nbytes)  # made one tensor, and weighted
+                dealt = op.algorithm == Collective.ALL_TO_ALL
+                own = op.nbytes / len(op.ranks) if dealt else op.nbytes
+                self._copy(str(op.payload), own if dealt else 2 * own)  # made one tensor; averages are weighted
                 begun += self._begin([op])
+                held += own
             if begun:
                 self._done.append(Wait(tuple(begun)))
-                self._copy("between rounds", sum(op.nbytes for op in ops))
+                self._copy("between rounds", held)
 
     # -- a stage -------------------------------------------------------------------------------------------------------
 
@@ -161,14 +165,18 @@ class _Step:
         self._late = []
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
-        """Return the forward and backward time of a layer, or of its shard, on this rank in a microbatch (s)."""
+        """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""
         batch = sum(b - a for a, b in self.plan.microbatch_intervals(stage.role, self.rank, action.microbatch))
         if not batch:
             return 0.0, 0.0
         forward, backward = self.prices.layer(layer, batch, self.device)
-        sharded = self.plan.placements[layer].holding == "sharded"
-        parts = len(self.plan.group(stage.role, self.rank)) if sharded else 1
-        return forward / parts, backward / parts
+        holding, share = self.plan.placements[layer].holding, 1.0
+        if holding == "sharded":
+            share = 1 / len(self.plan.group(stage.role, self.rank))
+        elif holding == "subnet":
+            tensors = (self.program.tensors[name] for name in self.program.layer(layer).tensors)
+            share = share_of(tensors, stage.dealt, self.plan.world, self.rank)
+        return share * forward, share * backward
 
     def _split(self, stage: Stage, layer: str, backward: float) -> tuple[float, float]:
         """Return the times of a late-multiplied layer's input gradient, and of its weight gradient of all examples (s).
@@ -271,7 +279,5 @@ def _users(program: Program, stage: Stage) -> dict[str, set[str]]:
 
 def _trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
     """Return the bytes of a stage's parameters that a rank trains.  but: parameters to leave out."""
-    group = program.plan.group(stage.role, rank)
     names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
-    numel = ((name, numel_on(program, stage, name, group.index(rank), len(group))) for name in names)
-    return float(sum(n * program.tensors[name].dtype.itemsize for name, n in numel))
+    return float(sum(nbytes_trained(program, stage, name, rank) for name in names))

@@ -156,6 +156,7 @@ class Collective(StrEnum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
     NONE = "none"  # the rank computes it alone
 
     def sent(self, nbytes: float, own: float, ranks: int) -> float:

@@ -16,14 +16,13 @@ from torch import fx
 
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
+from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, tensor_spec
-from splitc.ir.layers import StateTensor
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out
 from splitc.ir.wire_op import Payload, What, WireOp
-from splitc.runtime.spec import DealtDims
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
@@ -62,6 +61,8 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
         case "all_reduce" | "average":
             yield from _bucket(program, program.stage(action.role), rank, action)
+        case "deal" | "collect":
+            yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
             yield from _messages(program, rank, action)
         case "modulo" | "modulo_grad" | "all_gather_grad":
@@ -111,6 +112,11 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     if plan.all_reduce == "backend" or averages:
         sent = collective.sent(nbytes, nbytes, len(replicas))
         yield from _collective(collective, payload, replicas, (numel,), dtype, sent)
+        trained = sum(program.tensors[name].numel for name in names if program.tensors[name].trainable)
+        if averages and plan.deals and trained:  # the optimizer's state too
+            state = replace(payload, name="state")
+            sent = collective.sent(nbytes, nbytes, len(replicas)) * STATE_COPIES * trained / numel
+            yield from _collective(collective, state, replicas, (STATE_COPIES * trained,), dtype, sent)
     else:
         sent = doubling_sent(nbytes, replicas.index(rank), len(replicas))
         yield from _collective(plan.all_reduce, payload, replicas, (numel,), dtype, sent)
@@ -234,15 +240,6 @@ def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) 
     return dim, bounds[member], bounds[member + 1]
 
 
-def slice_numel(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
-    """Return the elements of a dealt tensor that a rank has in a round; the first rank has the most."""
-    numel = tensor.numel
-    for dim, runs in dims.items():
-        bounds = [share_out(width, ranks) if layer else (0,) * rank + (0, width) for layer, width in runs]
-        numel = numel // max(tensor.shape[dim], 1) * sum(each[rank + 1] - each[rank] for each in bounds)
-    return numel
-
-
 def numel_on(program: PlacedProgram, stage: Stage, name: str, member: int, size: int) -> int:
     """Return the number of elements of a parameter or buffer on a rank of a stage."""
     tensor = program.tensors[name]
@@ -253,6 +250,14 @@ def numel_on(program: PlacedProgram, stage: Stage, name: str, member: int, size:
         return tensor.numel
     dim, first, last = shard
     return tensor.numel // max(tensor.shape[dim], 1) * (last - first)
+
+
+def nbytes_trained(program: PlacedProgram, stage: Stage, name: str, rank: int) -> int:
+    """Return the bytes of what a rank trains of a parameter, or holds of a buffer: all, a shard, or a slice."""
+    group, tensor = program.plan.group(stage.role, rank), program.tensors[name]
+    if name in stage.dealt:
+        return slice_numel(tensor, stage.dealt[name], program.plan.world, rank) * tensor.dtype.itemsize
+    return numel_on(program, stage, name, group.index(rank), len(group)) * tensor.dtype.itemsize
 
 
 def bucket_nbytes(program: PlacedProgram, stage: Stage, bucket: Sequence[str]) -> int:

@@ -23,6 +23,8 @@ class What(StrEnum):
     LATE_ERROR = "E"
     BUCKET = "bucket"
     AVERAGE = "average"
+    DEAL = "deal"
+    COLLECT = "collect"
     TIED = "tied"
     LOSS = "loss"
     PULL = "pull"
@@ -66,11 +68,13 @@ class Payload:
             case What.BUCKET:
                 return f"{self.role}.bucket{self.bucket}"
             case What.AVERAGE:
-                return f"{self.role}.average{self.bucket}"
+                return f"{self.role}.average{self.bucket}{' of ' * bool(self.name)}{self.name}"
             case What.PULL | What.PUSH:
                 return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
             case What.LOSS:
                 return "loss"
+            case What.DEAL | What.COLLECT:
+                return f"{self.what} {self.role}.{self.name.removeprefix('torch.')}"
             case What.TIED | What.SLICE_GRADIENT:
                 return f"{self.what} {self.name}"
 

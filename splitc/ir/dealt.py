@@ -1,0 +1,59 @@
+"""The slices of tensors whose neurons are dealt to ranks in each round, and what their exchange sends (IST, appendix).
+
+Every rank owns 1/n of each dealt tensor, whatever it is dealt.  So a rank is expected to own 1/n of its own slice, and
+of every other one: with P_r the bytes of rank r's slices
+
+    deal      sum_{s != r} P_s / n     r sends every other rank what it owns of that one's slice       (sent by r)
+    collect   (1 - 1/n) P_r            and returns its own slice
+
+The optimizer's state of a slice travels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from splitc.ir.actions import Action
+from splitc.ir.comm_ops import Collective
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import PlacedProgram, Stage
+from splitc.ir.shares import share_out
+from splitc.ir.wire_op import Payload, What, WireOp
+from splitc.runtime.spec import DealtDims
+
+STATE_COPIES = 1
+"""Copies of a parameter in the optimizer's state that are counted: SGD with momentum, as in a written launch.py."""
+
+
+def slice_numel(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
+    """Return the elements of a dealt tensor that a rank has in a round; the first rank has the most."""
+    numel = tensor.numel
+    for dim, runs in dims.items():
+        bounds = [share_out(width, ranks) if layer else (0,) * rank + (0, width) for layer, width in runs]
+        numel = numel // max(tensor.shape[dim], 1) * sum(each[rank + 1] - each[rank] for each in bounds)
+    return numel
+
+
+def share_of(tensors: Iterable[StateTensor], dealt: Mapping[str, DealtDims], ranks: int, rank: int = 0) -> float:
+    """Return the share of a layer with these tensors that a rank computes: 1 / n of its weights, or 1 / n^2."""
+    held = [(slice_numel(each, dealt.get(each.name, {}), ranks, rank), each.numel) for each in tensors]
+    return sum(own for own, _ in held) / max(sum(whole for _, whole in held), 1) if held else 1.0
+
+
+def exchanged_nbytes(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
+    """Return the bytes of a rank's slice of a dealt tensor that travel to it, and back; none of a buffer do."""
+    copies = (1 + STATE_COPIES * tensor.trainable) * tensor.parameter
+    return slice_numel(tensor, dims, ranks, rank) * copies * tensor.dtype.itemsize
+
+
+def dealt_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
+    """Yield the all-to-all of the slices of all dealt tensors, one for each dtype, before or after a round."""
+    ranks = tuple(range(program.plan.world))
+    tensors = [program.tensors[name] for name in stage.dealt]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if tensor.parameter):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        sizes = [sum(exchanged_nbytes(t, stage.dealt[t.name], len(ranks), other) for t in alike) for other in ranks]
+        sent = (sum(sizes) - sizes[rank] if action.verb == "deal" else (len(ranks) - 1) * sizes[rank]) / len(ranks)
+        shape, payload = (sum(sizes) // dtype.itemsize,), Payload(What(action.verb), str(dtype), stage.role)
+        if len(ranks) > 1:
+            yield WireOp("collective", payload, ranks, shape, dtype, sent, None, Collective.ALL_TO_ALL)

@@ -1,0 +1,97 @@
+"""Slices of dealt tensors: what a rank trains, and what their exchange sends (independent subnet training, 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+
+from splitc.checks.deadlock import no_deadlock, sends_meet_receives
+from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
+from splitc.cost_models.papers.ist import Symbols, ist_nbytes
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.ir.actions import Action
+from splitc.ir.dealt import slice_numel
+from splitc.ir.plan import LayerPlacement
+from splitc.ir.program import LoweredProgram
+from splitc.ir.wire import nbytes_trained, wire
+from splitc.runtime.spec import DealtDims, Neurons
+from tests.cost_models.simulation.test_timeline import toy
+from tests.support.compiled import class_batch, compiled
+
+J = 5
+
+
+def network(N: tuple[int, ...]) -> nn.Sequential:
+    """Linear layers without biases, of N[0] features, N[1] neurons, ..., N[-1] labels."""
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(N)))
+
+
+def dealt(N: tuple[int, ...], n: int) -> LoweredProgram:
+    """A program whose hidden neurons are dealt to n ranks in rounds of J updates."""
+    x, y = class_batch((4, N[0]), classes=N[-1])
+    program = compiled(network(N), (x,), y, F.cross_entropy, n, f"local_sgd(period={J})").program
+    layers = len(N) - 1
+    dims: dict[str, DealtDims] = {}
+    for k in range(layers):
+        of = {0: (Neurons(str(k), N[k + 1]),)} if k < layers - 1 else {}
+        dims[f"{k}.weight"] = {**of, **({1: (Neurons(str(k - 1), N[k]),)} if k else {})}
+    (stage,), (one,) = program.stages, program.rank_programs
+    own = tuple(action for action in one.actions if action.verb != "average")
+    actions = (Action("deal", role=stage.role), *own, Action("collect", role=stage.role))
+    subnet = {name: LayerPlacement("all", "subnet", "none") for name in program.plan.placements}
+    return replace(
+        program,
+        plan=replace(program.plan, placements=subnet),
+        stages=(replace(stage, dealt=dims, averaged=()),),
+        rank_programs=(replace(one, actions=actions),),
+    )
+
+
+def test_a_slice_has_a_ranks_neurons_of_each_layer_and_what_every_rank_has() -> None:
+    runs, tensor = (Neurons("a", 5), Neurons("", 3), Neurons("b", 7)), dealt((15, 15, 5), 3).tensors["0.weight"]
+    sizes = [slice_numel(tensor, {0: runs}, 3, rank) for rank in range(3)]
+    assert sizes == [15 * width for width in (2 + 3 + 3, 2 + 3 + 2, 1 + 3 + 2)]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("N", [(12, 16, 8), (12, 16, 8, 4), (20, 16, 8, 16, 12)])
+def test_deal_and_collect_send_3_4_times_what_a_rank_does_not_own(N: tuple[int, ...], n: int) -> None:
+    """(1 - 1/n) of 3.4's sum each, for parameters and momentum."""
+    program = dealt(N, n)
+    of_a_round = J * ist_nbytes(Symbols(N, B=4, J=J), n)
+    ops = [op for rank in range(n) for op in wire(program, rank) if op.algorithm == "all_to_all"]
+    for what in ("deal", "collect"):
+        assert sum(op.sent for op in ops if op.payload.what == what) == pytest.approx((1 - 1 / n) * of_a_round * 2)
+    assert sum(op.per_step for op in ops) == pytest.approx(2 * (1 - 1 / n) * of_a_round * 2 / J)
+    assert not sends_meet_receives(program) and not no_deadlock(program)
+
+
+def test_neurons_that_n_does_not_divide_are_all_sent() -> None:
+    program = dealt((7, 11, 5, 3), 3)
+    (stage,) = program.stages
+    own = [sum(nbytes_trained(program, stage, name, rank) for name in stage.tensors) for rank in range(3)]
+    for what in ("deal", "collect"):
+        ops = [op for rank in range(3) for op in wire(program, rank) if op.payload.what == what]
+        assert sum(op.sent for op in ops) == pytest.approx(2 * 2 / 3 * sum(own))
+    (collect,) = [op for op in wire(program, 2) if op.payload.what == "collect"]
+    assert collect.sent == pytest.approx(2 * 2 / 3 * own[2])
+
+
+def test_a_simulated_rank_computes_its_share_and_exchanges_once_a_round() -> None:
+    N, n, latency = (400, 800, 800, 400), 4, 1e-4
+    program = dealt(N, n)
+    whole = replace(
+        program.plan, placements={k: replace(v, holding="replicated") for k, v in program.plan.placements.items()}
+    )
+    cluster = toy(1e6, latency)
+    found, alone = simulate(program, cluster), simulate(replace(program, plan=whole), cluster)
+    assert found.phases[0].compute < 0.4 * alone.phases[0].compute
+    first, inner, last = (a * b for a, b in pairwise(N))
+    exchanged = 4 * 2 * (first + inner / n + last)
+    loss = ring_all_reduce(8, n, cluster.link)
+    assert found.phases[0].communication == pytest.approx((2 * all_to_all(exchanged, n, cluster.link) + loss) / J)
+    assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0)))
