@@ -46,7 +46,7 @@ from splitc.ir.graph import (
     update_info,
 )
 from splitc.ir.linears import Linear, as_linear, parameter_nodes
-from splitc.ir.neurons import EMBEDDINGS
+from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
@@ -86,7 +86,7 @@ class _Walk:
             is_sharded = place is not None and place.holding == "sharded"
             if linear is not None and place is not None and is_sharded:
                 self._rows(linear) if place.split == "rows" else self._columns(linear)
-            elif is_sharded and node.op == "call_module" and tensors_of_node(self._program, node):
+            elif is_sharded and self._is_by_features(node):
                 self._by_features(node)
             elif any(n in self._parts for n in node.all_input_nodes):
                 self._reader(node)
@@ -135,9 +135,14 @@ class _Walk:
         rename(graph, product, f"{node.name}_part")
         put_in_place(graph, node, result)
 
+    def _is_by_features(self, node: fx.Node) -> bool:
+        """Whether a node of a sharded layer is an embedding, or normalises parts over examples."""
+        reads_parts = any(value in self._parts for value in node.all_input_nodes)
+        return embedding_weight(self._program, node) is not None or (reads_parts and is_batch_norm(self._program, node))
+
     def _by_features(self, node: fx.Node) -> None:
-        """An embedding, or a normalisation over examples: each rank has the features of its shard."""
-        dim = 1 if type(self._program.root.get_submodule(str(node.target))) in EMBEDDINGS else 0
+        """Each rank has the features of its shard."""
+        dim = 0 if embedding_weight(self._program, node) is None else 1
         names = [name for name in tensors_of_node(self._program, node) if self._program.tensors[name].shape]
         self._parts[node] = _features(node)
         update_info(node, shards=dict.fromkeys(names, dim), sharded=True)

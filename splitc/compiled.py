@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitc.capture.example import LOSS, Example
+from splitc.capture.insert_norms import with_norms
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
 from splitc.codegen.save import require_importable, save_build
@@ -26,7 +27,7 @@ from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.plan import Placement, Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.strategies import Strategy
+from splitc.ir.strategies import IndependentSubnets, Strategy, parse_strategy
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.measure_costs import COUNTED, MEASURED
@@ -82,13 +83,17 @@ def compile_example(
         require_this_machine(cluster)
         settings = replace(settings, cluster=cluster)
 
+    autocast, costs, code = settings.autocast, settings.costs, settings.code
+    analysed = partial(analyse, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
+
     def program() -> LoweredProgram:
-        autocast, costs, code = settings.autocast, settings.costs, settings.code
-        analysed = partial(analyse, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
         return specialise(analysed(model, example, evaluation=evaluation), settings, plan, watch)
 
     world = settings.world if plan is None else plan.world
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
+    strategy = parse_strategy(settings.strategy)
+    if isinstance(strategy, IndependentSubnets) and strategy.insert_norm and not waits:
+        model = with_norms(model, analysed(model, example, evaluation=False), world)
     return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
 
 
@@ -245,7 +250,7 @@ class CompiledProgram:
         """
         transport = init(self._settings.world, backend)
         files, held = of_rank_0(transport, lambda: (self.files, self.parts()))
-        keys = first_names(self._model.state_dict())
+        keys = transport.broadcast_object(first_names(self._model.state_dict()))
         program = load_rank(files, transport.rank, self.own)
         return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, elementwise=elementwise)
 

@@ -17,7 +17,7 @@ from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise, keeps_features
 from splitc.ir.graph import cut_of, info
 from splitc.ir.linears import as_linear
-from splitc.ir.neurons import EMBEDDINGS
+from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
 
 Layout = Literal["replicated", "sharded", "partial"]
@@ -69,9 +69,10 @@ def _rule(program: PlacedProgram, node: fx.Node, layouts: set[Layout]) -> tuple[
         return "sharded", "sharded"
     if node.target is comm_ops.slice_features:
         return "replicated", "sharded"
-    if node.op == "call_module" and info(node).sharded:  # an embedding, or a normalisation over examples
-        is_embedding = type(program.root.get_submodule(str(node.target))) in EMBEDDINGS
-        return "replicated" if is_embedding else "sharded", "sharded"
+    if info(node).sharded and embedding_weight(program, node) is not None:
+        return "replicated", "sharded"
+    if info(node).sharded and is_batch_norm(program, node):
+        return "sharded", "sharded"
     return "replicated", "replicated"
 
 

@@ -264,6 +264,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
         modulo,
         slice_batch,
         shard,
+        slice_features,
         copy_to_group,
         reduce_from_group,
         late_multiply,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -27,7 +28,6 @@ from splitc.ir.linears import Linear, as_linear, linear_layers
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.spec import DealtDims, Neurons
 
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 Runs = tuple[Neurons, ...]
@@ -53,7 +53,7 @@ class Dealing:
 def find_neurons(program: Program, graph: fx.Graph, ranks: int) -> Dealing:
     """Find the neurons that can be dealt to `ranks`, which get at least one of each layer."""
     whole: set[str] = set()
-    joined: dict[str, str] = {}
+    joined: dict[str, Runs] = {}
     while True:
         walk = _Walk(program, graph, ranks, whole, joined)
         if walk.finished():
@@ -63,7 +63,7 @@ def find_neurons(program: Program, graph: fx.Graph, ranks: int) -> Dealing:
 class _Walk:
     """One walk over the graph, which ends where a layer turns out to stay whole, or to be dealt with another."""
 
-    def __init__(self, program: Program, graph: fx.Graph, ranks: int, whole: set[str], joined: dict[str, str]) -> None:
+    def __init__(self, program: Program, graph: fx.Graph, ranks: int, whole: set[str], joined: dict[str, Runs]) -> None:
         self._program, self._graph, self._ranks = program, graph, ranks
         self._whole, self._joined = whole, joined
         self._linears = {
@@ -73,6 +73,7 @@ class _Walk:
         for layer in program.layers:
             for name in dict.fromkeys(layer.tensors):
                 self._users[name] = self._users.get(name, 0) + 1
+        self._calls = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
         self._values: dict[fx.Node, Runs] = {}
         self._normed: dict[fx.Node, bool] = {}
         self._made: dict[fx.Node, set[fx.Node]] = {}  # a value without a norm yet -> the layers that made it
@@ -102,8 +103,9 @@ class _Walk:
         linear = self._linear(node)
         if linear is not None and set(reads) <= {linear.value}:
             return self._visit_linear(node, linear)
-        if self._is_embedding(node):
-            self._deal(node, info(node).layer, f"{node.target}.weight", 1)
+        table = embedding_weight(self._program, node)
+        if table is not None and self._owns(node):
+            self._deal(node, info(node).layer, table, 1)
         if not reads:
             return True
         if isinstance(spec := info(node).spec, TensorSpec):
@@ -115,7 +117,8 @@ class _Walk:
             fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
             fits = (fits or keeps_features(node)) and all(n in self._values for n in tensors)
             if fits:
-                return self._join(tensors) and self._keep(node, tensors, self._values[tensors[0]])
+                values = tensors[:1] if keeps_features(node) else tensors  # view_as reads the shape of the other
+                return self._join(tensors) and self._keep(node, values, self._values[tensors[0]])
         elif all(user.op != "output" for user in node.users):
             return True  # a size
         return self._undeal(reads)
@@ -134,12 +137,12 @@ class _Walk:
 
     def _deal(self, node: fx.Node, layer: str, weight: str, dim: int) -> None:
         """Deal the outputs of a layer, unless it stays whole."""
-        spec, name = info(node).spec, self._found(layer)
-        if name in self._whole or not isinstance(spec, TensorSpec) or spec.shape[-1] < self._ranks:
+        runs = self._resolved((Neurons(layer, _shape(node)[-1]),)) if _shape(node) else ()
+        if not runs or any(run.layer in self._whole or run.width < self._ranks for run in runs):
             return
-        self._values[node] = (Neurons(name, spec.shape[-1]),)
+        self._values[node] = runs
         self._normed[node], self._made[node] = False, {node}
-        self._tensors.setdefault(weight, {})[dim] = self._values[node]
+        self._tensors.setdefault(weight, {})[dim] = runs
         self._splits[layer] = "columns"
 
     def _visit_norm(self, node: fx.Node, value: fx.Node) -> bool:
@@ -159,16 +162,22 @@ class _Walk:
 
     def _join(self, values: list[fx.Node]) -> bool:
         """Let values of one sum be dealt alike; return whether they were."""
-        first, *others = (self._values[value] for value in values)
-        for other in others:
-            if [run.width for run in first] != [run.width for run in other] or any(
-                bool(a.layer) != bool(b.layer) for a, b in zip(first, other, strict=True)
+        first, *others = sorted((self._values[value] for value in values), key=len, reverse=True)
+        for other in (other for other in others if other != first):
+            widths = [run.width for run in other]
+            if any(not run.layer for run in (*first, *other)) or widths not in (
+                [r.width for r in first],
+                [_width(first)],
             ):
                 return self._undeal(values)
-            for a, b in zip(first, other, strict=True):
-                if a != b:
-                    self._joined[b.layer] = a.layer
-        return all(other == first for other in others)
+            pairs = zip(first, other, strict=True) if len(other) == len(first) else ()
+            for ours, theirs in pairs:
+                if ours != theirs:
+                    self._joined[theirs.layer] = (ours,)
+            if len(other) < len(first):
+                self._joined[other[0].layer] = first
+            return False
+        return True
 
     def _undeal(self, values: list[fx.Node]) -> bool:
         self._whole.update(run.layer for value in values for run in self._values[value] if run.layer)
@@ -177,28 +186,25 @@ class _Walk:
     def _runs(self, value: fx.Node) -> Runs:
         return self._values.get(value) or (Neurons("", _shape(value)[-1]),)
 
-    def _found(self, layer: str) -> str:
-        """The layer that stands for all that are dealt alike."""
-        while layer in self._joined:
-            layer = self._joined[layer]
-        return layer
+    def _resolved(self, runs: Runs) -> Runs:
+        """The same features as runs of the layers that are dealt for others too."""
+        while any(run.layer in self._joined for run in runs):
+            runs = tuple(each for run in runs for each in self._joined.get(run.layer, (run,)))
+        return runs
 
     def _linear(self, node: fx.Node) -> Linear | None:
         return as_linear(self._program, node) if node.name in self._linears else None
 
-    def _is_embedding(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and self._module(node) in EMBEDDINGS and self._owns(node)
-
     def _is_batch_norm(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and self._module(node) is nn.BatchNorm1d and self._owns(node)
-
-    def _module(self, node: fx.Node) -> type[nn.Module]:
-        return type(self._program.root.get_submodule(str(node.target)))
+        if node.op != "call_module" or not self._owns(node):
+            return False
+        return type(self._program.root.get_submodule(str(node.target))) is nn.BatchNorm1d
 
     def _owns(self, node: fx.Node) -> bool:
-        """Whether no other layer, and no other call, reads the tensors of a module."""
-        calls = sum(other.op == "call_module" and other.target == node.target for other in self._graph.nodes)
-        return calls == 1 and all(self._users.get(name, 1) == 1 for name in tensors_of_node(self._program, node))
+        """Whether no other layer, and no other call, reads the tensors of a node."""
+        own = set(tensors_of_node(self._program, node))
+        calls = sum(bool(own.intersection(tensors_of_node(self._program, other))) for other in self._calls)
+        return calls == 1 and all(self._users.get(name, 1) == 1 for name in own)
 
     def _is_final(self, node: fx.Node) -> bool:
         """Whether no layer with parameters follows."""
@@ -214,11 +220,27 @@ class _Walk:
         return True
 
 
+def embedding_weight(program: Program, node: fx.Node) -> str | None:
+    """The parameter of a node that looks up rows of an embedding; None for any other node."""
+    if node.op == "call_module":
+        is_embedding = isinstance(program.root.get_submodule(str(node.target)), nn.Embedding | nn.EmbeddingBag)
+        return f"{node.target}.weight" if is_embedding else None
+    if node.target not in (F.embedding, F.embedding_bag):
+        return None
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
+
+
+def is_batch_norm(program: Program, node: fx.Node) -> bool:
+    """Whether a node is a module that normalises over examples."""
+    return node.op == "call_module" and isinstance(program.root.get_submodule(str(node.target)), _BatchNorm)
+
+
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """The first nodes after a value that are not elementwise functions of it alone."""
     for user in node.users:
         if (is_elementwise(user) and len(user.all_input_nodes) == 1) or keeps_features(user):
-            yield from _readers(user)
+            yield from _readers(user) if user.args[0] is node else ()
         else:
             yield user
 
@@ -233,6 +255,10 @@ def _is_concatenation(node: fx.Node, spec: TensorSpec) -> bool:
     """Whether a node concatenates features."""
     dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
     return node.target in (torch.cat, torch.concat, torch.concatenate) and dim in (-1, len(spec.shape) - 1)
+
+
+def _width(runs: Runs) -> int:
+    return sum(run.width for run in runs)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ def test_passes_run_in_reading_order() -> None:
         late-multiply
         synchronise-norms
         split-ranks
+        deal-neurons
         bucket-gradients
         insert-pulls
         schedule""")

@@ -272,12 +272,11 @@ def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> Non
     """)
 
 
-def test_a_layer_divided_by_rows_cannot_read_a_replicated_value() -> None:
+def test_a_layer_divided_by_rows_cannot_read_a_replicated_value_that_has_a_gradient() -> None:
     program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
-    placements = dict(program.plan.placements)
-    placements["fc1"] = replace(placements["fc1"], split="rows")
-    broken = program.placed(replace(program.plan, placements=placements))
-    with pytest.raises(PlacementError, match=r"fc1 .* is to be divided by rows, but its ranks have the whole"):
+    rows = {name: replace(place, split="rows") for name, place in program.plan.placements.items()}
+    broken = program.placed(replace(program.plan, placements=rows))  # the input of fc1 has no gradient, so it is sliced
+    with pytest.raises(PlacementError, match=r"fc2 .* is to be divided by rows, but its ranks have the whole"):
         program_after(ShardLayers, broken)
 
 
