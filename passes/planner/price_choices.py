@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from splitc.cost_models.memory.memory import exchanged_nbytes
+from splitc.cost_models.memory.memory import exchanged_nbytes, rank_memory
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
@@ -36,6 +36,12 @@ def price_choices(
     if not smallest(request.bounds(request.world)):
         why = f"{plan.global_batch} examples leave some of {request.world} ranks without any"
         return PricedPlan(strategy, plan, infeasible_because=why, exact=exact)
+    return price_plan(request, plan)
+
+
+def price_plan(request: Request, plan: Plan, proved: bool = False) -> PricedPlan:
+    """A plan, priced by what it computes and puts on the wire; infeasible where it does not fit."""
+    strategy, exact = plan.strategy, plan.exact
     try:
         program = lower_unchecked(request.program.placed(plan))
         seconds = step_seconds(request, program)
@@ -45,7 +51,7 @@ def price_choices(
     roles = plan.roles_of(0)
     why = "; ".join(shortage(roles, plan.ranks_by_roles[roles], need, request.memory_of(request.world), layers))
     bound = 0.0 if why or not seconds else plan.global_batch / seconds
-    return PricedPlan(strategy, plan, seconds, bound, proved=False, infeasible_because=why, exact=exact)
+    return PricedPlan(strategy, plan, seconds, bound, proved, infeasible_because=why, exact=exact)
 
 
 def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dict[str, float]]:
@@ -55,6 +61,10 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
     for name, place in plan.placements.items():
         batch = plan.peak_batch(place.role, plan.roles[place.role][0])
         needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
+        if place.holding == "subnet":  # a slice of it, beside the part that the rank owns between rounds
+            owned = rank_memory(request.held[name], 0.0, 0.0, request.optimizer_copies)
+            needed[name] *= request.subnet_share(name)
+            needed[name] += (owned.parameters + owned.optimizer_state) / plan.world
     return sum(needed.values()) + exchanged_nbytes(program, 0) + _accumulated_nbytes(request, plan), needed
 
 

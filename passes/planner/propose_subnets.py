@@ -9,21 +9,22 @@ from dataclasses import replace
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
-from splitc.ir.neurons import Dealing, find_neurons
-from splitc.ir.plan import LayerPlacement, Plan
+from splitc.ir.neurons import Dealing
+from splitc.ir.plan import LayerPlacement
 from splitc.ir.strategies import IndependentSubnets
 from splitc.passes.planner.assign_roles import LayerChoice, assign_roles
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pin_checks import contradictions
-from splitc.passes.planner.priced_plan import PricedPlan, infeasible, only_plan
-from splitc.passes.planner.request import Request, largest
+from splitc.passes.planner.price_choices import price_plan
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible
+from splitc.passes.planner.request import Request
 from splitc.runtime.spec import Rounds
 
 
 def independent_subnets(request: Request, options: IndependentSubnets) -> PricedPlan:
     """The plan that deals all hidden neurons."""
     program, world = request.program, request.world
-    dealing = find_neurons(program, program.graph, world)
+    dealing = request.dealing
     why = contradictions(request, options.name) + unfit(dealing, world)
     rules = cut_rules(program)
     inside = following(rules, dealing.splits)
@@ -39,7 +40,7 @@ def independent_subnets(request: Request, options: IndependentSubnets) -> Priced
         return infeasible(options.name, [str(error)], exact=False)
     placements = {name: _placement(request, place, dealing, name) for name, place in grouped.placements.items()}
     plan = replace(grouped, placements=placements, groups={}, rounds=Rounds(options.local_steps))
-    return only_plan(plan, _seconds(request, plan, dealing), [])
+    return price_plan(request, plan, proved=True)
 
 
 def unfit(dealing: Dealing, world: int) -> list[str]:
@@ -62,9 +63,3 @@ def _placement(request: Request, place: LayerPlacement, dealing: Dealing, layer:
     if dealt:
         return replace(place, holding="subnet", split=dealing.splits[layer], sync=sync, group=None)
     return replace(place, sync=sync)
-
-
-def _seconds(request: Request, plan: Plan, dealing: Dealing) -> float:
-    """Seconds of a step: computing, and a round's exchanges shared out to its steps."""
-    batch = largest(request.bounds(request.world))
-    return sum(request.seconds(layer, batch, request.world) for layer in plan.placements)

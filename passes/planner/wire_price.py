@@ -54,6 +54,8 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
         seconds *= grouping.num_microbatches
         if place.holding == "sharded":
             seconds /= grouping.size
+    if place.holding == "subnet":
+        seconds *= request.subnet_share(layer)
     if place.sync == "late_multiply":
         seconds *= 1 + (len(ranks) - 1) / 3
     return seconds
@@ -125,6 +127,11 @@ def _value(op: WireOp) -> Payload:
     return op.payload if op.kind == "collective" else replace(op.payload, rows=(0, 0), more=0)
 
 
+def _rounds(op: WireOp) -> int:
+    """Messages of a rank one after the other."""
+    return 1 if op.kind != "collective" else (2 - (op.algorithm == "all_to_all")) * (len(op.ranks) - 1)
+
+
 def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
     """Seconds of a rank's operations, each on its link, or at its measured rate."""
     latency = 0.0
@@ -136,7 +143,7 @@ def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
             sent[rate.bandwidth, True] += op.per_step
             continue
         kind = link.bandwidth, link.duplex
-        latency += op.times * link.latency * (1 if op.kind != "collective" else 2 * (len(op.ranks) - 1))
+        latency += op.times * link.latency * _rounds(op)
         if op.kind == "recv":
             received[kind] += op.nbytes
         else:
