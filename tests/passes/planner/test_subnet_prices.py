@@ -19,7 +19,9 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.strategies import IndependentSubnets, Strategy
 from splitc.passes.place import Place
+from splitc.passes.planner.price_choices import memory_needed
 from splitc.passes.planner.request import Request
+from splitc.passes.rewriting import lower_unchecked
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.compiled import analyse, class_batch
 
@@ -79,12 +81,24 @@ def test_more_ranks_and_longer_rounds_send_less() -> None:
     assert by_world == sorted(by_world, reverse=True) and by_steps == sorted(by_steps, reverse=True)
 
 
+def needed(world: int) -> tuple[float, list[float]]:
+    """Bytes that a rank needs, and those of the three matrices."""
+    request, found = Request(network(), toy(), world), plan(toy(), world, IndependentSubnets(local_steps=4))
+    total, layers = memory_needed(request, lower_unchecked(network().placed(found)))
+    return total, [layers[name] for name in layers if request.gradient(name)]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_rank_needs_what_it_owns_and_its_slices(world: int) -> None:
+    """Parameters with momentum: 1/n owned; 1/n or 1/n^2 of each matrix in a slice, with gradient and momentum."""
+    total, layers = needed(world)
+    for nbytes, (a, b), share in zip(layers, pairwise(N), (1 / world, 1 / world**2, 1 / world), strict=True):
+        assert nbytes == pytest.approx(4 * a * b * (2 / world + 3 * share), rel=0.15), "and activations"
+    assert total < sum(layers) * 2, "with two buffers of the slices"
+
+
 def test_a_model_that_does_not_fit_two_ranks_fits_four() -> None:
-    """Parameters with momentum: P / n owned; 1 / n or 1 / n^2 of each matrix in a slice, with gradient and momentum."""
-    whole = 4 * sum(a * b for a, b in pairwise(N))
-    (first, inner, last) = (4 * a * b for a, b in pairwise(N))
-    needs = {n: 2 * whole / n + 3 * ((first + last) / n + inner / n**2) for n in (2, 4)}
-    limit = (needs[2] + needs[4]) / 2
+    limit = (needed(2)[0] + needed(4)[0]) / 2
     assert plan(toy(), 4, IndependentSubnets(local_steps=4), memory=limit).world == 4
     with pytest.raises(PlacementError, match="of memory and has"):
         plan(toy(), 2, IndependentSubnets(local_steps=4), memory=limit)
