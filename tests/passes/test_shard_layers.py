@@ -17,6 +17,7 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.plan import Placement
+from splitc.ir.program import LoweredProgram
 from splitc.passes.shard_layers import ShardLayers
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
@@ -291,3 +292,14 @@ def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:
     program = compiled(model, (x,), target, F.cross_entropy, 2, "modulo_shard(mp=2)")
     assert {place.split for place in program.plan.placements.values() if place.split} == {"columns", "rows"}
     assert program.verify(steps=2).holds
+
+
+def test_a_normalisation_after_rows_reads_the_whole_sum() -> None:
+    """The last layer's outputs of independent subnets (IST 3.3), when ranks evaluate by their shards."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+    model.append(nn.BatchNorm1d(4, affine=False))
+    x, y = torch.randn(8, 8), torch.randint(4, (8,))
+    program = compiled(model, x, y, F.cross_entropy, 2, "independent_subnets").program
+    assert isinstance(program.evaluation, LoweredProgram)
+    shards = {name: dim for stage in program.evaluation.stages for name, dim in stage.shards.items()}
+    assert shards["1.running_mean"] == 0 and "4.running_mean" not in shards
