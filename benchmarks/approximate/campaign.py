@@ -138,7 +138,7 @@ class Measuring:
             world, part = bed.world, task.batch // bed.world
             examples = self._data[task.name]
             program = splitc.compile(
-                task.model(method.normalised),
+                task.model(),
                 world,
                 task.features(examples.inputs[:part]),
                 examples.labels[:part],
@@ -156,9 +156,7 @@ class Measuring:
         session, data = self._session, str(self._files[task.name])
         build = None if folder is None else str(folder)
         rate = task.rates[method.family]
-        session.do(
-            "open", task=task.name, data=data, folder=build, rate=rate, seed=key.seed, normalised=method.normalised
-        )
+        session.do("open", task=task.name, data=data, folder=build, rate=rate, seed=key.seed)
         session.testbed.watch_load()
         points: list[Point] = []
         seconds = sent = 0.0

@@ -12,15 +12,13 @@ class Method:
     """A way to train.
 
     family: the methods that share a learning rate.  strategy: splitc's; None is torch's DistributedDataParallel.
-    period: local steps of a round.  normalised: the model comes with its
-    normalisations; else the strategy inserts them.
+    period: local steps of a round.
     """
 
     name: str
     family: str
     strategy: str | None
     period: int = 1
-    normalised: bool = True
 
     def evaluations(self, steps: int) -> list[int]:
         """After how many steps a curve of `steps` is evaluated: between rounds, `GROWTH` apart, and at the end."""
@@ -37,8 +35,7 @@ def _local_sgd(period: int) -> Method:
 
 
 def _ist(steps: int) -> Method:
-    strategy = f"independent_subnets(local_steps={steps}, insert_norm=True)"
-    return Method(f"ist {steps}", "ist", strategy, steps, normalised=False)
+    return Method(f"ist {steps}", "ist", f"independent_subnets(local_steps={steps})", steps)
 
 
 _ALL = (

@@ -34,7 +34,7 @@ class CurveRank(SessionRank):
     def pace(self, task: str, data: str, steps: int) -> dict[str, Any]:
         """Median seconds of forward and backward of this rank's part of a batch, all ranks at once."""
         chosen, examples = TASKS[task], Data.load(Path(data))
-        model = chosen.model(normalised=True)
+        model = chosen.model()
         part = chosen.batch // self._transport.world
         inputs, labels = examples.inputs[:part], examples.labels[:part]
         times = []
@@ -46,9 +46,7 @@ class CurveRank(SessionRank):
             times.append(time.perf_counter() - begin)
         return {"seconds": statistics.median(times[WARM_UP:])}
 
-    def open(
-        self, task: str, data: str, folder: str | None, rate: float, seed: int, normalised: bool
-    ) -> dict[str, Any]:
+    def open(self, task: str, data: str, folder: str | None, rate: float, seed: int) -> dict[str, Any]:
         """Make the trainer of a curve: of the build in `folder`, or DistributedDataParallel without one."""
         self._task, self._seed, self._done = TASKS[task], seed, 0
         self._examples = Data.load(Path(data))
@@ -56,7 +54,7 @@ class CurveRank(SessionRank):
             self._trainer: Trainer = ByDdp(self._task, self._examples, rate, seed)
         else:
             build, transport = Path(folder), self._transport
-            self._trainer = BySplitc(self._task, self._examples, build, transport, rate, seed, normalised)
+            self._trainer = BySplitc(self._task, self._examples, build, transport, rate, seed)
         return {}
 
     def train(self, steps: int) -> dict[str, Any]:

@@ -19,16 +19,12 @@ SAMPLE = 2000  # training examples from which means and deviations for evaluatio
 
 
 class Perceptron(nn.Module):
-    """Linear layers with a ReLU between them.
+    """Linear layers with a ReLU between them; each is normalised over the batch, the last one too (IST 3.3)."""
 
-    normalised: each is followed by a normalisation over the batch without parameters, the last one too (IST 3.3).
-    """
-
-    def __init__(self, sizes: tuple[int, ...], normalised: bool) -> None:
+    def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
-        norms = (nn.BatchNorm1d(size, affine=False) for size in sizes[1:])
-        self.norms = nn.ModuleList(norms if normalised else (nn.Identity() for _ in sizes[1:]))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(size, affine=False) for size in sizes[1:])
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, features) -> (batch, classes)."""
@@ -68,10 +64,10 @@ class Task:
         """How many curves of a method there are on `world` ranks."""
         return self.repeated.get(world, 1)
 
-    def model(self, normalised: bool, seed: int = 0) -> Perceptron:
+    def model(self, seed: int = 0) -> Perceptron:
         """The model with the weights of a seed."""
         torch.manual_seed(seed)
-        return Perceptron(self.sizes, normalised)
+        return Perceptron(self.sizes)
 
     def features(self, inputs: Tensor) -> Tensor:
         """What the model takes, (batch, features), of stored inputs."""
@@ -91,7 +87,7 @@ def held_out(task: Task, examples: Data, state: Mapping[str, Tensor]) -> tuple[f
     Its normalisations use the means and deviations of `SAMPLE` training examples, taken layer by layer over the whole
     sample; what `state` says of them is not used.
     """
-    model = task.model(normalised=True)
+    model = task.model()
     weights = {key: value for key, value in state.items() if key.startswith("layers.")}
     model.load_state_dict(weights, strict=False)
     for norm in model.norms:

@@ -32,7 +32,7 @@ class ByDdp:
 
     def __init__(self, task: Task, examples: Data, rate: float, seed: int) -> None:
         self._task, self._examples = task, examples
-        self._model = task.model(normalised=True, seed=seed)
+        self._model = task.model(seed)
         self._replica = DistributedDataParallel(self._model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=rate)
 
@@ -52,12 +52,10 @@ class ByDdp:
 class BySplitc:
     """The worker of the build in `folder`, from the weights of a seed."""
 
-    def __init__(
-        self, task: Task, examples: Data, folder: Path, transport: Transport, rate: float, seed: int, normalised: bool
-    ) -> None:
+    def __init__(self, task: Task, examples: Data, folder: Path, transport: Transport, rate: float, seed: int) -> None:
         self._task, self._examples = task, examples
         self._worker = load_worker(folder, transport, lambda params: torch.optim.SGD(params, lr=rate), seed)
-        self._worker.load_state_dict(task.model(normalised, seed).state_dict() if transport.rank == 0 else None)
+        self._worker.load_state_dict(task.model(seed).state_dict() if transport.rank == 0 else None)
 
     def step(self, indices: Tensor) -> None:
         """Train on a global batch, of which every reader takes the part that it was compiled for."""
