@@ -22,14 +22,17 @@ from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.capture.twins import CASTS, WIDE
+from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
+from splitc.ir.neurons import find_neurons
 from splitc.ir.program import LoweredProgram, Program
 from splitc.runtime.launch.trial import Trial
-from splitc.runtime.seeded.draws import Draws
+from splitc.runtime.seeded.draws import Draws, Label, Layout
 from splitc.runtime.seeded.mode import SeededRandom
+from splitc.runtime.spec import Neurons
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.norm_groups import NormGroup, count_batches, further_calls, norm_groups, unit_examples
-from splitc.verify.rounds import Round, shared
+from splitc.verify.rounds import Round, Subnet, shared
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -37,7 +40,7 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 class _Replay(SeededRandom):
     """For one step: the ranks' random numbers, and each BatchNorm call over the groups of examples that they form.
 
-    masks: weight -> what the inputs of its linear layers are multiplied by.
+    subnet: what is trained of the model; dropout draws for it as for a tensor of its own.
     """
 
     def __init__(
@@ -46,16 +49,16 @@ class _Replay(SeededRandom):
         step: int,
         examples: tuple[int, int],
         groups: Sequence[Sequence[NormGroup]],
-        masks: Mapping[Tensor, Tensor],
+        subnet: Subnet,
     ) -> None:
         super().__init__(Draws(0, step, [examples]), draw_layouts(program))
-        self._calls, self._masks = iter(groups), masks
+        self._calls, self._subnet = iter(groups), subnet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and self._masks:
+        if func is F.linear and self._subnet.inputs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            return func(**given | {"input": given["input"] * self._masks.get(given["weight"], 1)})
+            return func(**given | {"input": given["input"] * self._subnet.inputs.get(given["weight"], 1)})
         if func is not F.batch_norm:
             return super().__torch_function__(func, types, args, kwargs)
         bound = inspect.signature(F.batch_norm).bind(*args, **kwargs)
@@ -70,6 +73,13 @@ class _Replay(SeededRandom):
             statistics = {} if group.counts else {"running_mean": None, "running_var": None}
             parts.append(func(value[group.rows], **{**options, **statistics}))
         return torch.cat(parts)[torch.cat([group.rows for group in groups]).argsort()]
+
+    def mask(self, value: Tensor, p: float, feature_dims: int, label: Label, layout: Layout | None = None) -> Tensor:
+        """`value` after dropout; features that others have are zero."""
+        if (own := self._subnet.drawn.get(label)) is None:
+            return super().mask(value, p, feature_dims, label, layout)
+        kept = super().mask(value.index_select(-1, own), p, feature_dims, label, layout)
+        return torch.zeros_like(value).index_copy(-1, own, kept)
 
 
 @dataclass(frozen=True)
@@ -135,19 +145,19 @@ class _Unit:
         """Keep a copy of the model's state, which the next unit will change."""
         self.state = {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
 
-    def step(self, number: int, batch: Mapping[str, Tensor], masks: Mapping[Tensor, Tensor]) -> None:
+    def step(self, number: int, batch: Mapping[str, Tensor], subnet: Subnet) -> None:
         """Train on this unit's examples."""
         first, last = self.examples
         dims = {each.name: each.spec.batch_dim or 0 for each in self._program.inputs}
         batch = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
         model, example = self._model, self._example
         self.optimizer.zero_grad()
-        replay = _Replay(self._program, number, self.examples, self._groups, masks)
+        replay = _Replay(self._program, number, self.examples, self._groups, subnet)
         with replay, own_draws(model, self._program.graph), under_autocast(model, self._program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         self.trial.losses.append(float(loss.detach()))
-        self.trial.gradients.append({} if masks else {n: gradient.clone() for n, gradient in _gradients(model)})
+        self.trial.gradients.append({} if subnet.inputs else {n: gradient.clone() for n, gradient in _gradients(model)})
         self.trial.states.append({})
         self.optimizer.step()
         for path, calls in self._further_calls.items():
@@ -157,18 +167,19 @@ class _Unit:
 def _train(training: Training) -> list[Trial]:
     plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
     dealt = {name: dims for stage in training.program.stages for name, dims in stage.dealt.items()}
+    drawn = dict(_drawn(training.program))
     units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
     alike = units[0].state.keys() & shared(model) if plan.rounds else units[0].state.keys()
     shares = [(unit.examples[1] - unit.examples[0]) / sum(training.local_batches) for unit in units]
     for number, first in enumerate(range(0, len(batches), period)):
-        now = Round(number, dealt, shares)
+        now = Round(number, dealt, drawn, shares)
         begin = training.states[first - 1] if first and training.states else units[0].state
         before = {name: begin[name] for name in alike}
         optimizer_before = {p: deepcopy(state) for p, state in units[0].optimizer.state.items() if dealt}
         for k, unit in enumerate(units):
             model.load_state_dict({**unit.state, **before})
             for step, batch in enumerate(batches[first : first + period], first):
-                unit.step(step, batch, now.masks(model, k))
+                unit.step(step, batch, now.subnet(model, k))
             unit.keep()
         if plan.rounds:
             together = {name: now.join(name, old, [unit.state[name] for unit in units]) for name, old in before.items()}
@@ -182,6 +193,14 @@ def _train(training: Training) -> list[Trial]:
         recomputed = dealt.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
         units[0].trial.states[-1] = {name: t for name, t in units[0].state.items() if name not in recomputed}
     return [unit.trial for unit in units]
+
+
+def _drawn(program: LoweredProgram) -> Iterator[tuple[Label, Sequence[Neurons]]]:
+    """Dropouts of dealt features."""
+    for stage in program.stages:
+        values = find_neurons(program, stage.graph, program.plan.world).values if stage.dealt else {}
+        nodes = [node for node in stage.graph.nodes if node.target is comm_ops.dropout and node.name in values]
+        yield from (((node.kwargs["draw"],), values[node.name]) for node in nodes)
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,29 +18,49 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from splitc.runtime.rounds.deal import indices
-from splitc.runtime.spec import DealtDims
+from splitc.runtime.seeded.draws import Label
+from splitc.runtime.spec import DealtDims, Neurons
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Subnet:
+    """What a unit has of a dealt model.
+
+    inputs: weight -> what the inputs of its linear layers are multiplied by.  drawn: dropout -> its features.
+    """
+
+    inputs: Mapping[Tensor, Tensor]
+    drawn: Mapping[Label, Tensor]
+
+
+@dataclass(frozen=True)
 class Round:
-    """A round of units.  dealt: tensor -> the neurons along its dims that are dealt.  shares: of units, of examples."""
+    """A round of units.  dealt: tensor -> the neurons along its dims that are dealt.  shares: of units, of examples.
+
+    drawn: dropout -> the neurons that its features are.
+    """
 
     number: int
     dealt: Mapping[str, DealtDims]
+    drawn: Mapping[Label, Sequence[Neurons]]
     shares: Sequence[float]
 
-    def neurons(self, name: str, dim: int, like: Tensor, unit: int) -> Tensor:
+    def subnet(self, model: nn.Module, unit: int) -> Subnet:
+        """What `unit` has in this round."""
+        weights = {name: p for name, p in model.named_parameters() if 1 in self.dealt.get(name, {})}
+        drawn = {label: torch.tensor(self._indices(runs, unit)) for label, runs in self.drawn.items()}
+        return Subnet({p: self._neurons(name, 1, p.detach(), unit) for name, p in weights.items()}, drawn)
+
+    def _indices(self, runs: Sequence[Neurons], unit: int) -> list[int]:
+        return indices(0, self.number, runs, unit, len(self.shares))
+
+    def _neurons(self, name: str, dim: int, like: Tensor, unit: int) -> Tensor:
         """1 for the indices along a dim of a tensor that `unit` has, 0 for others."""
         own = like.new_zeros(like.shape[dim])
-        own[indices(0, self.number, self.dealt[name][dim], unit, len(self.shares))] = 1
+        own[self._indices(self.dealt[name][dim], unit)] = 1
         return own
-
-    def masks(self, model: nn.Module, unit: int) -> dict[Tensor, Tensor]:
-        """Weight -> what its inputs are multiplied by."""
-        weights = {name: p for name, p in model.named_parameters() if 1 in self.dealt.get(name, {})}
-        return {p: self.neurons(name, 1, p.detach(), unit) for name, p in weights.items()}
 
     def join(self, name: str, old: Tensor, trained: Sequence[Tensor]) -> Tensor:
         """What units make of a tensor: each element is the mean over those that have it, or what it was before."""
@@ -49,7 +69,7 @@ class Round:
         for unit, tensor in enumerate(trained):
             own = torch.full_like(old, self.shares[unit])
             for dim in self.dealt.get(name, {}):
-                own *= self.neurons(name, dim, old, unit).view([-1 if d == dim else 1 for d in range(old.dim())])
+                own *= self._neurons(name, dim, old, unit).view([-1 if d == dim else 1 for d in range(old.dim())])
             total += own * tensor.where(own != 0, 0)
             weight += own
         return torch.where(weight != 0, total / weight, old)
