@@ -99,3 +99,27 @@ def joined(left: int, right: int, top: int) -> Network:
     for name in ("left", "right", "top"):
         axes |= of_norm(f"norm_{name}", name)
     return Network(Joined(left, right, top), masked, axes)
+
+
+class Skipped(nn.Module):
+    """A hidden layer, concatenated with the inputs before the last layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(INPUTS, width), nn.BatchNorm1d(width)
+        self.head = nn.Linear(width + INPUTS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.cat([torch.relu(self.norm(self.first(x))), x], 1))
+        return scores
+
+
+def skipped(width: int) -> Network:
+    """One layer, h; a part of the last weight is no layer's, and so all sites have it."""
+
+    def masked(w: Weights, x: Tensor, m: Masks) -> Tensor:
+        hidden = m["h"] * torch.relu(norm(w, "norm", linear(w, "first", x)))
+        return linear(w, "head", torch.cat([hidden, x], 1))
+
+    axes = of_linear("first", ["h"]) | of_norm("norm", "h") | of_linear("head", columns=["h", INPUTS])
+    return Network(Skipped(width), masked, axes)

@@ -34,7 +34,7 @@ class RoundComm:
 
     def collect(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
         """Return the slices of dealt tensors to the ranks that own them."""
-        self._subnets[stage].give_back()
+        self._subnets[stage].give_back(self._context.share)
 
     def average(self, stage: nn.Module, buckets: Sequence[Sequence[str]], optimizer: bool = False) -> None:
         """Average parameters, and statistics of normalisations, over all units, weighted by the round's examples.

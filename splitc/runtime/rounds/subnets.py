@@ -77,12 +77,19 @@ class Subnets:
         for name, shard in self._statistics.items():  # of this rank's examples and neurons alone: nothing reads them
             _set_buffer(self._stage, name, shard.new_zeros(self._shape(_Key(name), shard, None, self._own)))
 
-    def give_back(self) -> None:
-        """Return the slices to the ranks that own them, and give the stage its shards again."""
+    def give_back(self, share: float) -> None:
+        """Return the slices to the ranks that own them, and give the stage its shards again.
+
+        share: this rank's weight in the mean of what all ranks have, as a layer's inputs that are no neurons.
+        """
         slices, owned = self._held(), self._owned
         for key, tensor in slices.items():
             if key not in owned:  # state that the optimizer made in this round: zero where nothing was trained
                 owned[key] = torch.zeros_like(owned[_Key(key.name)], dtype=tensor.dtype)
+            if common := self._common(key):
+                at, dim = torch.tensor(common, device=tensor.device), self._dims[key.name]
+                tensor.index_copy_(dim, at, tensor.index_select(dim, at) * share)
+                owned[key].zero_()  # every row is added
         self._exchange(
             slices,
             give=lambda key, owner: self._narrowed(key, slices[key], owner),
@@ -161,7 +168,16 @@ class Subnets:
         (own, rows), *others = self._at(key, user, shard.device)
         for dim, index in others:
             values = shard.index_select(own, rows).index_copy_(dim, index, values)
-        shard.index_copy_(own, rows, values)
+        if self._common(key):
+            shard.index_add_(own, rows, values)
+        else:
+            shard.index_copy_(own, rows, values)
+
+    def _common(self, key: _Key) -> list[int]:
+        """Where this rank's slice of a tensor with one dealt dim has what all ranks have along it."""
+        dims, dim = self._dealt[key.name], self._dims[key.name]
+        dealt = [bool(layer) for layer, width in dims[dim] for _ in range(width)]
+        return [k for k, i in enumerate(self._indices[key.name][self._own][dim]) if not dealt[i] and len(dims) == 1]
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 

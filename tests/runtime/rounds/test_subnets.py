@@ -1,0 +1,184 @@
+"""Compiled subnets train as the paper's algorithms 1 and 2 do in one process, which are written apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitc.compiled import CompiledProgram
+from splitc.runtime.rounds.deal import deal
+from tests.support.compiled import compiled
+from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
+from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, residual, skipped
+from tests.support.subnets import Masks, Network, Trained, train_subnets
+
+F64 = torch.float64
+NETWORKS = {
+    "chain": lambda: chain(7, 9),
+    "no_bias": lambda: chain(6, 6, 7, bias=False),
+    "residual": lambda: residual(7),
+    "joined": lambda: joined(7, 5, 8),
+    "skipped": lambda: skipped(7),
+}
+
+
+def batches_of(updates: int, sizes: list[int], accumulate: int) -> list[tuple[Tensor, Tensor]]:
+    total = sum(sizes)
+    return [
+        (torch.randn(total, INPUTS, dtype=F64), torch.randint(0, CLASSES, (total,)))
+        for _ in range(updates * accumulate)
+    ]
+
+
+def layers(network: Network, made: CompiledProgram) -> dict[str, str]:
+    """Hidden layer of the network -> the layer in whose name its neurons are dealt."""
+    dealt = {name: dims for stage in made.program.stages for name, dims in stage.dealt.items()}
+    found: dict[str, str] = {}
+    for name, axes in network.axes.items():
+        for dim, axis in enumerate(axes):
+            assert len(axis) == len(dealt.get(name, {}).get(dim, ())), name
+            for layer, run in zip(axis, dealt.get(name, {}).get(dim, ()), strict=True):
+                if isinstance(layer, str):
+                    assert found.setdefault(layer, run.layer) == run.layer
+    assert len(set(found.values())) == len(network.widths)
+    return found
+
+
+def masks(network: Network, names: dict[str, str], number: int, site: int, sites: int) -> Masks:
+    found = {}
+    for layer, width in network.widths.items():
+        found[layer] = torch.zeros(width, dtype=F64)
+        found[layer][list(deal(0, number, names[layer], width, sites)[site])] = 1
+    return found
+
+
+def agrees(
+    network: Network,
+    world: int,
+    local_steps: int,
+    optimizer: Any = sgd,
+    sizes: list[int] | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> Trained:
+    """Train three rounds both ways, and compare each loss and the parameters after each round."""
+    network.model.double()
+    sizes = sizes or [6] * world
+    batches = batches_of(3 * local_steps, sizes, accumulate)
+    x, y = (tensor[: sizes[0]] for tensor in batches[0])
+    made = compiled(network.model, (x,), y, F.cross_entropy, world, f"independent_subnets({local_steps=})")
+    names = layers(network, made)
+    split = [[x.split(sizes), y.split(sizes)] for x, y in batches]
+    updates = [
+        [[(x[site], y[site]) for x, y in split[first : first + accumulate]] for site in range(world)]
+        for first in range(0, len(split), accumulate)
+    ]
+    expected = train_subnets(
+        network,
+        updates,
+        local_steps,
+        lambda number, site: masks(network, names, number, site, world),
+        optimizer,
+        clip_norm=clip_norm,
+    )
+    number = local_steps * accumulate
+
+    def run(worker: Any) -> tuple[list[float], list[dict[str, Tensor] | None]]:
+        worker.use_sizes(sizes)
+        losses, states = [], []
+        for step, batch in enumerate(batches, 1):
+            losses.append(float(worker.step(*part_of(worker, batch, sizes))))
+            if step % number == 0:
+                states.append(worker.state_dict())
+        return losses, states
+
+    results = on_workers(made, run, optimizer=optimizer, accumulate=accumulate, clip_norm=clip_norm)
+    shares = [size / sum(sizes) for size in sizes]
+    for step in range(len(batches)):
+        own = [losses[step] for losses in expected.losses]
+        mean = sum(share * loss for share, loss in zip(shares, own, strict=True))
+        wanted = own if (step + 1) % number else [mean] * world
+        assert [losses[step] for losses, _ in results] == pytest.approx(wanted, rel=1e-9)
+    for got, weights in zip(results[0][1], expected.weights, strict=True):
+        assert got is not None
+        for key, value in weights.items():
+            torch.testing.assert_close(got[key], value, rtol=0, atol=1e-9, msg=partial("{}: {}".format, key))
+    return expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_subnets_train_as_the_paper_says(name: str, world: int) -> None:
+    torch.manual_seed(world)
+    index = list(NETWORKS).index(name)
+    agrees(NETWORKS[name](), world, 1 + (world + index) % 3, (sgd, adam, decaying)[(world + index // 2) % 3])
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam, decaying])
+@pytest.mark.parametrize("local_steps", [1, 2, 3])
+def test_state_of_an_optimizer_travels_with_its_neurons(local_steps: int, optimizer: Any) -> None:
+    agrees(chain(7, 5), 3, local_steps, optimizer)
+
+
+def test_norms_of_gradients_are_those_of_a_subnet() -> None:
+    free, clipped = (agrees(chain(7, 5), 2, 2, clip_norm=limit) for limit in (None, 0.05))
+    assert free.losses != clipped.losses
+
+
+def test_batches_are_accumulated_to_updates() -> None:
+    agrees(chain(7, 5), 2, 2, accumulate=3)
+
+
+def test_sizes_of_batches_weigh_what_is_averaged() -> None:
+    agrees(skipped(7), 3, 2, adam, sizes=[4, 9, 2])
+
+
+def test_one_rank_and_one_step_are_plain_training() -> None:
+    torch.manual_seed(0)
+    network = chain(7, 5)
+    network.model.double()
+    batches = batches_of(4, [6], 1)
+    (x, y), model = batches[0], network.model
+    made = compiled(model, (x,), y, F.cross_entropy, 1, "independent_subnets(local_steps=1)")
+    ((losses, state),) = on_workers(
+        made, lambda worker: ([float(worker.step(*batch)) for batch in batches], worker.state_dict()), optimizer=adam
+    )
+    optimizer = adam(list(model.named_parameters()))
+    for loss, (x, y) in zip(losses, batches, strict=True):
+        optimizer.zero_grad()
+        value = F.cross_entropy(model(x), y)
+        value.backward()
+        optimizer.step()
+        assert loss == pytest.approx(float(value.detach()), rel=1e-12)
+    assert state is not None
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(state[key], parameter.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_deal_that_is_returned_without_steps_changes_no_bit(world: int) -> None:
+    torch.manual_seed(0)
+    network = joined(7, 5, 8)
+    x, y = torch.randn(6, INPUTS), torch.randint(0, CLASSES, (6,))
+    made = compiled(network.model, (x,), y, F.cross_entropy, world, "independent_subnets(local_steps=2)")
+    before = {name: parameter.detach().clone() for name, parameter in network.model.named_parameters()}
+
+    def still(params: Iterable[Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.0)
+
+    def run(worker: Any) -> dict[str, Tensor] | None:
+        for _ in range(5):
+            worker.step(x, y)
+        state: dict[str, Tensor] | None = worker.state_dict()
+        return state
+
+    state = on_workers(made, run, optimizer=still)[0]
+    assert state is not None
+    dealt = {name for name, axes in network.axes.items() if any(axes)}
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items() if name in dealt)
