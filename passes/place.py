@@ -33,7 +33,8 @@ from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from splitc.compiled import CompiledProgram
     from splitc.errors import CaptureError, CostError, InternalError, LaunchError, PlacementError, SplitcError
     from splitc.ir.cluster import Cluster, Device, Link
-    from splitc.ir.plan import Grouping, Placement, Plan
+    from splitc.ir.placements import Grouping, Placement
+    from splitc.ir.plan import Plan
     from splitc.ir.prediction import Candidate
     from splitc.ir.strategies import (
         Auto,
@@ -39,7 +40,8 @@ _MODULES = {
     "compiled": "CompiledProgram",
     "ir.cluster": "Cluster Device Link",
     "errors": "SplitcError CaptureError CostError PlacementError LaunchError InternalError",
-    "ir.plan": "Plan Placement Grouping",
+    "ir.placements": "Grouping Placement",
+    "ir.plan": "Plan",
     "ir.prediction": "Candidate",
     "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle IndependentSubnets LateMultiply "
     "LocalSGD ModuloShard ParameterServer",

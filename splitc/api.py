@@ -17,7 +17,8 @@ from splitc.errors import LaunchError
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.strategies import Strategy, parse_strategy
 from splitc.passes.measure_costs import COUNTED, require_costs
 

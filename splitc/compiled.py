@@ -24,7 +24,8 @@ from splitc.errors import InternalError, LaunchError
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategies import IndependentSubnets, Strategy, parse_strategy

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
-from splitc.ir.plan import Grouping, LayerPlacement, Plan
+from splitc.ir.placements import Grouping, LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.request import Request

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from splitc.ir.plan import HOLDINGS, SPLITS
+from splitc.ir.placements import HOLDINGS, SPLITS
 from splitc.ir.roles import MAX_STAGES
 from splitc.passes.planner.assign_roles import ONE, LayerChoice
 from splitc.passes.planner.pins import Pin, quote_layers

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError, bullets
 from splitc.ir.names import near_name
-from splitc.ir.plan import HOLDINGS, SPLITS, SYNCS, Placement
+from splitc.ir.placements import HOLDINGS, SPLITS, SYNCS, Placement
 from splitc.ir.roles import ROLES, STAGE_OF_ROLE
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from splitc import units
 from splitc.cost_models.papers.stanza import Symbols, ps_step_seconds
-from splitc.ir.plan import SERVER, LayerPlacement, Plan
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import SERVER, Plan
 from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.pin_checks import contradictions, unsummed

@@ -10,7 +10,7 @@ from dataclasses import replace
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
 from splitc.ir.neurons import Dealing
-from splitc.ir.plan import LayerPlacement
+from splitc.ir.placements import LayerPlacement
 from splitc.ir.strategies import IndependentSubnets
 from splitc.passes.planner.assign_roles import LayerChoice, assign_roles
 from splitc.passes.planner.cuts import cut_rules, following

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitc import units
-from splitc.ir.plan import LayerPlacement, Plan
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.passes.planner.priced_plan import PricedPlan
 from splitc.passes.planner.request import Request, largest
 from splitc.passes.planner.separation import Separation

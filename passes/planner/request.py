@@ -19,7 +19,8 @@ from splitc.ir.dealt import share_of
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
 from splitc.ir.neurons import Dealing, find_neurons
-from splitc.ir.plan import LayerPlacement, Plan
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out

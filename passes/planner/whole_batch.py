@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Grouping, Plan
+from splitc.ir.placements import Grouping
+from splitc.ir.plan import Plan
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.wire_price import step_seconds

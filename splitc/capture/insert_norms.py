@@ -51,9 +51,10 @@ class _Normed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         values: Tensor = super().forward(*args, **kwargs)
         if values.dim() == 2:
-            normalised: Tensor = self.norm(values)
-            return normalised
-        return self.norm(values.flatten(0, -2)).view_as(values)
+            values = self.norm(values)
+            return values
+        normalised: Tensor = self.norm(values.flatten(0, -2))
+        return normalised.view_as(values)
 
 
 class NormedLinear(_Normed, nn.Linear):

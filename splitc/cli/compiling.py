@@ -33,7 +33,8 @@ from splitc.ir.autocast import autocast_for, require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Pass
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy

@@ -11,7 +11,8 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from splitc.ir.names import is_role, near_name
-from splitc.ir.plan import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES, Plan
+from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
-from splitc.ir.plan import ALL_REDUCES, SCHEMES, UPDATES
+from splitc.ir.placements import ALL_REDUCES, SCHEMES, UPDATES
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
+from torch import Tensor
+
 from .errors import LaunchError
 from .role_comm import RoleComm
 from .spec import RankSpec, RoleSpec, StepContext, microbatch_examples, refused_batch
@@ -75,6 +77,11 @@ class Rank:
     def sent_bytes(self) -> int:
         """Payload bytes that this rank has sent in steps so far, as the communication nodes define them."""
         return self._messages.sent_bytes + sum(comm.sent_bytes for comm in self.comms)
+
+    def on_device(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of a batch on this rank's device."""
+        device = self.transport.device
+        return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
 
     def comm(self, role: str) -> RoleComm:
         """The communicator of a role."""

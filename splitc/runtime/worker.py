@@ -12,12 +12,12 @@ from . import data
 from .checkpoint import broadcast_state, gather_state
 from .clipping import clip
 from .errors import LaunchError
+from .evaluation import Evaluation
 from .optimizers import STEP, OptimizerFactory, make_optimizers
 from .progress import Progress
 from .rank import Rank
 from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
-from .statistics import Statistics
 from .transport.base import Transport
 
 
@@ -76,7 +76,7 @@ class Worker:
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
         self._round = Progress(program, self.rank, self.stage)
-        self._statistics = Statistics(self.stage, self.rank.spec.recomputed, self._evaluate)
+        self._evaluation = Evaluation(self.rank, self._state, program.evaluate)
         for comm in self.rank.comms:
             comm.optimizer_state = self._optimizer_state
 
@@ -120,7 +120,7 @@ class Worker:
         context = self._context(True, is_first, is_last, ends_round)
         with self.rank.step(context) as comms:
             self._round.begin(comms)
-            loss: Tensor = self._program.step(*comms, self.stage, *self._on_device(batch))
+            loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
             if is_last:
                 self._finish_gradients()
         for buffer, value in context.stored:
@@ -130,7 +130,7 @@ class Worker:
         if is_last and self.optimizer is not None:
             self.optimizer.step()
         self._round.count(self.batch_offsets, is_last)
-        self._statistics.keep(batch, self._sizes)
+        self._evaluation.keep(batch, context)
         if ends_round:
             self._round.end(context)
         return loss
@@ -153,7 +153,7 @@ class Worker:
         batch = self._checked(batch)
         self.end_round()
         self.recompute_statistics()
-        return self._evaluate(batch, self._sizes)
+        return self._evaluation.loss(batch, self._context(training=False))
 
     def shard(
         self,
@@ -231,7 +231,8 @@ class Worker:
         since.  Evaluating and saving do so by themselves (IST 3.3).  Collective.
         """
         self.end_round()
-        self._statistics.recompute(None if batches is None else [(self._checked(b), self._sizes) for b in batches])
+        sample = None if batches is None else [(self._checked(b), self._context(training=False)) for b in batches]
+        self._evaluation.recompute(sample)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -277,10 +278,6 @@ class Worker:
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
         return data.checked(batch, self.rank.spec, self.batch_offsets, self._transport.device)
 
-    def _on_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        device = self._transport.device
-        return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
-
     def _finish_gradients(self) -> None:
         """Average the gradients of accumulated batches, and clip them."""
         gradients = self._state.trained_gradients()
@@ -292,28 +289,7 @@ class Worker:
             counted = [gradient for name, gradient in gradients if self._state.is_first_holder(name, together)]
             clip(self._transport, [gradient for _, gradient in gradients], counted, self._clip_norm, together)
 
-    def _evaluate(self, batch: tuple[Tensor, ...], sizes: tuple[int, ...] | None) -> Tensor:
-        """The loss of a checked batch in evaluation mode."""
-        self.batch_offsets = self.rank.batch_offsets(sizes)
-        training = [module for module in self.stage.modules() if module.training]
-        self.stage.eval()
-        try:
-            with torch.no_grad(), self.rank.step(self._context(training=False)) as comms:
-                self._broadcast_buffers()
-                loss: Tensor = self._program.evaluate(*comms, self.stage, *self._on_device(batch))
-        finally:
-            for module in training:
-                module.training = True
-        return loss
-
     def _optimizer_state(self, parameter: torch.nn.Parameter) -> MutableMapping[str, Any]:
         """The state of a parameter in its optimizer."""
         states = (each.state for each in self._optimizers.values())
         return next((state[parameter] for state in states if parameter in state), {})
-
-    def _broadcast_buffers(self) -> None:
-        """Overwrite all buffers by those of the first rank that holds them."""
-        buffers = dict(self.stage.named_buffers())
-        holders = self._state.buffer_holders()
-        for work in [self._transport.broadcast(buffers[key], ranks[0], ranks) for key, ranks in holders.items()]:
-            work.wait()

@@ -17,7 +17,7 @@ import pytest
 from splitc.cli.compiling import listed, parse_pins
 from splitc.cli.options import memory, parse
 from splitc.cli.progress import Step
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from tests import ROOT
 from tests.support.command import NET, splitc
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from splitc.cli.plan_file import read_plan_file
-from splitc.ir.plan import Grouping
+from splitc.ir.placements import Grouping
 from tests import ROOT
 from tests.support.command import NET, edited, splitc
 

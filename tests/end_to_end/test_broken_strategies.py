@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
 from splitc.ir.actions import Action
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
 from splitc.passes.schedule import Schedule
 from splitc.runtime.transport.base import Mismatch

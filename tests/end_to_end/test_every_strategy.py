@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned

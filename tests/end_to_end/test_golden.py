@@ -19,7 +19,8 @@ from examples.mlp import mlp
 from examples.resnet import resnet18
 from splitc.compiled import CompiledProgram
 from splitc.ir.actions import print_actions
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from splitc.checks.graph import every_layer_placed
 from splitc.errors import PlacementError
-from splitc.ir.plan import Grouping, Plan
+from splitc.ir.placements import Grouping
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, compiled
 from tests.support.sampling import sampled

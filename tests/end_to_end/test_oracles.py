@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.worker import Worker
 from tests.support.every_strategy import Small, images, planned

@@ -15,7 +15,7 @@ from splitc.cost_models.papers.ist import Symbols, ist_nbytes
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.actions import Action
 from splitc.ir.dealt import slice_numel
-from splitc.ir.plan import LayerPlacement
+from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import nbytes_trained, wire
 from splitc.runtime.spec import DealtDims, Neurons

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from splitc.errors import LaunchError
-from splitc.ir.plan import SCHEMES, Grouping, LayerPlacement, Plan
+from splitc.ir.placements import SCHEMES, Grouping, LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.ir.prediction import Prediction
 from splitc.ir.shares import serve, share_out
 from tests.conftest import GOLDEN

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp

@@ -9,7 +9,7 @@ import pytest
 from splitc.errors import InternalError
 from splitc.ir.graph import update_info
 from splitc.ir.pass_manager import run_pass
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.passes.late_multiply import LateMultiply
 from tests.support.printed import placed, printed, program_after, program_before, two_layers
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
 from splitc.passes.shard_layers import ShardLayers
 from tests.support.compiled import compiled

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.plan import Grouping, Plan
+from splitc.ir.placements import Grouping
+from splitc.ir.plan import Plan
 from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom

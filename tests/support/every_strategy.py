@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, compiled
 

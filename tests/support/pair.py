@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from splitc.ir.graph import copy_graph
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from tests.support.compiled import analyse
 from tests.support.printed import placed, printed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from splitc.ir.graph import info
 from splitc.ir.pass_manager import Pass, run_pass
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.printer import print_program
 from splitc.ir.program import PlacedProgram, Program
 from splitc.passes.place import Place

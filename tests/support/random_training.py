@@ -16,7 +16,7 @@ from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import PlacementError, SplitcError
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.program import Program
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom

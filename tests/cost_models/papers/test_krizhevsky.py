@@ -14,7 +14,7 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.papers.conv_fc_split import conv_fc_split
 from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
 from splitc.errors import CostError
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 from tests.support.compiled import compiled

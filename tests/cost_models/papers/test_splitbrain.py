@@ -10,7 +10,7 @@ from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.cost_models.papers.splitbrain import Layer, ccr, divided_weights, held, memory_saving, operations, partition
 from splitc.errors import CostError
 from splitc.ir.linears import linear_layers
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from splitc.report.figures import Figures
 from tests.support.compiled import compiled
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg

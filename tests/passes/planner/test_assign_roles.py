@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Grouping, LayerPlacement, Placement, Plan
+from splitc.ir.placements import Grouping, LayerPlacement, Placement
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.assign_roles import ALL, ONE, LayerChoice, apply_pins, assign_roles
 from splitc.passes.planner.pins import resolve_pins

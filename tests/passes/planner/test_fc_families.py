@@ -15,7 +15,8 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import run_pass
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.strategies import ModuloShard, parse_strategy
 from splitc.passes.place import Place

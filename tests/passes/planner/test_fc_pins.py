@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Placement, Plan
+from splitc.ir.placements import Placement
+from splitc.ir.plan import Plan
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images, planned
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from splitc.errors import PlacementError
-from splitc.ir.plan import Placement
+from splitc.ir.placements import Placement
 from tests.support.every_strategy import planned
 
 SHARDED = Placement(holding="sharded", group=2)

@@ -25,7 +25,8 @@ from splitc.ir.comm_ops import pull
 from splitc.ir.graph import copy_graph
 from splitc.ir.layers import Layer
 from splitc.ir.pass_manager import run_pass, run_passes
-from splitc.ir.plan import SERVER, LayerPlacement, Plan
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import SERVER, Plan
 from splitc.ir.server_rows import pieces
 from splitc.ir.shares import share_out
 from splitc.ir.wire import wire

@@ -1,0 +1,63 @@
+"""How the layers of a plan are placed: who runs them, how parameters are held, and how gradients are summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+HOLDINGS = ("replicated", "sharded", "subnet")
+SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
+SPLITS = ("columns", "rows")
+SCHEMES = ("BK", "B", "B/K")
+UPDATES = ("once", "every")
+ALL_REDUCES = ("backend", "recursive_doubling")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pin: where a user wants a layer to run (role), how parameters are held and how gradients are summed (sync).
+
+    The planner chooses the parts that are None.  group: the size of a model-parallel group.  split: how a sharded
+    linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come from a
+    layer divided by columns, without a gather in between).
+    """
+
+    role: str | None = None
+    holding: str | None = None
+    sync: str | None = None
+    group: int | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlacement(Placement):
+    """Where a plan runs a layer, how its parameters are held and how its gradients are summed.
+
+    group, split: of a sharded layer, None for others.
+    """
+
+    role: str = field()
+    holding: str = field()
+    sync: str = field()
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many parts its parameters are divided."""
+        return self.group if self.holding == "sharded" and self.group else 1
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The model-parallel groups of a role (SplitBrain 3): `size` ranks work on the examples of all of them.
+
+    scheme: which of them make a microbatch (Krizhevsky 2014): "BK" all examples of all members; "B" one member's
+    examples; "B/K" a part of each member's.  Gradients of all microbatches add up.
+    updates: "once" after all microbatches (exact), or "every" microbatch one (the paper's K updates, approximate).
+    """
+
+    size: int
+    scheme: str = "B/K"
+    updates: str = "once"
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 if self.scheme == "BK" else self.size
