@@ -8,12 +8,15 @@ them in that order (docs/design.md, "Order on the wire").  The last bucket holds
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar
 
 from torch.nn.modules.batchnorm import _NormBase
 
 from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
+from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage
@@ -30,18 +33,25 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     nbytes: int = 16_000_000
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        return replace(program, stages=tuple(self._fill(program, stage) for stage in program.stages))
+        fragments = _fragments(program)
+        return replace(program, stages=tuple(self._fill(program, stage, fragments) for stage in program.stages))
 
-    def _fill(self, program: LoweredProgram, stage: Stage) -> Stage:
+    def _fill(self, program: LoweredProgram, stage: Stage, fragments: Mapping[str, tuple[str, int]]) -> Stage:
         summed, pushed = (
             [p for node in stage.graph.nodes if node.target is function for p in node.kwargs["parameters"]]
             for function in (comm_ops.all_reduce, comm_ops.push)
         )
+        averaged = [
+            (bucket, k)
+            for k in range(program.plan.rounds.fragments if program.plan.rounds else 0)
+            for bucket in self._buckets(program, [name for name, own in fragments.items() if own == (stage.role, k)])
+        ]
         return replace(
             stage,
             buckets=self._buckets(program, summed),
             served=self._buckets(program, pushed),
-            averaged=self._buckets(program, _averaged(program, stage)),
+            averaged=tuple(bucket for bucket, _ in averaged),
+            fragments=tuple(k for _, k in averaged),
         )
 
     def _buckets(self, program: Program, names: list[str]) -> tuple[tuple[str, ...], ...]:
@@ -59,10 +69,31 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         return tuple(map(tuple, buckets))
 
 
+def _fragments(program: LoweredProgram) -> dict[str, tuple[str, int]]:
+    """What units average -> its role, the first of those with a copy, and its fragment.
+
+    Fragments are consecutive in the order of layers, of about as many bytes, and none is empty.
+    Raises PlacementError for more fragments than tensors.
+    """
+    if program.plan.rounds is None:
+        return {}
+    roles = {name: stage.role for stage in reversed(program.stages) for name in _averaged(program, stage)}
+    names = list(dict.fromkeys(name for layer in program.layers for name in layer.tensors if name in roles))
+    count = program.plan.rounds.fragments
+    if count > max(len(names), 1):
+        raise PlacementError(f"{count} fragments were asked for, but units average only {len(names)} tensors")
+    sizes = [program.tensors[name].nbytes for name in names]
+    middles = [before + size / 2 for before, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    found, fragment = {}, -1
+    for k, (name, middle) in enumerate(zip(names, middles, strict=True)):
+        near = int(count * middle / sum(sizes)) if middle else 0
+        fragment = min(max(near, count - len(names) + k), fragment + 1, count - 1)
+        found[name] = roles[name], fragment
+    return found
+
+
 def _averaged(program: LoweredProgram, stage: Stage) -> list[str]:
     """What units train apart, and hold whole or in equal shards: parameters, and statistics of normalisations."""
-    if program.plan.rounds is None:
-        return []
     statistics = {
         f"{path}.{name}"
         for path, module in program.root.named_modules()

@@ -1,6 +1,8 @@
 """Propose plans that train in rounds: units of ranks by themselves, which average their parameters after each round.
 
-T = compute(largest share) + ring(parameters and statistics) / updates in a round
+T = compute(largest share) + ring(parameters) / updates in a round
+
+Of fragments that travel during `delay` updates, only what takes longer than these counts.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from splitc.ir.strategies import LocalSGD
 from splitc.passes.planner.priced_plan import PricedPlan, only_plan
 from splitc.passes.planner.propose_replicated import on_all
 from splitc.passes.planner.request import Request, largest
-from splitc.runtime.spec import Rounds
 
 
 def local_sgd(request: Request, options: LocalSGD) -> PricedPlan:
@@ -23,10 +24,12 @@ def local_sgd(request: Request, options: LocalSGD) -> PricedPlan:
         name: replace(place, sync="average" if place.sync == "all_reduce" else place.sync)
         for name, place in priced.plan.placements.items()
     }
-    plan = replace(priced.plan, placements=placements, rounds=Rounds(options.period))
+    rounds = options.rounds(unit=1)
+    plan = replace(priced.plan, placements=placements, rounds=rounds)
     batch = largest(request.bounds(request.world))
     seconds = sum(request.seconds(layer, batch, request.world) for layer in placements)
     averaged = sum(request.gradient(layer) for layer in placements)
-    if averaged:
-        seconds += request.all_reduce_seconds(averaged, range(request.world)) / options.period
+    if averaged and rounds is not None:
+        travels = request.all_reduce_seconds(averaged / rounds.fragments, range(request.world))
+        seconds += max(0.0, travels - rounds.delay * seconds) * rounds.fragments / rounds.steps
     return only_plan(plan, seconds, [priced.infeasible_because] if priced.infeasible_because else [])

@@ -155,7 +155,10 @@ def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: Ra
 
 def _functions(spec: RankSpec) -> tuple[str, ...]:
     """The functions of a role's file that the worker calls."""
-    return ("begin_round", "end_round", "evaluate", "step") if spec.rounds else ("evaluate", "step")
+    if spec.rounds is None:
+        return "evaluate", "step"
+    turns = ("after_update",) if spec.rounds.in_turns else ()
+    return (*turns, "begin_round", "end_round", "evaluate", "step")
 
 
 def _value(value: Any, before: str = "") -> list[str]:

@@ -131,7 +131,7 @@ def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) ->
 
 def _averaged(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
     name = averaged_name(rank_program, stage)
-    return _in_buckets(program, stage, stage.averaged, f"{name} = (  # averaged together over the units after a round")
+    return _in_buckets(program, stage, stage.averaged, f"{name} = (  # averaged together over the units in a round")
 
 
 def _dealt(rank_program: RankProgram, stage: Stage) -> list[str]:

@@ -13,6 +13,7 @@ from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.wire import bucket_nbytes
+from splitc.runtime.spec import Rounds
 
 _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")
 _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
@@ -30,7 +31,11 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[s
     lines = train.function("step", step)
     if program.plan.rounds:
         lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
-        lines += ["", "", *train.round_function("end_round", "After the last update of a round.", END_ROUND)]
+        if program.plan.rounds.in_turns:
+            lines += ["", "", *train.after_update(program.plan.rounds)]
+            lines += ["", "", *train.round_function("end_round", "Before the state is read.", ("average",))]
+        else:
+            lines += ["", "", *train.round_function("end_round", "After the last update of a round.", END_ROUND)]
     return [*lines, "", "", *_evaluate(program, rank_program, loss)]
 
 
@@ -97,6 +102,19 @@ class _StepWriter:
         body = [line for a in self._rank_program.actions if a.verb in verbs for line in self._lines(a)]
         return [f"def {name}({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
 
+    def after_update(self, rounds: Rounds) -> list[str]:
+        """The function of fragments that take turns."""
+        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", "update"])
+        travels = f"; it arrives {rounds.delay} update{'s' * (rounds.delay > 1)} later" if rounds.delay else ""
+        body: list[Line] = []
+        for update in sorted({a.update for a in self._rank_program.actions if a.update}):
+            body.append((f"if update == {update}:", ""))
+            actions = [a for a in self._rank_program.actions if a.update == update]
+            lines = [line for a in actions for line in self._exchange(a, waits=not rounds.delay)]
+            body += [(f"    {text}", note) for text, note in lines]
+        doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
+        return [f"def after_update({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
+
     def _inputs(self) -> list[str]:
         """The inputs of the program that any of the stages reads or passes on."""
         found = []
@@ -157,8 +175,8 @@ class _StepWriter:
                 return [(f"{comm}.deal(stage, {dealt_name(self._rank_program, stage)})", "this rank's slices arrive")]
             case "collect":
                 return [(f"{comm}.collect(stage, {dealt_name(self._rank_program, stage)})", "back to their owners")]
-            case "average":
-                return self._average(stage, comm) if action.bucket == 0 else []
+            case "keep" | "average":
+                return self._exchange(action)
             case "forward":
                 return self._forward(stage, comm)
             case "backward":
@@ -189,11 +207,28 @@ class _StepWriter:
             return [*lines, (line, "")]
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
 
-    def _average(self, stage: Stage, comm: str) -> list[Line]:
-        note, state = f"{self._buckets(stage, stage.averaged)}, over all units", ""
+    def _exchange(self, action: Action, waits: bool = True) -> list[Line]:
+        """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
+        stage, comm, rounds = self._program.stage(action.role), self._cuts.comm(action.role), self._plan.rounds
+        name, bucket = averaged_name(self._rank_program, stage), action.bucket or 0
+        assert rounds is not None, action
+        if action.verb == "keep":
+            options = f"lr={rounds.outer_lr}, momentum={rounds.outer_momentum}, nesterov={rounds.nesterov}"
+            return [(f"{comm}.keep(stage, {name}, {options})", "SGD of the averaged change")]
+        fragment = stage.fragments[bucket]
+        first = stage.fragments.index(fragment)
+        end = first + stage.fragments.count(fragment)
+        if bucket != first:
+            return []
+        if action.verb == "arrive":
+            return [(f"{comm}.arrive({fragment})", f"mixed with {rounds.mixing:g} of this rank's own")]
+        given = f"{name}[{first}:{end}], {fragment}" if rounds.fragments > 1 else name
+        note = f"{self._buckets(stage, stage.averaged[first:end])}, over all units"
         if self._plan.deals:
-            note, state = f"{note}, with the optimizer's state", ", optimizer=True"
-        return [(f"{comm}.average(stage, {averaged_name(self._rank_program, stage)}{state})", note)]
+            note, given = f"{note}, with the optimizer's state", f"{given}, optimizer=True"
+        if waits:
+            return [(f"{comm}.average(stage, {given})", note)]
+        return [(f"{comm}.start_average(stage, {given}, mixing={rounds.mixing})", note)]
 
     def _sum_loss(self, action: Action) -> list[Line]:
         if self._plan.world == 1:

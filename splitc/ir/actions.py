@@ -35,7 +35,9 @@ VERBS = {
     "update": "step the optimizer of this role's parameters",
     "deal": "before a round, gather the slices of parameters that this rank is dealt",
     "collect": "after a round, return them to the ranks that own them",
+    "keep": "before a round, keep the parameters that the outer optimizer updates after it",
     "average": "after a round, average a bucket of parameters over the units that trained them",
+    "arrive": "wait for a bucket that was on its way during updates",
     "send_parameters": "send a server's parameters to the workers",
     "pull": "receive parameters from the servers",
     "push": "send a bucket of gradients to the servers",
@@ -43,10 +45,10 @@ VERBS = {
 }
 """What a rank can do in a step."""
 
-BUCKET_VERBS = ("all_reduce", "push", "average")
-BEGIN_ROUND = ("deal",)
+BUCKET_VERBS = ("all_reduce", "push", "average", "arrive")
+BEGIN_ROUND = ("deal", "keep")
 """What a rank does before a round of local updates, not in every step."""
-END_ROUND = ("collect", "average")
+END_ROUND = ("collect", "average", "arrive")
 """What it does after one."""
 PRODUCER_VERBS = ("send", "slice_batch", "recv_grad", "all_gather_grad")
 """What the producer of a cut does."""
@@ -58,6 +60,7 @@ class Action:
 
     role: that role.  value: name of the cut, or of the tied parameter.  peer: the role at the other end of a cut.
     bucket: number of the bucket, of an `all_reduce`, a `push` or an `average`.  microbatch: of the role's groups.
+    update: after which update of a round, where fragments of the parameters take turns; else at its begin or end.
     """
 
     verb: str
@@ -66,6 +69,7 @@ class Action:
     role: str = ""
     microbatch: int = 0
     bucket: int | None = None
+    update: int | None = None
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
@@ -79,7 +83,8 @@ class Action:
         value = self.value if self.bucket is None else f"bucket{self.bucket}"
         peer = f" {arrow} {self.peer}" if self.peer else ""
         microbatch = f" [{self.microbatch}]" if self.microbatch else ""
-        once = " (once a round)" if self.verb in (*BEGIN_ROUND, *END_ROUND) else ""
+        when = f"after update {self.update} of a round" if self.update else "once a round"
+        once = f" ({when})" if self.verb in (*BEGIN_ROUND, *END_ROUND) else ""
         return f"{role}{self.verb}{' ' + value if value else ''}{peer}{microbatch}{once}"
 
 

@@ -15,6 +15,8 @@ from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, 
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
+from splitc.ir.rounds import rounds_problems
+from splitc.runtime.spec import Rounds
 
 _TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
 _KEYS = {"batch_offsets": "examples", "priced": "candidates", "phases": "predicted", "layer_seconds": "seconds"}
@@ -131,8 +133,7 @@ def _rounds(data: dict[str, Any]) -> Iterator[str]:
     rounds, world = data.get("rounds"), data["world"]
     if rounds is None:
         return
-    if rounds["steps"] < 1:
-        yield f"rounds: steps is {rounds['steps']}; a round has at least 1 update"
+    yield from (f"rounds: {problem}" for problem in rounds_problems(Rounds(**rounds)))
     unit = rounds.get("unit", 1)
     if unit < 1 or world % unit:
         yield f"rounds: units of {unit} ranks do not divide a world of {world}"

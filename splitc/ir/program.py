@@ -130,6 +130,7 @@ class Stage:
     buckets: names of the parameters whose gradients are summed together, in the order in which backward fills them.
     served: likewise, of the parameters that servers hold.
     averaged: names of parameters and statistics that units average together after a round.
+    fragments: of each of these buckets, the fragment of the model that it is part of.
     shards: parameter -> the dim along which the ranks of a group share it.
     dealt: tensor -> the neurons along its dims that are dealt to ranks in each round (independent subnets).
     """
@@ -144,6 +145,7 @@ class Stage:
     buckets: tuple[tuple[str, ...], ...] = ()
     served: tuple[tuple[str, ...], ...] = ()
     averaged: tuple[tuple[str, ...], ...] = ()
+    fragments: tuple[int, ...] = ()
     shards: Mapping[str, int] = field(default_factory=dict)
     dealt: Mapping[str, DealtDims] = field(default_factory=dict)
     has_loss: bool = False
@@ -158,9 +160,9 @@ class Stage:
         )
 
     def bucket(self, action: Action) -> tuple[str, ...]:
-        """Return the tensors of an `all_reduce`, a `push` or an `average`."""
+        """Return the tensors of an `all_reduce`, a `push`, or an `average` and its `arrive`."""
         assert action.bucket is not None, action
-        return {"all_reduce": self.buckets, "push": self.served, "average": self.averaged}[action.verb][action.bucket]
+        return {"all_reduce": self.buckets, "push": self.served}.get(action.verb, self.averaged)[action.bucket]
 
 
 @dataclass(frozen=True, eq=False)

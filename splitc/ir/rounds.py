@@ -1,8 +1,11 @@
-"""Say how a plan trains in rounds, in words for reports and generated files."""
+"""Say how a plan trains in rounds, in words for reports and generated files; and what is wrong with rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from splitc.ir.plan import Plan
+from splitc.runtime.spec import Rounds
 
 
 def rounds_text(plan: Plan) -> str:
@@ -13,4 +16,26 @@ def rounds_text(plan: Plan) -> str:
     number = f"{updates} update{'s' * (updates > 1)}"
     if any(place.holding == "subnet" for place in plan.placements.values()):
         return f"rounds of {number} by each rank on its own subnet, then dealt again"
-    return f"rounds of {number} by each {'rank alone' if unit == 1 else f'{unit} ranks'}, then averaged"
+    text = f"rounds of {number} by each {'rank alone' if unit == 1 else f'{unit} ranks'}, then averaged"
+    if plan.rounds.in_turns:
+        text += f", {plan.rounds.fragments} fragments in turns, each on its way for {plan.rounds.delay} updates"
+    lr, momentum = plan.rounds.outer_lr, plan.rounds.outer_momentum
+    return f"{text}; the averaged change goes through SGD({lr:g}, {momentum:g})" if plan.rounds.has_outer else text
+
+
+def rounds_problems(rounds: Rounds) -> Iterator[str]:
+    """Yield a line for each number that makes no sense."""
+    if rounds.steps < 1:
+        yield f"a round has {rounds.steps} updates; it must have at least 1"
+    if not rounds.outer_lr > 0:
+        yield f"outer_lr is {rounds.outer_lr:g}; it must be more than 0"
+    if not 0 <= rounds.outer_momentum < 1:
+        yield f"outer_momentum is {rounds.outer_momentum:g}; it must be at least 0 and less than 1"
+    if rounds.nesterov and not rounds.outer_momentum:
+        yield "nesterov is a rule for momentum, but outer_momentum is 0"
+    if not 1 <= rounds.fragments <= max(rounds.steps, 1):
+        yield f"{rounds.fragments} fragments cannot take turns in {rounds.steps} updates; take 1 to {rounds.steps}"
+    if not 0 <= rounds.delay < max(rounds.steps, 1):
+        yield f"delay is {rounds.delay}, but a fragment arrives before it leaves again, {rounds.steps} updates later"
+    if not 0 <= rounds.mixing <= 1 or (rounds.mixing and not rounds.delay):
+        yield f"mixing is {rounds.mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"

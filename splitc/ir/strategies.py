@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
 from splitc.ir.placements import ALL_REDUCES, SCHEMES, UPDATES
+from splitc.ir.rounds import rounds_problems
+from splitc.runtime.spec import Rounds
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,50 @@ class HybridSingle(Strategy):
 
 
 @dataclass(frozen=True)
-class ModuloShard(Strategy):
+class InRounds(Strategy):
+    """Base of strategies in which units of ranks may train by themselves, and average after each `period` updates.
+
+    outer_lr, outer_momentum, nesterov: of an outer SGD, to which the averaged change is a gradient (DiLoCo); nesterov
+    is the rule where there is momentum.
+    fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
+    own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
+    """
+
+    period: int | None = field(default=None, kw_only=True)
+    outer_lr: float | None = field(default=None, kw_only=True)
+    outer_momentum: float | None = field(default=None, kw_only=True)
+    nesterov: bool | None = field(default=None, kw_only=True)
+    fragments: int | None = field(default=None, kw_only=True)
+    delay: int | None = field(default=None, kw_only=True)
+    mixing: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, least in (("period", 1), ("fragments", 1), ("delay", 0)):
+            _whole(self, option, least)
+        for option in ("outer_lr", "outer_momentum", "mixing"):
+            if type(getattr(self, option) or 0) not in (int, float):
+                raise PlacementError(f"{self.name}: {option} is {getattr(self, option)!r}; it must be a number")
+        _one_of(self, "nesterov", (True, False))
+        if (rounds := self.rounds(unit=1)) is not None and (problems := list(rounds_problems(rounds))):
+            raise PlacementError(f"{self.name}: {'; '.join(problems)}")
+
+    def rounds(self, unit: int) -> Rounds | None:
+        """The rounds of units of so many ranks; None without a period."""
+        given = {f.name: getattr(self, f.name) for f in fields(InRounds)[3:] if getattr(self, f.name) is not None}
+        if given and self.period is None:
+            raise PlacementError(f"{self.name}: {next(iter(given))} needs a period, the updates between two averages")
+        usual = {"nesterov": bool(self.outer_momentum), "mixing": 0.5 if self.delay else 0.0}
+        return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
+
+
+@dataclass(frozen=True)
+class ModuloShard(InRounds):
     """The fc layers divided over groups of mp ranks (SplitBrain 3; Krizhevsky 2014).
 
     scheme: which examples of a group are worked on at a time, BK, B or B/K.  updates: once after all turns, or every
-    turn, which is the paper's and approximate.
+    turn, which is the paper's and approximate.  period: updates after which the groups average, until then each trains
+    by itself, which is approximate too (SplitBrain 4); None: they sum all gradients.
     """
 
     name = "modulo_shard"
@@ -137,7 +178,7 @@ class ModuloShard(Strategy):
 
     @property
     def is_exact(self) -> bool:
-        return self.updates != "every"
+        return self.updates != "every" and self.period is None
 
 
 @dataclass(frozen=True)
@@ -148,7 +189,7 @@ class LateMultiply(Strategy):
 
 
 @dataclass(frozen=True)
-class LocalSGD(Strategy):
+class LocalSGD(InRounds):
     """Every rank trains the whole model by itself, and after each `period` updates all average (IST 4; local SGD)."""
 
     name = "local_sgd"
@@ -157,7 +198,6 @@ class LocalSGD(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole(self, "period", 1)
         if self.sync_batchnorm or self.all_reduce:
             raise PlacementError(
                 "local_sgd: sync_batchnorm and all_reduce are for ranks that train together, and here every rank "

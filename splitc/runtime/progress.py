@@ -10,14 +10,18 @@ from torch import nn
 
 from .rank import Rank
 from .role_comm import RoleComm
-from .spec import StepContext
+from .spec import Rounds, StepContext
 
 
 class RoundProgram(Protocol):
-    """What a generated module of a plan with rounds has besides its step."""
+    """What a generated module of a plan with rounds has besides its step.
+
+    after_update: only where fragments take turns; called with the number of the update in its round.
+    """
 
     begin_round: Callable[..., None]
     end_round: Callable[..., None]
+    after_update: Callable[..., None]
 
 
 class Progress:
@@ -32,7 +36,8 @@ class Progress:
         self._plan = rank.spec.rounds
         unit = rank.spec.roles[0].unit
         self._readers = [k for k, reader in enumerate(rank.spec.readers) if reader in unit]
-        self.rounds = self._updates = self._own = self._all = 0
+        self.rounds = self._updates = 0
+        self._own, self._all = ([0] * (self._plan.fragments if self._plan else 1) for _ in range(2))
         self.running = False
 
     def begin(self, comms: Sequence[RoleComm]) -> None:
@@ -45,18 +50,37 @@ class Progress:
         """Whether the round ends after the step to come.  is_update: whether that ends with an update."""
         return self._plan is not None and is_update and self._updates + 1 == self._plan.steps
 
-    def count(self, offsets: Sequence[int], is_update: bool) -> None:
-        """Count a step whose readers' examples begin at `offsets`."""
-        self._own += sum(offsets[k + 1] - offsets[k] for k in self._readers)
-        self._all += offsets[-1]
-        self._updates += is_update
+    def count(self, context: StepContext) -> None:
+        """Count a step, and exchange what is due after it.  Collective, between steps."""
+        own = sum(context.offsets[k + 1] - context.offsets[k] for k in self._readers)
+        self._own = [examples + own for examples in self._own]
+        self._all = [examples + context.offsets[-1] for examples in self._all]
+        self._updates += context.is_last
+        if self._plan is not None and self._plan.in_turns and context.is_last:
+            self._take_turns(self._plan, context)
+        elif context.ends_round:
+            self.end(context)
 
     def end(self, context: StepContext) -> None:
         """End the running round, if there is one, though it may be short of updates.  Collective, between steps."""
         if not self.running:
             return
-        with self._rank.step(replace(context, share=self._own / self._all)) as comms:
+        with self._rank.step(replace(context, shares=self._shares())) as comms:
             self._program.end_round(*comms, self._stage)
         self.rounds += 1
-        self._updates = self._own = self._all = 0
+        self._updates = 0
+        self._own, self._all = ([0] * len(self._own) for _ in range(2))
         self.running = False
+
+    def _take_turns(self, plan: Rounds, context: StepContext) -> None:
+        """Exchange the fragment whose turn it is; the round goes on until something ends it."""
+        with self._rank.step(replace(context, shares=self._shares())) as comms:
+            self._program.after_update(*comms, self._stage, self._updates)
+        for k in range(plan.fragments):
+            if plan.departure(k) == self._updates:
+                self._own[k] = self._all[k] = 0
+        if context.ends_round:
+            self.rounds, self._updates = self.rounds + 1, 0
+
+    def _shares(self) -> tuple[float, ...]:
+        return tuple(own / every if every else 0.0 for own, every in zip(self._own, self._all, strict=True))

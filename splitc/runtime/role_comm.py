@@ -20,6 +20,7 @@ from .collectives.loss import Loss, sum_loss, target_weight
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
+from .rounds.averaging import Averages
 from .rounds.comm import RoundComm
 from .seeded.comm import SeededComm
 from .seeded.draws import Draws
@@ -49,6 +50,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
         self._served_buckets, self._served_parameters, self._subnets = {}, {}, {}
+        self.averages = Averages(messages, spec.averaged)
         self.optimizer_state = lambda parameter: {}
 
     def begin(self, context: StepContext) -> None:

@@ -104,10 +104,39 @@ class Rounds:
     """Training in rounds, which is approximate: each unit of ranks trains by itself, then all of them average.
 
     steps: updates in a round.  unit: consecutive ranks that train together, as one process does.
+    outer_lr, outer_momentum, nesterov: of the SGD to which the averaged change of a round is a gradient (DiLoCo); with
+    1 and 0 parameters are averaged.
+    fragments: parts of the parameters, which are averaged in turns.  delay: updates during which one travels.
+    mixing: how much of its own parameters a rank keeps when a fragment arrives (streaming DiLoCo).
     """
 
     steps: int
     unit: int = 1
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether an outer optimizer takes the averaged change."""
+        return (self.outer_lr, self.outer_momentum) != (1, 0)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether averages happen within a round, not all at its end."""
+        return self.fragments > 1 or self.delay > 0
+
+    def departure(self, fragment: int) -> int | None:
+        """After which update of a round a fragment leaves; None: at its end, with all others."""
+        return (fragment + 1) * self.steps // self.fragments if self.in_turns else None
+
+    def arrival(self, fragment: int) -> int | None:
+        """After which update of this round or the next one it arrives; None where it is waited for at once."""
+        leaves = self.departure(fragment)
+        return (leaves + self.delay - 1) % self.steps + 1 if leaves and self.delay else None
 
 
 Bucket = Mapping[str, Sequence[Rows]]
@@ -205,7 +234,9 @@ class StepContext:
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
     stored: buffers, and their values from the next training step on.
-    round: its number.  ends_round: whether it ends after this step.  share: of its examples, those of this rank's unit.
+    round: its number.  ends_round: whether it ends after this step.
+    shares: for each fragment of what is averaged, the fraction of the examples since it last was that this rank's unit
+    had; 0 where there were none.
     """
 
     compiled_offsets: tuple[int, ...]
@@ -219,7 +250,7 @@ class StepContext:
     stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
     round: int = 0
     ends_round: bool = False
-    share: float = 1.0
+    shares: tuple[float, ...] = (1.0,)
 
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""

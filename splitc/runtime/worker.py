@@ -129,10 +129,8 @@ class Worker:
         self._examples += self.batch_offsets[-1]
         if is_last and self.optimizer is not None:
             self.optimizer.step()
-        self._round.count(self.batch_offsets, is_last)
         self._evaluation.keep(batch, context)
-        if ends_round:
-            self._round.end(context)
+        self._round.count(context)
         return loss
 
     def end_round(self) -> None:

@@ -1,26 +1,70 @@
-"""Average the parameters that units of ranks have trained by themselves (local SGD; SplitBrain 4)."""
+"""Average the parameters that units of ranks have trained by themselves (local SGD; SplitBrain 4; DiLoCo).
+
+theta: a unit's parameters.  kept: as all units had them after the last average, where there is an outer optimizer.
+
+    mean    = sum over units  share theta                                                local SGD
+    kept    = SGD(kept, gradient = kept - mean),  mean = kept                            DiLoCo, algorithm 1
+    theta   = mixing theta + (1 - mixing) mean                                           streaming DiLoCo
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..transport.base import Work
 from ..transport.messages import Messages
 
 
-def average(messages: Messages, buckets: Sequence[Sequence[Tensor]], ranks: tuple[int, ...], share: float) -> None:
-    """Replace tensors by their mean over `ranks`, of which this one has the weight `share`.
+class Averages:
+    """What a rank averages in one role with other units, in fragments, each by itself.
 
-    buckets: tensors that travel together, of one dtype.  The shares of all ranks sum to 1.
+    ranks: of all units, those that hold the same part of the model.
+    outer: the optimizer to which the averaged change is a gradient.  kept: parameter -> its parameter.
     """
-    under_way = []
-    for bucket in buckets:
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]) * share
-        messages.count(2 * (len(ranks) - 1) * flat.nbytes // len(ranks))
-        under_way.append((bucket, flat, messages.transport.all_reduce(flat, ranks)))
-    for bucket, flat, work in under_way:
-        work.wait()
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+
+    def __init__(self, messages: Messages, ranks: tuple[int, ...]) -> None:
+        self._messages, self._ranks = messages, ranks
+        self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
+        self.kept: dict[Tensor, nn.Parameter] = {}
+        self.outer: torch.optim.SGD | None = None
+
+    def keep(self, tensors: Sequence[Tensor], lr: float, momentum: float, nesterov: bool) -> None:
+        """Keep the parameters, which all units have alike now."""
+        if self.outer is None:
+            self.kept = {p: nn.Parameter(p.detach().clone()) for p in tensors if isinstance(p, nn.Parameter)}
+            self.outer = torch.optim.SGD(self.kept.values() or [{"params": []}], lr, momentum, nesterov=nesterov)
+        for parameter, kept in self.kept.items():
+            kept.data.copy_(parameter.data)
+
+    def start(self, buckets: Sequence[Sequence[Tensor]], fragment: int, share: float, mixing: float = 0.0) -> None:
+        """Start to average a fragment, of which this rank has the weight `share`; those of all units sum to 1.
+
+        buckets: what travels together, of one dtype.
+        """
+        under_way = []
+        for bucket in buckets:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]) * share
+            self._messages.count(2 * (len(self._ranks) - 1) * flat.nbytes // len(self._ranks))
+            under_way.append((bucket, flat, self._messages.transport.all_reduce(flat, self._ranks)))
+        self._travelling[fragment] = mixing, under_way
+
+    @torch.no_grad()
+    def arrive(self, fragment: int, whole: bool = False) -> None:
+        """Wait for a fragment, if it travels, and mix it with what was trained meanwhile; `whole`: take it as it is."""
+        mixing, under_way = self._travelling.pop(fragment, (0.0, []))
+        found: dict[Tensor, Tensor] = {}
+        for bucket, flat, work in under_way:
+            work.wait()
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            found.update((tensor, part.view_as(tensor)) for tensor, part in zip(bucket, parts, strict=True))
+        for parameter in self.kept.keys() & found.keys():
+            self.kept[parameter].grad = self.kept[parameter] - found[parameter]
+            found[parameter] = self.kept[parameter]
+        if self.outer is not None:
+            self.outer.step()
+            self.outer.zero_grad()
+        for tensor, mean in found.items():
+            tensor.copy_(mean if whole or not mixing else torch.lerp(mean, tensor, mixing))
