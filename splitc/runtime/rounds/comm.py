@@ -37,7 +37,7 @@ class RoundComm:
 
     def collect(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
         """Return the slices of dealt tensors to the ranks that own them."""
-        self._subnets[stage].give_back(self._context.share)
+        self._subnets[stage].give_back(self._context.shares[0])
 
     def keep(self, stage: nn.Module, buckets: Buckets, lr: float, momentum: float, nesterov: bool) -> None:
         """Keep the parameters that the outer optimizer is to update by the averaged change of the round."""
