@@ -29,6 +29,8 @@ def with_norms(model: nn.Module, program: Program, ranks: int) -> nn.Module:
     changed = copy.deepcopy(model, shared)
     for node in (*dealing.bare, *dealing.final):
         module = changed.get_submodule(info(node).module or str(node.target))
+        if isinstance(module, _Normed):
+            continue  # compiled again, in another precision
         normed = _NORMED.get(type(module))
         if normed is None:
             raise PlacementError(

@@ -22,6 +22,7 @@ from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
 from splitc.capture.twins import CASTS, WIDE
+from splitc.codegen.rank_spec import rank_spec
 from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
 from splitc.ir.neurons import find_neurons
@@ -32,7 +33,7 @@ from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import Neurons
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.norm_groups import NormGroup, count_batches, further_calls, norm_groups, unit_examples
-from splitc.verify.rounds import Round, Subnet, shared
+from splitc.verify.rounds import STATISTICS, Round, Subnet, shared
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -168,6 +169,7 @@ def _train(training: Training) -> list[Trial]:
     plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
     dealt = {name: dims for stage in training.program.stages for name, dims in stage.dealt.items()}
     drawn = dict(_drawn(training.program))
+    recomputed = {f"{path}.{name}" for path in rank_spec(training.program, 0).recomputed for name in STATISTICS}
     units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
     alike = units[0].state.keys() & shared(model) if plan.rounds else units[0].state.keys()
     shares = [(unit.examples[1] - unit.examples[0]) / sum(training.local_batches) for unit in units]
@@ -190,7 +192,6 @@ def _train(training: Training) -> list[Trial]:
                 unit.state |= together
                 if len(unit.trial.losses) == (number + 1) * plan.rounds.steps:
                     unit.trial.losses[-1] = loss
-        recomputed = dealt.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
         units[0].trial.states[-1] = {name: t for name, t in units[0].state.items() if name not in recomputed}
     return [unit.trial for unit in units]
 

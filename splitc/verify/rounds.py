@@ -22,6 +22,7 @@ from splitc.runtime.seeded.draws import Label
 from splitc.runtime.spec import DealtDims, Neurons
 
 State = dict[str, Tensor]
+STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -90,5 +91,5 @@ class Round:
 def shared(model: nn.Module) -> set[str]:
     """What units have alike at the beginning of a round: parameters, and statistics of normalisations."""
     norms = [(path, module) for path, module in model.named_modules() if isinstance(module, _NormBase)]
-    statistics = {f"{path}.{name}" for path, _ in norms for name in ("running_mean", "running_var")}
+    statistics = {f"{path}.{name}" for path, _ in norms for name in STATISTICS}
     return statistics | {name for name, _ in model.named_parameters(remove_duplicate=False)}

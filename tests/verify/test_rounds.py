@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from splitc.compiled import CompiledProgram
-from tests.support.compiled import compiled
+from splitc.capture.example import Example
+from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.ir.strategies import IndependentSubnets
+from tests.support.compiled import CLUSTER, compiled
 
 
 def network(norm: bool = True) -> nn.Module:
@@ -44,6 +48,74 @@ def test_sizes_of_local_batches_weigh_the_copies(monkeypatch: pytest.MonkeyPatch
     assert result.holds and result.examples == 10, result
 
 
+class Block(nn.Module):
+    """Attention, and an MLP whose neurons are dealt, each with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(8, 11), nn.GELU(), nn.Dropout(0.2), nn.Linear(11, 8))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        scores: Tensor = self.head((x + self.mlp(self.norm(x))).mean(1))
+        return scores
+
+
+def hidden(*widths: int, drop: float = 0.0, norm: bool = True) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), *([nn.BatchNorm1d(after)] * norm), nn.ReLU(), nn.Dropout(drop)]
+    return [*layers, nn.Linear(widths[-1], 4)]
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), *hidden(48, 9, 7, drop=0.3))
+
+
+def bags() -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(20, 9, mode="sum"), nn.BatchNorm1d(9), nn.ReLU(), *hidden(9, 7))
+
+
+SUBNETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "normed": (lambda: nn.Sequential(*hidden(6, 9, 7, drop=0.2)), lambda: torch.randn(8, 6)),
+    "insert_norm": (lambda: nn.Sequential(*hidden(6, 9, 7, drop=0.2, norm=False)), lambda: torch.randn(8, 6)),
+    "block": (Block, lambda: torch.randn(8, 3, 8)),
+    "convolutions": (convolutions, lambda: torch.randn(8, 1, 6, 6)),
+    "bags": (bags, lambda: torch.randint(0, 20, (8, 5))),
+}
+
+
+def subnets(name: str, world: int, local_steps: int = 2, insert_norm: bool = True) -> CompiledProgram:
+    torch.manual_seed(world)
+    model, x = SUBNETS[name][0](), SUBNETS[name][1]()
+    strategy = IndependentSubnets(local_steps=local_steps, insert_norm=insert_norm)
+    settings = Settings(world, strategy=strategy, cluster=CLUSTER)
+    return compile_example(model, Example.bind(model, x, torch.arange(8) % 4, F.cross_entropy), settings)
+
+
+@pytest.mark.parametrize("name", SUBNETS)
+def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
+    for world in (1, 3):
+        result = subnets(name, world, local_steps=world).verify(dtype=torch.float64)
+        assert result.holds and result.tolerance == 1e-9, result
+    assert "against one process that trains 3 masked subnets in turn" in str(result)
+
+
+def test_subnets_are_judged_in_float32() -> None:
+    result = subnets("block", 2).verify()
+    assert result.holds and result.tolerance == 1e-5 and result.gradient_error == 0, result
+
+
+def breaks(made: CompiledProgram, pattern: str, new: str) -> None:
+    """Edit the files, and see that it is noticed."""
+    edited = {file: re.sub(pattern, new, text, flags=re.MULTILINE) for file, text in made.files.items()}
+    assert edited != made.files
+    made.__dict__["files"] = edited
+    assert not made.verify().holds
+
+
 BROKEN = {
     "units do not average": (r"comm\.average\(.*\)", "pass"),
     "a statistic is not averaged": (r'^ *"1\.running_var",\n', ""),
@@ -53,8 +125,17 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_round_that_is_wrong_is_noticed(name: str) -> None:
-    made = local(2)
-    edited = {file: re.sub(*BROKEN[name], text, flags=re.MULTILINE) for file, text in made.files.items()}
-    assert edited != made.files
-    made.__dict__["files"] = edited
-    assert not made.verify().holds
+    breaks(local(2), *BROKEN[name])
+
+
+BROKEN_SUBNETS = {
+    "an optimizer's state is not averaged": (r", optimizer=True", ""),
+    "what is whole is not averaged": (r"comm\.average\(.*\)|head\.average\(.*\)", "pass"),
+    "a scale is dealt otherwise than its layer": (r'"1\.weight": \{0: \(Neurons\("0"', '"1.weight": {0: (Neurons("x"'),
+    "dropout draws other numbers": ("draw=0", "draw=1"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_SUBNETS)
+def test_a_subnet_that_is_wrong_is_noticed(name: str) -> None:
+    breaks(subnets("normed", 2, insert_norm=False), *BROKEN_SUBNETS[name])
