@@ -51,6 +51,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     if dedicated:
         yield Action("send_parameters", role=SERVER)
     yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
+    yield from (Action("fetch_ahead", role=stage.role) for stage in stages if stage.fetches_ahead)
     yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
     for role in plan.roles:
         yield from _forward(program, rank_program, role)

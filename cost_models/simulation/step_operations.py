@@ -99,7 +99,7 @@ class _Step:
 
     def _between_rounds(self, actions: Sequence[Action]) -> None:
         """Copy and begin all that one kind of action exchanges, wait for it, and copy what came to its place."""
-        for _, alike in groupby(actions, key=lambda action: action.verb):
+        for verb, alike in groupby(actions, key=lambda action: action.verb):
             ops = [op for action in alike for op in self._wire(action)]
             begun, held = [], 0.0
             for op in ops:
@@ -108,7 +108,7 @@ class _Step:
                 self._copy(str(op.payload), own if dealt else 2 * own)  # made one tensor; averages are weighted
                 begun += self._begin([op])
                 held += own
-            if begun:
+            if begun and verb != "fetch_ahead":  # which travels while the round computes
                 self._done.append(Wait(tuple(begun)))
                 self._copy("between rounds", held)
 

@@ -87,6 +87,8 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
     if stage.dealt:
         yield Need(Action("deal", role=role), before=forwards)
         yield Need(Action("collect", role=role), after=backwards)
+    if stage.fetches_ahead:
+        yield Need(Action("fetch_ahead", role=role), after=(Action("deal", role=role),), before=forwards)
     if program.plan.rounds is not None:
         yield from _round_needs(program.plan.rounds, stage, backwards)
     for k in range(number) if every else (number - 1,):

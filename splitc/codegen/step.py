@@ -16,6 +16,11 @@ from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.spec import Rounds
 
 _EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")
+_DEALT = {
+    "deal": "this rank's slices arrive",
+    "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
+    "collect": "back to their owners",
+}
 _IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
 
 
@@ -171,10 +176,8 @@ class _StepWriter:
                 return []  # lines of the backward
         stage = self._program.stage(action.role)
         match action.verb:
-            case "deal":
-                return [(f"{comm}.deal(stage, {dealt_name(self._rank_program, stage)})", "this rank's slices arrive")]
-            case "collect":
-                return [(f"{comm}.collect(stage, {dealt_name(self._rank_program, stage)})", "back to their owners")]
+            case "deal" | "fetch_ahead" | "collect":
+                return [(f"{comm}.{action.verb}(stage, {dealt_name(self._rank_program, stage)})", _DEALT[action.verb])]
             case "keep" | "average":
                 return self._exchange(action)
             case "forward":

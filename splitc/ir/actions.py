@@ -34,6 +34,7 @@ VERBS = {
     "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
     "update": "step the optimizer of this role's parameters",
     "deal": "before a round, gather the slices of parameters that this rank is dealt",
+    "fetch_ahead": "during a round, gather of the next slices what no rank trains in this one",
     "collect": "after a round, return them to the ranks that own them",
     "keep": "before a round, keep the parameters that the outer optimizer updates after it",
     "average": "after a round, average a bucket of parameters over the units that trained them",
@@ -46,7 +47,7 @@ VERBS = {
 """What a rank can do in a step."""
 
 BUCKET_VERBS = ("all_reduce", "push", "average", "arrive")
-BEGIN_ROUND = ("deal", "keep")
+BEGIN_ROUND = ("deal", "fetch_ahead", "keep")
 """What a rank does before a round of local updates, not in every step."""
 END_ROUND = ("collect", "average", "arrive")
 """What it does after one."""

@@ -3,15 +3,19 @@
 Every rank owns 1/n of each dealt tensor, whatever it is dealt.  So a rank is expected to own 1/n of its own slice, and
 of every other one: with P_r the bytes of rank r's slices
 
-    deal      sum_{s != r} P_s / n     r sends every other rank what it owns of that one's slice       (sent by r)
-    collect   (1 - 1/n) P_r            and returns its own slice
+    deal, fetch_ahead   sum_{s != r} P_s / n     r sends every other rank what it owns of that one's slice (sent by r)
+    collect             (1 - 1/n) P_r            and returns its own slice
+
+Of a weight between neurons of two layers 1 - 1/n of a slice was trained by no rank in the round before: that part is
+fetched ahead, while that round runs.
 
 The optimizer's state of a slice travels with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 from splitc.ir.actions import Action
 from splitc.ir.comm_ops import Collective
@@ -19,7 +23,7 @@ from splitc.ir.layers import StateTensor
 from splitc.ir.program import PlacedProgram, Stage
 from splitc.ir.shares import share_out
 from splitc.ir.wire_op import Payload, What, WireOp
-from splitc.runtime.spec import DealtDims
+from splitc.runtime.spec import DealtDims, Neurons
 
 STATE_COPIES = 1
 """Copies of a parameter in the optimizer's state that are counted: SGD with momentum, as in a written launch.py."""
@@ -40,10 +44,17 @@ def share_of(tensors: Iterable[StateTensor], dealt: Mapping[str, DealtDims], ran
     return sum(own for own, _ in held) / max(sum(whole for _, whole in held), 1) if held else 1.0
 
 
-def exchanged_nbytes(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0) -> int:
+def exchanged_nbytes(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0, verb: str = "collect") -> float:
     """Return the bytes of a rank's slice of a dealt tensor that travel to it, and back; none of a buffer do."""
     copies = (1 + STATE_COPIES * tensor.trainable) * tensor.parameter
-    return slice_numel(tensor, dims, ranks, rank) * copies * tensor.dtype.itemsize
+    idle = (1 - 1 / ranks) * prod(_dealt_part(runs) for runs in dims.values()) if len(dims) > 1 else 0.0
+    part = {"collect": 1.0, "deal": 1 - idle, "fetch_ahead": idle}[verb]
+    return slice_numel(tensor, dims, ranks, rank) * copies * tensor.dtype.itemsize * part
+
+
+def _dealt_part(runs: Sequence[Neurons]) -> float:
+    """The part of a dim that is dealt."""
+    return sum(run.width for run in runs if run.layer) / max(sum(run.width for run in runs), 1)
 
 
 def dealt_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
@@ -52,8 +63,9 @@ def dealt_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -
     tensors = [program.tensors[name] for name in stage.dealt]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if tensor.parameter):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        sizes = [sum(exchanged_nbytes(t, stage.dealt[t.name], len(ranks), other) for t in alike) for other in ranks]
-        sent = (sum(sizes) - sizes[rank] if action.verb == "deal" else (len(ranks) - 1) * sizes[rank]) / len(ranks)
-        shape, payload = (sum(sizes) // dtype.itemsize,), Payload(What(action.verb), str(dtype), stage.role)
+        count, verb = len(ranks), action.verb
+        sizes = [sum(exchanged_nbytes(t, stage.dealt[t.name], count, other, verb) for t in alike) for other in ranks]
+        sent = (sum(sizes) - sizes[rank] if verb != "collect" else (count - 1) * sizes[rank]) / count
+        shape, payload = (round(sum(sizes) / dtype.itemsize),), Payload(What(action.verb), str(dtype), stage.role)
         if len(ranks) > 1:
             yield WireOp("collective", payload, ranks, shape, dtype, sent, None, Collective.ALL_TO_ALL)

@@ -61,7 +61,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
         case "all_reduce" | "average":
             yield from _bucket(program, program.stage(action.role), rank, action)
-        case "deal" | "collect":
+        case "deal" | "fetch_ahead" | "collect":
             yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
             yield from _messages(program, rank, action)

@@ -25,6 +25,7 @@ class What(StrEnum):
     AVERAGE = "average"
     DEAL = "deal"
     COLLECT = "collect"
+    FETCH_AHEAD = "fetch_ahead"
     TIED = "tied"
     LOSS = "loss"
     PULL = "pull"
@@ -73,7 +74,7 @@ class Payload:
                 return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
             case What.LOSS:
                 return "loss"
-            case What.DEAL | What.COLLECT:
+            case What.DEAL | What.COLLECT | What.FETCH_AHEAD:
                 return f"{self.what} {self.role}.{self.name.removeprefix('torch.')}"
             case What.TIED | What.SLICE_GRADIENT:
                 return f"{self.what} {self.name}"

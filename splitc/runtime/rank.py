@@ -78,6 +78,11 @@ class Rank:
         """Payload bytes that this rank has sent in steps so far, as the communication nodes define them."""
         return self._messages.sent_bytes + sum(comm.sent_bytes for comm in self.comms)
 
+    def forget_ahead(self) -> None:
+        """Forget what was fetched for the next round, since parameters or their state are overwritten.  Collective."""
+        for comm in self.comms:
+            comm.forget_ahead()
+
     def on_device(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a batch on this rank's device."""
         device = self.transport.device

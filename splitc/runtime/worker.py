@@ -220,6 +220,7 @@ class Worker:
         Raises LaunchError, on every rank and before anything is changed, when keys or shapes are not the model's.
         """
         self.end_round()
+        self.rank.forget_ahead()
         self._unheld.update(broadcast_state(self._transport, self.stage, state, self._first_names, self._state.built))
 
     def recompute_statistics(self, batches: Iterable[tuple[Any, ...]] | None = None) -> None:

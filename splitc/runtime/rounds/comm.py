@@ -35,6 +35,15 @@ class RoundComm:
             self._subnets[stage] = Subnets(self._messages, stage, dealt, own, self._spec.averaged, state)
         self._subnets[stage].gather(self._context.seed, self._context.round)
 
+    def fetch_ahead(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
+        """Start to gather what the slices of the next round have and no rank trains in this one."""
+        self._subnets[stage].fetch_ahead(self._context.seed, self._context.round + 1)
+
+    def forget_ahead(self) -> None:
+        """Forget what was fetched ahead, since parameters or their state are overwritten.  On every rank."""
+        for subnets in self._subnets.values():
+            subnets.forget_ahead()
+
     def collect(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:
         """Return the slices of dealt tensors to the ranks that own them."""
         self._subnets[stage].give_back(self._context.shares[0])
