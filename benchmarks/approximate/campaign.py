@@ -140,7 +140,7 @@ class Measuring:
             program = splitc.compile(
                 task.model(),
                 world,
-                task.features(examples.inputs[:part]),
+                examples.inputs[:part],
                 examples.labels[:part],
                 F.cross_entropy,
                 global_batch=task.batch,

@@ -42,3 +42,49 @@ def digits(held_out: int = 1000) -> Data:
     held = place[shuffled] < held_out // 10
     train, test = shuffled[~held], shuffled[held]
     return Data(inputs[train], labels[train], inputs[test], labels[test])
+
+
+def speech(
+    train: int = 24_000, held_out: int = 3000, features: int = 4096, classes: int = 35, latent: int = 24
+) -> Data:
+    """Words as Google's speech commands have them in number and size: three prototypes of each in a latent space.
+
+    Prototypes and noise are normal, in `latent` dims with equal deviations, so that classes overlap; a random layer of
+    tanh and a random projection make features of them, with noise of deviation 1.
+    """
+    generator = torch.Generator().manual_seed(11)
+    num, width = train + held_out, 256
+    prototypes = torch.randn(3 * classes, latent, generator=generator)
+    which = torch.randint(3 * classes, (num,), generator=generator)
+    place = prototypes[which] + torch.randn(num, latent, generator=generator)
+    bent = torch.tanh(2 * place @ torch.randn(latent, width, generator=generator) / latent**0.5)
+    inputs = bent @ torch.randn(width, features, generator=generator) / width**0.5
+    inputs += torch.randn(num, features, generator=generator)
+    labels = which % classes
+    return Data(inputs[:train], labels[:train], inputs[train:], labels[train:])
+
+
+def products(
+    train: int = 60_000,
+    held_out: int = 4000,
+    features: int = 13_590,
+    labels: int = 2048,
+    own: int = 12,
+    other: int = 10,
+) -> Data:
+    """Bags of features with one of many labels, as Amazon-670k has them at ten times the features.
+
+    An example has `own` features out of its label's 24 and the 40 that 16 labels share, and `other` ones at random, of
+    which some are far more frequent than others.
+    """
+    generator = torch.Generator().manual_seed(13)
+    num = train + held_out
+    pools = torch.randint(features, (labels, 24), generator=generator)
+    shared = torch.randint(features, (labels // 16, 40), generator=generator)[torch.arange(labels) // 16]
+    label = torch.randint(labels, (num,), generator=generator)
+    picked = torch.randint(24 + 40, (num, own), generator=generator)
+    inside = torch.cat([pools, shared], 1)[label].gather(1, picked)
+    frequencies = torch.arange(1, features + 1) ** -0.7
+    drawn = torch.multinomial(frequencies, num * other, replacement=True, generator=generator).view(num, other)
+    inputs = torch.cat([inside, torch.randperm(features, generator=generator)[drawn]], 1)
+    return Data(inputs[:train], label[:train], inputs[train:], label[train:])

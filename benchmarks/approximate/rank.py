@@ -42,7 +42,7 @@ class CurveRank(SessionRank):
         for _ in range(WARM_UP + steps):
             begin = time.perf_counter()
             model.zero_grad()
-            F.cross_entropy(model(chosen.features(inputs)), labels).backward()
+            F.cross_entropy(model(inputs), labels).backward()
             times.append(time.perf_counter() - begin)
         return {"seconds": statistics.median(times[WARM_UP:])}
 

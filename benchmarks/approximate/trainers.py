@@ -31,7 +31,7 @@ class ByDdp:
     """DistributedDataParallel with its default buckets."""
 
     def __init__(self, task: Task, examples: Data, rate: float, seed: int) -> None:
-        self._task, self._examples = task, examples
+        self._examples = examples
         self._model = task.model(seed)
         self._replica = DistributedDataParallel(self._model)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=rate)
@@ -40,7 +40,7 @@ class ByDdp:
         """Train on a global batch, of which every rank takes an equal part."""
         own = indices.tensor_split(dist.get_world_size())[dist.get_rank()]
         self._optimizer.zero_grad()
-        output = self._replica(self._task.features(self._examples.inputs[own]))
+        output = self._replica(self._examples.inputs[own])
         F.cross_entropy(output, self._examples.labels[own]).backward()
         self._optimizer.step()
 
@@ -53,7 +53,7 @@ class BySplitc:
     """The worker of the build in `folder`, from the weights of a seed."""
 
     def __init__(self, task: Task, examples: Data, folder: Path, transport: Transport, rate: float, seed: int) -> None:
-        self._task, self._examples = task, examples
+        self._examples = examples
         self._worker = load_worker(folder, transport, lambda params: torch.optim.SGD(params, lr=rate), seed)
         self._worker.load_state_dict(task.model(seed).state_dict() if transport.rank == 0 else None)
 
@@ -64,7 +64,7 @@ class BySplitc:
             self._worker.step()
             return
         own = indices[offsets[reader] : offsets[reader + 1]]
-        self._worker.step(self._task.features(self._examples.inputs[own]), self._examples.labels[own])
+        self._worker.step(self._examples.inputs[own], self._examples.labels[own])
 
     def state(self) -> dict[str, Tensor] | None:
         """The weights that the ranks hold between them."""
