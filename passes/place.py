@@ -48,9 +48,9 @@ from splitc.ir.strategies import (
     ModuloShard,
     ParameterServer,
     SingleDevice,
-    Strategy,
     parse_strategy,
 )
+from splitc.ir.strategy import Strategy
 from splitc.passes.planner.pin_checks import MIXED
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.priced_plan import PricedPlan

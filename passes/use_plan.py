@@ -59,6 +59,8 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
                     f"placements: {after}, in role {placed[after].role!r}, reads {before}, in role "
                     f"{placed[before].role!r}, but data pass through {', '.join(order)} in this order"
                 )
+    for name in program.placed(plan).tied if plan.rounds else ():
+        yield f"rounds: {name} is used in several roles, which train copies of it; give the layers that use it one role"
     nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         place = placed[layer.name]

@@ -19,7 +19,8 @@ from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import Strategy, parse_strategy
+from splitc.ir.strategies import parse_strategy
+from splitc.ir.strategy import Strategy
 from splitc.passes.measure_costs import COUNTED, require_costs
 
 

@@ -28,7 +28,8 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.strategies import IndependentSubnets, Strategy, parse_strategy
+from splitc.ir.strategies import IndependentSubnets, parse_strategy
+from splitc.ir.strategy import Strategy
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.measure_costs import COUNTED, MEASURED

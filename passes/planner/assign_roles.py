@@ -20,6 +20,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.request import Request
+from splitc.runtime.spec import Rounds
 
 ALL = "all"
 ONE = "one"
@@ -50,6 +51,7 @@ def assign_roles(
     scheme: str = "B/K",
     updates: str = "once",
     exact: bool = True,
+    rounds: Rounds | None = None,
 ) -> Plan:
     """The plan with the roles that the choices make.
 
@@ -82,16 +84,17 @@ def assign_roles(
             groups[role] = Grouping(size, scheme, updates) if place == loss_place else Grouping(size, "BK")
     placements = {}
     for name, choice in choices.items():
-        replicas = 1 if choice.where == ONE else world // choice.group
-        alone = replicas == 1 or not request.gradient_of(name)
+        alone = choice.where == ONE or choice.group == (rounds.unit if rounds else world)
+        sync = choice.sync if not alone else "average" if rounds else "none"
         placements[name] = LayerPlacement(
             names[levels[name], choice.place],
             choice.holding,
-            "none" if alone else choice.sync,
+            sync if request.gradient_of(name) else "none",
             choice.group if choice.holding == "sharded" else None,
             choice.split,
         )
-    return Plan(strategy, world, roles, placements, offsets, groups=groups, all_reduce=request.all_reduce, exact=exact)
+    plan = Plan(strategy, world, roles, placements, offsets, groups=groups, all_reduce=request.all_reduce, exact=exact)
+    return replace(plan, rounds=rounds)
 
 
 def _levels(

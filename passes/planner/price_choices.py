@@ -18,6 +18,7 @@ from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.split_by_rows import split_by_rows
 from splitc.passes.planner.wire_price import step_seconds
 from splitc.passes.rewriting import lower_unchecked
+from splitc.runtime.spec import Rounds
 
 
 def price_choices(
@@ -27,10 +28,11 @@ def price_choices(
     scheme: str = "B/K",
     updates: str = "once",
     exact: bool = True,
+    rounds: Rounds | None = None,
 ) -> PricedPlan:
     """The plan that the choices make, priced; infeasible where they contradict each other or do not fit."""
     try:
-        plan = assign_roles(request, strategy, split_by_rows(request, choices), scheme, updates, exact)
+        plan = assign_roles(request, strategy, split_by_rows(request, choices), scheme, updates, exact, rounds)
     except PlacementError as error:
         return infeasible(strategy, [str(error)], exact)
     if not smallest(request.bounds(request.world)):

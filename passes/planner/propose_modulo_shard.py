@@ -42,32 +42,48 @@ def modulo_shard(request: Request, options: ModuloShard, by_name: bool = False) 
     name = options.name
     exact = options.is_exact
     linears = {k: v for k, v in request.linears.items() if request.gradient_of(k)}
-    sizes = [k for k in range(2, request.world + 1) if request.world % k == 0 and options.mp in (None, k)]
+    most = request.world // 2 if options.period else request.world  # several groups, that they may average
+    sizes = [k for k in range(2, most + 1) if request.world % k == 0 and options.mp in (None, k)]
     why = contradictions(request, name) or too_small(request, name)
     if not why and not linears:
         why = ["no linear layer of the model has parameters of its own to divide"]
     if not why and not sizes:
-        why = [f"groups of mp = {options.mp} do not divide {request.world} ranks"]
+        several = " into several, whose parameters could be averaged" if options.period else ""
+        why = [f"groups of mp = {options.mp or 'two or more'} do not divide {request.world} ranks{several}"]
     if why:
         return infeasible(name, why, exact)
-    possible, refused = _possible(request, linears, sizes, by_name)
+    units = {size: _unit_of(request, size) if options.period else request for size in sizes}
+    possible, refused = _possible(request, linears, units, by_name)
     if not possible:
         nearest = min(refused, key=len, default=["the linear layers cannot be parted from the layers before them"])
         return infeasible(name, nearest, exact)
-    estimated = sorted(possible, key=lambda choices: _estimate(request, choices))
+    estimated = sorted(possible, key=lambda choices: _estimate(units[_size(choices)], choices))
     scheme, updates = options.scheme or "B/K", options.updates or "once"
-    priced = [price_choices(request, name, choices, scheme, updates, exact) for choices in estimated[:_PRICED]]
+    priced = [
+        price_choices(request, name, choices, scheme, updates, exact, options.rounds(_size(choices)))
+        for choices in estimated[:_PRICED]
+    ]
     return max(priced, key=lambda plan: (plan.feasible, -plan.seconds))
 
 
+def _size(choices: Choices) -> int:
+    """The size of the groups."""
+    return max(choice.group for choice in choices.values())
+
+
+def _unit_of(request: Request, size: int) -> Request:
+    """The request of one group, where groups train by themselves."""
+    return replace(request, world=size, global_batch=size * largest(request.bounds(request.world)))
+
+
 def _possible(
-    request: Request, linears: Linears, sizes: Iterable[int], by_name: bool
+    request: Request, linears: Linears, units: Mapping[int, Request], by_name: bool
 ) -> tuple[list[Choices], list[list[str]]]:
     """The choices that keep to the pins, each once; and for the others, why they do not."""
     possible: list[Choices] = []
     refused: list[list[str]] = []
-    for size in sizes:
-        for first in _sharded_from(request, linears, size, by_name):
+    for size, unit in units.items():
+        for first in _sharded_from(unit, linears, size, by_name):
             choices = apply_pins(request, first, second=LayerChoice(group=size, holding="sharded", split="columns"))
             if any(choices[layer].group > 1 and first[layer].group == 1 for layer in linears):
                 continue  # a pin divides a layer before the first one: another one is the first

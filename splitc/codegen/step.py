@@ -241,7 +241,13 @@ class _StepWriter:
             comm = self._cuts.comm(action.role) if action.role != SERVER else "comm"
             return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
-        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", "the global loss")]
+        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", self._whose_loss)]
+
+    @property
+    def _whose_loss(self) -> str:
+        return (
+            "the loss of a unit, of all at a round's end" if self._plan.rounds and self._training else "the global loss"
+        )
 
     def _backward(self, stage: Stage, comm: str) -> list[Line]:
         outputs = [(cut.name, self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]

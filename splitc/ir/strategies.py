@@ -9,41 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from splitc.errors import PlacementError
 from splitc.ir.names import near_name
-from splitc.ir.placements import ALL_REDUCES, SCHEMES, UPDATES
-from splitc.ir.rounds import rounds_problems
-from splitc.runtime.spec import Rounds
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Base of all strategies.  name: how users write it.  exact: whether it is the same training as in one process.
-
-    all_reduce: the algorithm that sums gradients, the "backend"'s own or "recursive_doubling" (Stanza 4.1.2).
-    sync_batchnorm: BatchNorm normalises over the whole global batch, as in one process, not over each rank's part.
-    """
-
-    name: ClassVar[str]
-    exact: ClassVar[bool] = True
-    all_reduce: str | None = field(default=None, kw_only=True)
-    sync_batchnorm: bool | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        _one_of(self, "all_reduce", ALL_REDUCES)
-        _one_of(self, "sync_batchnorm", (True, False))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether this plan of it is the same training, with its options."""
-        return self.exact
-
-    def __str__(self) -> str:
-        options = [f"{f.name}={getattr(self, f.name)}" for f in _options(self) if getattr(self, f.name) is not None]
-        return f"{self.name}({', '.join(options)})" if options else self.name
+from splitc.ir.placements import SCHEMES, UPDATES
+from splitc.ir.strategy import InRounds, Strategy, one_of, options_of, whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +47,7 @@ class LayerSeparation(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in ("n_c", "n_f"):
-            _whole(self, option, 1)
+            whole(self, option, 1)
         if self.ranks is None:
             return
         if self.n_c is not None or self.n_f is not None:
@@ -106,9 +78,9 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole(self, "servers", 1)
+        whole(self, "servers", 1)
         for option in ("beside", "overlap"):
-            _one_of(self, option, (True, False))
+            one_of(self, option, (True, False))
 
 
 @dataclass(frozen=True)
@@ -116,44 +88,6 @@ class HybridSingle(Strategy):
     """Convolutions on every rank, the fc layers on one of them (Practical Lessons 2.2)."""
 
     name = "hybrid_single"
-
-
-@dataclass(frozen=True)
-class InRounds(Strategy):
-    """Base of strategies in which units of ranks may train by themselves, and average after each `period` updates.
-
-    outer_lr, outer_momentum, nesterov: of an outer SGD, to which the averaged change is a gradient (DiLoCo); nesterov
-    is the rule where there is momentum.
-    fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
-    own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
-    """
-
-    period: int | None = field(default=None, kw_only=True)
-    outer_lr: float | None = field(default=None, kw_only=True)
-    outer_momentum: float | None = field(default=None, kw_only=True)
-    nesterov: bool | None = field(default=None, kw_only=True)
-    fragments: int | None = field(default=None, kw_only=True)
-    delay: int | None = field(default=None, kw_only=True)
-    mixing: float | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option, least in (("period", 1), ("fragments", 1), ("delay", 0)):
-            _whole(self, option, least)
-        for option in ("outer_lr", "outer_momentum", "mixing"):
-            if type(getattr(self, option) or 0) not in (int, float):
-                raise PlacementError(f"{self.name}: {option} is {getattr(self, option)!r}; it must be a number")
-        _one_of(self, "nesterov", (True, False))
-        if (rounds := self.rounds(unit=1)) is not None and (problems := list(rounds_problems(rounds))):
-            raise PlacementError(f"{self.name}: {'; '.join(problems)}")
-
-    def rounds(self, unit: int) -> Rounds | None:
-        """The rounds of units of so many ranks; None without a period."""
-        given = {f.name: getattr(self, f.name) for f in fields(InRounds)[3:] if getattr(self, f.name) is not None}
-        if given and self.period is None:
-            raise PlacementError(f"{self.name}: {next(iter(given))} needs a period, the updates between two averages")
-        usual = {"nesterov": bool(self.outer_momentum), "mixing": 0.5 if self.delay else 0.0}
-        return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
 
 
 @dataclass(frozen=True)
@@ -172,9 +106,9 @@ class ModuloShard(InRounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole(self, "mp", 2)
-        _one_of(self, "scheme", SCHEMES)
-        _one_of(self, "updates", UPDATES)
+        whole(self, "mp", 2)
+        one_of(self, "scheme", SCHEMES)
+        one_of(self, "updates", UPDATES)
 
     @property
     def is_exact(self) -> bool:
@@ -220,8 +154,8 @@ class IndependentSubnets(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _whole(self, "local_steps", 1)
-        _one_of(self, "insert_norm", (True, False))
+        whole(self, "local_steps", 1)
+        one_of(self, "insert_norm", (True, False))
 
 
 @dataclass(frozen=True)
@@ -229,23 +163,6 @@ class Auto(Strategy):
     """The fastest exact plan that fits."""
 
     name = "auto"
-
-
-def _options(strategy: Strategy | type[Strategy]) -> list[Field[Any]]:
-    """A strategy's own options first, then those of all."""
-    return sorted(fields(strategy), key=lambda f: bool(f.kw_only))
-
-
-def _whole(strategy: Strategy, option: str, least: int) -> None:
-    value = getattr(strategy, option)
-    if value is not None and (type(value) is not int or value < least):
-        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be a whole number of at least {least}")
-
-
-def _one_of(strategy: Strategy, option: str, known: tuple[object, ...]) -> None:
-    value = getattr(strategy, option)
-    if value is not None and value not in known:
-        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be one of {', '.join(map(str, known))}")
 
 
 _ALL = (
@@ -277,7 +194,7 @@ def parse_strategy(text: str | Strategy | type[Strategy]) -> Strategy:
     if match is None or match[1] not in STRATEGIES:
         raise PlacementError(f"unknown strategy {text!r}; {_instead(text)}")
     cls = STRATEGIES[match[1]]
-    known = [f.name for f in _options(cls)]
+    known = [f.name for f in options_of(cls)]
     options: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in (match[2] or "").split(","))):
         name, _, value = (p.strip() for p in part.partition("="))

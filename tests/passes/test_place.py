@@ -11,7 +11,8 @@ import pytest
 
 from splitc.errors import PlacementError
 from splitc.ir.costs import CostLine
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice, Strategy
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
+from splitc.ir.strategy import Strategy
 from splitc.passes import place as place_module
 from tests.support.sampling import sampled
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program

@@ -10,7 +10,8 @@ from splitc.errors import PlacementError
 from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.placements import Placement
 from splitc.ir.program import SizeSpec
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, Strategy
+from splitc.ir.strategies import Auto, DataParallel, LayerSeparation
+from splitc.ir.strategy import Strategy
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
 

@@ -20,7 +20,8 @@ from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import Input, Program, TensorSpec
-from splitc.ir.strategies import LayerSeparation, Strategy
+from splitc.ir.strategies import LayerSeparation
+from splitc.ir.strategy import Strategy
 from splitc.passes.place import Place
 
 

@@ -17,7 +17,8 @@ from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import IndependentSubnets, Strategy
+from splitc.ir.strategies import IndependentSubnets
+from splitc.ir.strategy import Strategy
 from splitc.passes.place import Place
 from splitc.passes.planner.price_choices import memory_needed
 from splitc.passes.planner.request import Request

@@ -220,11 +220,11 @@ def test_each_unit_has_an_in_batch_loss_of_its_own_examples() -> None:
     )
     batches = [(torch.randn(12, 8).double(), torch.randn(12, 6).double()) for _ in range(4)]
     results = on_workers(program, lambda worker: train(worker, batches))
-    units = train_units(_Pair(model), [(torch.cat(batch, 1),) for batch in batches], [[4, 4, 4]] * 4, 2)[1]
+    units = train_units(Pair(model), [(torch.cat(batch, 1),) for batch in batches], [[4, 4, 4]] * 4, 2)[1]
     assert_same(results[0][1], {key.removeprefix("model."): tensor for key, tensor in units.items()}, EXACT)
 
 
-class _Pair(nn.Module):
+class Pair(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
