@@ -5,7 +5,8 @@ Tensors travel one by one, so a rank needs memory for what it sends or receives 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 from .errors import LaunchError
 from .spec import Shard
 from .transport.base import Transport
-from .weights import misfits, part_of
+from .weights import part_of
 
 Holders = dict[str, dict[Shard | None, tuple[int, ...]]]
 """Tensor -> shard, or None for the whole -> the ranks that hold it, the lowest first."""
+
+
+Parts = Mapping[str, tuple[Tensor, Shard | None]]
+"""The tensors that a rank holds, as meta tensors, and of which part of the whole each is."""
 
 
 def gather_holders(transport: Transport, held: Mapping[str, Shard | None]) -> Holders:
@@ -31,34 +36,35 @@ def gather_holders(transport: Transport, held: Mapping[str, Shard | None]) -> Ho
     return holders
 
 
+def in_memory(likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without values on the CPU; what is one tensor in `likes` stays one."""
+    made = {like: torch.empty_like(like, device="cpu") for like in likes.values()}
+    return {name: made[like] for name, like in likes.items()}
+
+
 def gather_state(
-    transport: Transport, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
-) -> dict[str, Tensor] | None:
+    transport: Transport,
+    tensors: Mapping[str, Tensor],
+    shards: Mapping[str, Shard] | None = None,
+    room: Callable[[dict[str, Tensor]], Any] = in_memory,
+) -> Any:
     """Gather all ranks' `tensors` by name, as copies on rank 0's CPU; returns None on the others.  Collective.
 
-    shards: tensor -> the part of it that this rank contributes; parts are concatenated.  Where several ranks contribute
-    the same, the lowest one's is taken.
+    shards: tensor -> the part of it that this rank contributes.  Where several ranks contribute the same, the lowest
+    one's is taken.  room: gives, for meta tensors of the wholes, those to copy the parts into; `in_memory` by default.
+    Raises LaunchError, on every rank, where that fails.
     """
-    described = {} if transport.rank == 0 else _shapes(tensors)
-    contributions = transport.gather_objects((described, {n: s for n, s in (shards or {}).items() if n in tensors}))
-    if contributions is None:
+    likes = {name: (like, (shards or {}).get(name)) for name, like in _shapes(tensors).items()}
+    tables: list[Parts] = transport.gather_objects(likes) or []
+    made: list[Any] = []
+    attempt(transport, "the state was not gathered", lambda: made.extend([room(_wholes(tables))] if tables else []))
+    for rank, table in reversed(list(enumerate(tables))):
+        received = _received(transport, {name: like for name, (like, _) in table.items()}, rank)
+        for name, tensor in tensors.items() if rank == transport.rank else received:
+            part_of(made[0][name], table[name][1]).copy_(tensor.detach())
+    if not tables:
         _send(transport, tensors, 0)
-        return None
-    whole: dict[str, Tensor] = {}
-    parts: dict[str, dict[Shard, Tensor]] = {}
-    for rank, (shapes, rank_shards) in enumerate(contributions):
-        local = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items())
-        for name, tensor in local if rank == transport.rank else _received(transport, shapes, rank):
-            if name in rank_shards:
-                parts.setdefault(name, {}).setdefault(rank_shards[name], tensor)
-            else:
-                whole.setdefault(name, tensor)
-    return {**whole, **{name: _concatenated(pieces) for name, pieces in parts.items()}}
-
-
-def _concatenated(pieces: Mapping[Shard, Tensor]) -> Tensor:
-    ordered = sorted(pieces, key=lambda shard: shard[1:])
-    return torch.cat([pieces[shard] for shard in ordered], dim=ordered[0][0])
+    return made[0] if made else None
 
 
 def broadcast_state(
@@ -75,18 +81,22 @@ def broadcast_state(
     Returns, on rank 0, copies of the tensors that no rank holds.  Raises LaunchError, on every rank alike and before
     anything is changed, when the state does not fit.
     """
-    own, shards = stage.state_dict(keep_vars=True), shards or {}
-    if transport.rank != 0:
-        state = None
-    shapes: dict[str, Tensor] | None = transport.broadcast_object(None if state is None else _shapes(state))
-    if shapes is None:
-        raise LaunchError("load_state_dict: rank 0 must give the state")
-    problems = misfits({n: t for n, t in own.items() if n in shapes and n not in shards}, shapes)
-    if state is not None:
-        problems += [f"{key}: missing" for key in keys if key not in state]
-        problems += [f"{key}: the model has no such key" for key in state if key not in set(keys)]
-    parts = {name: (shard, tuple(own[name].shape)) for name, shard in shards.items() if name in shapes}
-    all_held = _check_fits(transport, problems, list(own), parts, shapes)
+    own, shards, state = stage.state_dict(keep_vars=True), shards or {}, None if transport.rank else state
+    likes = {name: (like, shards.get(name)) for name, like in _shapes(own).items()}
+    held = _wholes(transport.gather_objects(likes) or ())
+
+    def misfits() -> Iterator[str]:
+        if state is None:
+            raise LaunchError("rank 0 must give the state")
+        for name, whole in held.items():
+            if name in state and state[name].shape != whole.shape:
+                yield f"{name}: needs shape {tuple(whole.shape)}, has {tuple(state[name].shape)}"
+        yield from (f"{key}: missing" for key in keys if key not in state)
+        yield from (f"{key}: the model has no such key" for key in state if key not in set(keys))
+
+    title = "the state_dict does not fit the model, and nothing was loaded"
+    attempt(transport, title, lambda: None if transport.rank else misfits())
+    shapes = transport.broadcast_object(None if state is None else _shapes(state))
     with torch.no_grad():
         for name, like in shapes.items():
             tensor = (
@@ -97,25 +107,19 @@ def broadcast_state(
                 own[name].copy_(part_of(tensor, shards.get(name)))
     if state is None:
         return {}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items() if name not in all_held}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items() if name not in held}
 
 
-Parts = Mapping[str, tuple[Shard, tuple[int, ...]]]
-"""Tensor -> the shard of it that a rank holds, and that shard's shape."""
-
-
-def _check_fits(
-    transport: Transport, problems: list[str], names: list[str], parts: Parts, shapes: Mapping[str, Tensor]
-) -> set[str]:
-    """Raise LaunchError on all ranks when one of them has problems; returns, on rank 0, the names that ranks hold."""
-    reports = transport.gather_objects((problems, names, parts))
-    if reports is not None:
-        problems = list(dict.fromkeys(problem for found, _, _ in reports for problem in found))
-        problems += _wrong_shapes([held for _, _, held in reports], shapes)
-    if problems := transport.broadcast_object(problems):
-        text = "the state_dict does not fit the model, and nothing was loaded:"
-        raise LaunchError("\n".join([text, *(f"  - {problem}" for problem in problems)]))
-    return {name for _, held, _ in reports or () for name in held}
+def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] | None]) -> None:
+    """Call `call`, and raise LaunchError on every rank if it raises on one, or returns problems.  Collective."""
+    try:
+        problems = list(call() or ())
+    except Exception as error:
+        problems = [f"rank {transport.rank}: {type(error).__name__}: {error}"]
+    found = transport.gather_objects(problems) or ()
+    lines = list(dict.fromkeys(line for own in found for line in own))
+    if lines := transport.broadcast_object(lines):
+        raise LaunchError("\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
 
 
 def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
@@ -129,18 +133,16 @@ def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | 
     return dict(parts[transport.rank])
 
 
-def _wrong_shapes(all_parts: Iterable[Parts], shapes: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor whose shape differs from that which the ranks' shards make up."""
-    needed: dict[str, tuple[int, ...]] = {}
-    for parts in all_parts:
-        for name, (shard, shape) in parts.items():
-            known = needed[name][shard.dim] if name in needed else 0
-            needed[name] = (*shape[: shard.dim], max(shard.last, known), *shape[shard.dim + 1 :])
-    return [
-        f"{name}: needs shape {shape}, has {tuple(shapes[name].shape)}"
-        for name, shape in needed.items()
-        if tuple(shapes[name].shape) != shape
-    ]
+def _wholes(tables: Iterable[Parts]) -> dict[str, Tensor]:
+    """The tensors that the parts of all ranks make up, as meta tensors."""
+    wholes: dict[str, Tensor] = {}
+    for name, (like, shard) in (each for table in tables for each in table.items()):
+        known = wholes.get(name)
+        if shard is None or not like.dim():
+            wholes[name] = like
+        elif known is None or (known.dim() and known.size(shard.dim) < shard.last):
+            wholes[name] = like.new_empty([*like.shape[: shard.dim], shard.last, *like.shape[shard.dim + 1 :]])
+    return wholes
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -83,6 +84,41 @@ def _checked(optimizer: optim.Optimizer, given: Named, found: str | Exception | 
 
 def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def state_of(optimizers: Mapping[str, optim.Optimizer], parameter: nn.Parameter) -> MutableMapping[str, Any]:
+    """The state of a parameter in its optimizer."""
+    states = (each.state for each in optimizers.values())
+    return next((state[parameter] for state in states if parameter in state), {})
+
+
+def state_by_name(optimizer: optim.Optimizer, named: Named) -> dict[str, Any]:
+    """The optimizer's state_dict, with names of parameters in place of their positions."""
+    names = _in_order(optimizer, named)
+    of = f"{type(optimizer).__name__} of {', '.join(names)}"
+    return {**_renamed(optimizer.state_dict(), dict(enumerate(names))), "of": of}
+
+
+def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, Any]) -> None:
+    """Load what `state_by_name` returned; its tensors keep the dtypes that they had, which torch would change."""
+    positions = {name: k for k, name in enumerate(_in_order(optimizer, named))}
+    optimizer.load_state_dict(_renamed(saved, positions))
+    for name, parameter in named:
+        own, kept = optimizer.state.get(parameter, {}), saved["state"].get(name, {}).items()
+        own.update({key: value.to(own[key].device) for key, value in kept if isinstance(value, Tensor)})
+
+
+def _in_order(optimizer: optim.Optimizer, named: Named) -> list[str]:
+    names = {parameter: name for name, parameter in named}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {names.get(k, k): v for k, v in state["state"].items()}, "param_groups": groups}
 
 
 # -- trial -------------------------------------------------------------------------------------------------------------

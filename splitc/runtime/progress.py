@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -10,7 +10,16 @@ from torch import nn
 
 from .rank import Rank
 from .role_comm import RoleComm
-from .spec import Rounds, StepContext
+from .spec import RankSpec, Rounds, StepContext
+
+
+class GeneratedModule(Protocol):
+    """A generated `rankN.py`."""
+
+    rank: RankSpec
+    Stage: Any
+    step: Any
+    evaluate: Any
 
 
 class RoundProgram(Protocol):
@@ -84,3 +93,11 @@ class Progress:
 
     def _shares(self) -> tuple[float, ...]:
         return tuple(own / every if every else 0.0 for own, every in zip(self._own, self._all, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rounds to come depend on: numbers, and tensors by name."""
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run was; no round may be running."""
+        self.rounds = state["rounds"]

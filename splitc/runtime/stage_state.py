@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, nn, optim
 
-from .checkpoint import gather_holders
+from .checkpoint import broadcast_state, gather_holders, gather_state
+from .optimizers import load_by_name, state_by_name
 from .rank import Rank
 from .spec import Shard
-from .weights import build, part_of
+from .weights import build, named_tensors, part_of
+
+Weights = Mapping[str, Tensor]
 
 
 class StageState:
     """A stage, filled with this rank's part of the weights.
 
+    first: key of the model's state_dict -> the first key of the same tensor.
     shards: parameter -> the part of it that this rank holds or serves; the whole of all others.
+    together: the ranks that train together, which are all without rounds.
+    unheld: on rank 0, tensors of the model that no rank holds.
 
     Constructing it is collective.  What servers hold is theirs: a server holds its rows of a parameter, and a worker
     has copies of what it pulled.
     """
 
-    def __init__(self, rank: Rank, stage_class: type[nn.Module], weights: Mapping[str, Tensor]) -> None:
-        transport = rank.transport
+    def __init__(self, rank: Rank, stage_class: type[nn.Module], weights: Weights, first: Mapping[str, str]) -> None:
+        self.transport = transport = rank.transport
         self.built = {name: shard for role in rank.spec.roles for name, shard in role.shards.items()}
         self._served = {name: rows for role in rank.spec.roles for name, rows in role.served_rows.items()}
         self.shards: dict[str, Shard] = {**self.built, **self._served}
         self.stage = build(stage_class, weights, transport.device, self.built)
         self._rank, self._world = rank.index, rank.everyone
+        self.together = rank.spec.roles[0].unit or rank.everyone
         self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}
         self._copies = self._pulled_copies(rank)
         names = [name for name, _ in (*self._named_parameters(), *self.stage.named_buffers(remove_duplicate=False))]
         held = {name: self.shards.get(name) for name in names if name not in self._copies}
         self._holders = gather_holders(transport, held)
+        self._first_names = first
+        done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
+        self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
         transport.connect([ranks for ranks in self.buffer_holders().values() if len(ranks) > 1])
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -93,9 +105,35 @@ class StageState:
         """Buffer -> all ranks that hold it."""
         return {key: self._holders[key][self.shards.get(key)] for key, _ in self.stage.named_buffers()}
 
-    def counted_tensors(self) -> dict[str, Tensor]:
-        """What this rank contributes to a whole state_dict."""
-        state = self.stage.state_dict()
+    def gather(self, room: Callable[[dict[str, Tensor]], Any]) -> Any:
+        """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
+        first, state = self._first_names, self.stage.state_dict()
+        counted = {key: part_of(tensor, self._served.get(key)) for key, tensor in state.items() if key in first}
+        own = {first[key]: tensor for key, tensor in counted.items() if self.is_first_holder(key, self._world)}
+        shards = {first[key]: shard for key, shard in self.shards.items() if key in first}
+        tensors = {**{first[key]: tensor for key, tensor in self.unheld.items()}, **own}
+        return gather_state(self.transport, tensors, shards, lambda likes: room({k: likes[first[k]] for k in first}))
+
+    def load(self, state: Mapping[str, Tensor] | None) -> None:
+        """Load this rank's part of rank 0's whole `state`.  Collective."""
+        self.unheld.update(broadcast_state(self.transport, self.stage, state, self._first_names, self.built))
+
+    def run(self, optimizers: Mapping[str, optim.Optimizer], accumulating: bool) -> dict[str, Any]:
+        """What the next steps depend on, by name: tensors, the optimizers' state, and gradients that accumulate."""
+        own = named_tensors(self.stage)
         return {
-            key: part_of(t, self._served.get(key)) for key, t in state.items() if self.is_first_holder(key, self._world)
+            "tensors": {name: tensor.detach() for name, tensor in {**self.unheld, **own}.items()},
+            "shards": {name: tuple(shard) for name, shard in self.built.items()},
+            "gradients": {name: t.grad for name, t in own.items() if accumulating and t.grad is not None},
+            "optimizers": {role: state_by_name(each, self.trained) for role, each in optimizers.items()},
         }
+
+    def restore(self, run: Mapping[str, Any], optimizers: Mapping[str, optim.Optimizer]) -> None:
+        """Go on where another `run` was."""
+        with torch.no_grad():
+            for name, tensor in named_tensors(self.stage).items():
+                tensor.copy_(run["tensors"][name])
+                tensor.grad = run["gradients"][name].to(tensor.device) if name in run["gradients"] else None
+        self.unheld = {name: run["tensors"][name] for name in self.unheld}
+        for role, optimizer in optimizers.items():
+            load_by_name(optimizer, self.trained, run["optimizers"][role])

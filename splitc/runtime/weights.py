@@ -45,7 +45,7 @@ def build(
     """
     with torch.device("meta"):
         stage: nn.Module = stage_class()
-    needed = _tensors(stage)
+    needed = named_tensors(stage)
     if problems := misfits(needed, weights):
         raise LaunchError("\n".join(["the weights do not fit this stage:", *(f"  - {p}" for p in problems)]))
     made: dict[Tensor, Tensor] = {}
@@ -78,7 +78,7 @@ def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _tensors(stage: nn.Module) -> dict[str, Tensor]:
+def named_tensors(stage: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, under each of their names."""
     named = (*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False))
     return dict(named)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import data
-from .checkpoint import broadcast_state, gather_state
-from .clipping import clip
+from .checkpoint import in_memory
+from .clipping import finish_gradients
 from .errors import LaunchError
 from .evaluation import Evaluation
-from .optimizers import STEP, OptimizerFactory, make_optimizers
-from .progress import Progress
+from .files import export, load_run, save_run
+from .optimizers import STEP, OptimizerFactory, make_optimizers, state_of
+from .progress import GeneratedModule, Progress
 from .rank import Rank
-from .spec import RankSpec, Shard, StepContext
+from .spec import Shard, StepContext
 from .stage_state import StageState
 from .transport.base import Transport
-
-
-class GeneratedModule(Protocol):
-    """A generated `rankN.py`."""
-
-    rank: RankSpec
-    Stage: Any
-    step: Any
-    evaluate: Any
 
 
 class Worker:
@@ -61,15 +55,12 @@ class Worker:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)
         self._program, self._transport = program, transport
-        options = {"seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
-        self.rank.require_equal({**options, "the plan": getattr(program, "PLAN", None)})
-        self._state = StageState(self.rank, program.Stage, weights)
+        self._settings = {"the plan": getattr(program, "PLAN", None), "seed": seed, "accumulate": accumulate}
+        self._settings["clip_norm"] = clip_norm
+        self.rank.require_equal(self._settings)
+        first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
+        self._state = StageState(self.rank, program.Stage, weights, first_names)
         self.stage = self._state.stage
-        self._first_names = dict(keys) if isinstance(keys, Mapping) else {key: key for key in keys}
-        own = self.stage.state_dict()
-        self._unheld = {
-            key: weights[key] for key in self._first_names if key in weights and key not in own and transport.rank == 0
-        }
         self._clip_norm, self._accumulate, self._seed = clip_norm, accumulate, seed
         self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
         self._sizes: tuple[int, ...] | None = None
@@ -78,7 +69,7 @@ class Worker:
         self._round = Progress(program, self.rank, self.stage)
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate)
         for comm in self.rank.comms:
-            comm.optimizer_state = self._optimizer_state
+            comm.optimizer_state = partial(state_of, self._optimizers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -122,7 +113,7 @@ class Worker:
             self._round.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
             if is_last:
-                self._finish_gradients()
+                finish_gradients(self._state, self._accumulate, self._clip_norm)
         for buffer, value in context.stored:
             buffer.copy_(value)
         self._steps += 1
@@ -205,14 +196,8 @@ class Worker:
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state under its own keys, as copies on rank 0's CPU; None elsewhere.  Collective."""
         self.recompute_statistics()
-        whole = gather_state(self._transport, self._state.counted_tensors(), self.shards)
-        if whole is None:
-            return None
-        by_first = {self._first_names[key]: tensor for key, tensor in whole.items() if key in self._first_names}
-        return {
-            key: by_first[first] if first in by_first else self._unheld[key].to("cpu", copy=True)
-            for key, first in self._first_names.items()
-        }
+        whole: dict[str, Tensor] | None = self._state.gather(in_memory)
+        return whole
 
     def load_state_dict(self, state: Mapping[str, Tensor] | None) -> None:
         """Load this rank's part of rank 0's whole `state`; the other ranks' is ignored, None will do.  Collective.
@@ -221,7 +206,30 @@ class Worker:
         """
         self.end_round()
         self.rank.forget_ahead()
-        self._unheld.update(broadcast_state(self._transport, self.stage, state, self._first_names, self._state.built))
+        self._state.load(state)
+
+    def export(self, path: str | Path) -> None:
+        """Write the whole model's state into a file for torch.load, while no rank holds the whole.  Collective."""
+        self.recompute_statistics()
+        export(self._transport, Path(path), self._state.gather)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of the run: every rank its own part, into a folder that all ranks share.  Collective."""
+        self.recompute_statistics()
+        save_run(self._transport, Path(folder), self._run())
+
+    def resume(self, folder: str | Path) -> int:
+        """Go on from a checkpoint of the same plan, bit for bit; returns the steps made before it.  Collective.
+
+        Raises LaunchError, on every rank and before anything is changed, when the checkpoint is of another run.
+        """
+        self.recompute_statistics()
+        run = load_run(self._transport, Path(folder), self._run())
+        self.rank.forget_ahead()
+        self._state.restore(run, self._optimizers)
+        self._round.load_state_dict(run["round"])
+        self._steps, self._examples = run["steps"], run["examples"]
+        return self._steps
 
     def recompute_statistics(self, batches: Iterable[tuple[Any, ...]] | None = None) -> None:
         """Compute the means and deviations of normalisations anew, which subnets know of their own neurons alone.
@@ -243,6 +251,12 @@ class Worker:
         is_whole = elementwise or self._state.is_whole
         return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
 
+    def _run(self) -> dict[str, Any]:
+        """All that this rank's next steps depend on: numbers, names, and tensors by name."""
+        state = self._state.run(self._optimizers, self._steps % self._accumulate > 0)
+        count = {"steps": self._steps, "examples": self._examples, "round": self._round.state_dict()}
+        return {"settings": self._settings, **count, **state}
+
     def _update(self, role: str) -> None:
         """Update the parameters of a role that is updated after every microbatch."""
         if (optimizer := self._optimizers.get(role)) is not None:
@@ -256,8 +270,7 @@ class Worker:
         compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
         own = self._seed, number, training, is_first, is_last, before
-        number = self._round.rounds
-        return StepContext(compiled, self.batch_offsets, *own, round=number, ends_round=ends_round)
+        return StepContext(compiled, self.batch_offsets, *own, round=self._round.rounds, ends_round=ends_round)
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]
@@ -276,19 +289,3 @@ class Worker:
         """
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
         return data.checked(batch, self.rank.spec, self.batch_offsets, self._transport.device)
-
-    def _finish_gradients(self) -> None:
-        """Average the gradients of accumulated batches, and clip them."""
-        gradients = self._state.trained_gradients()
-        if self._accumulate > 1:
-            for _, gradient in gradients:
-                gradient /= self._accumulate
-        if self._clip_norm is not None:
-            together = self.rank.spec.roles[0].unit or self.rank.everyone
-            counted = [gradient for name, gradient in gradients if self._state.is_first_holder(name, together)]
-            clip(self._transport, [gradient for _, gradient in gradients], counted, self._clip_norm, together)
-
-    def _optimizer_state(self, parameter: torch.nn.Parameter) -> MutableMapping[str, Any]:
-        """The state of a parameter in its optimizer."""
-        states = (each.state for each in self._optimizers.values())
-        return next((state[parameter] for state in states if parameter in state), {})

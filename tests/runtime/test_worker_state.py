@@ -130,7 +130,7 @@ def test_a_worker_keeps_no_second_copy_of_its_weights() -> None:
     model, program = plain("data_parallel")
 
     def run(worker: Worker) -> list[str]:
-        return list(worker._unheld)
+        return list(worker._state.unheld)
 
     assert on_workers(program, run) == [["unused.weight", "unused.bias"], []]
     assert first_names(model.state_dict()).keys() == model.state_dict().keys()
