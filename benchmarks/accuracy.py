@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import shlex
 import sys
 import time
@@ -22,13 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.campaign import Campaign, Settings, layer_times, rates_of
 from benchmarks.cases import MODELS, Case, predictions
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, report
 from benchmarks.layout import for_each
+from benchmarks.machine import machine
 from splitc.cli.options import positive
 from splitc.errors import SplitcError
 from splitc.ir.cluster_file import parse_cluster
@@ -109,13 +106,10 @@ def _measured(args: argparse.Namespace, arguments: Sequence[str]) -> Figures:
 
 
 def _about(arguments: Sequence[str]) -> dict[str, str]:
-    lines = _text(Path("/proc/cpuinfo")).splitlines() if sys.platform == "linux" else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.machine()
     return {
         "command": shlex.join(["python", "-m", "benchmarks.accuracy", *arguments]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} processors {processor}, torch {torch.__version__}, gloo",
+        "machine": machine(),
     }
 
 

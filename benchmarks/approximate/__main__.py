@@ -3,7 +3,7 @@
     python -m benchmarks.approximate                                    measure what is missing in results.jsonl
     python -m benchmarks.approximate --tasks mnist --ranks 2 --seeds 1  a quick look
     python -m benchmarks.approximate --table                            the table of what was measured
-    python -m benchmarks.approximate --plot docs/approximate.svg        and the curves
+    python -m benchmarks.approximate --page docs/approximate.md         write the tables there, and the plot beside it
 
 Linux, root, `ip` and `tc`, as for all that needs the network testbed.
 """
@@ -19,7 +19,7 @@ from benchmarks.approximate.campaign import Settings, measure, wanted
 from benchmarks.approximate.curves import FOREIGN, Results
 from benchmarks.approximate.methods import METHODS
 from benchmarks.approximate.plot import plot
-from benchmarks.approximate.report import report
+from benchmarks.approximate.report import into, report
 from benchmarks.approximate.tasks import TASKS
 from benchmarks.errors import BenchmarkError
 from splitc.cli.options import positive
@@ -30,20 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         results = Results(args.out)
-        if not (args.table or args.plot):
+        if not (args.table or args.page):
             keys = wanted(args.tasks, args.ranks, args.methods, args.seeds)
             settings = Settings(args.cpus, args.budget, args.foreign, args.tries)
             measure(keys, results, settings, lambda line: print(line, file=sys.stderr, flush=True))
-    except BenchmarkError as error:
+        if args.page:
+            args.page.write_text(into(args.page.read_text(encoding="utf-8"), results), encoding="utf-8")
+            plot(list(results.curves.values()), args.page.with_suffix(".svg"))
+        else:
+            print(report(results))
+    except (BenchmarkError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from {args.out}", file=sys.stderr)
         return 130
-    if args.plot:
-        plot(list(results.curves.values()), args.plot)
-    else:
-        print(report(results))
     return 0
 
 
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=positive, default=5, metavar="N", help="of each curve at most (default 5)")
     parser.add_argument("--out", type=Path, default=Path("results.jsonl"), metavar="FILE", help="default results.jsonl")
     parser.add_argument("--table", action="store_true", help="only show what was measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw what was measured: .svg or .png")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="only write what was measured into a page")
     parser.add_argument("--cpus", type=float, default=2.0, metavar="N", help="processors of all ranks (default 2)")
     parser.add_argument("--budget", type=float, default=12.0, metavar="S", help="of a calibration, about (default 12)")
     parser.add_argument(

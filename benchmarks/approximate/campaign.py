@@ -23,6 +23,7 @@ from benchmarks.approximate.data import Data
 from benchmarks.approximate.methods import METHODS, Method
 from benchmarks.approximate.tasks import TASKS, Task, held_out
 from benchmarks.campaign import Progress
+from benchmarks.machine import machine
 from benchmarks.session import Session
 from benchmarks.testbed import NetworkTestbed
 from splitc.errors import SplitcError
@@ -128,7 +129,8 @@ class Measuring:
         self._say(f"{task.name}, {world} ranks: {compute * 1e3:.1f} ms to compute a step, {rate * 8e-6:.0f} Mbit/s")
         self._session.testbed.set_rate(rate)
         cluster, _ = self._session.calibrate(self._settings.budget)
-        bed = Bed(task.name, world, compute, rate, cluster)
+        about = f"{time.strftime('%Y-%m-%d')}, {machine()}"
+        bed = Bed(task.name, world, compute, rate, cluster, about)
         self._results.add(bed)
         return bed
 

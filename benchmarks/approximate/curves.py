@@ -86,7 +86,7 @@ class Bed:
     """The network of a task on `world` ranks, fixed when its first curve is measured.
 
     compute: seconds that a rank computes for a step, T, while all compute.  rate: bytes/s of each link, P / (r_P T).
-    cluster: the ranks at that rate, calibrated, as TOML.
+    cluster: the ranks at that rate, calibrated, as TOML.  about: the day and the machine.
     """
 
     task: str
@@ -94,6 +94,7 @@ class Bed:
     compute: float
     rate: float
     cluster: str
+    about: str
 
 
 class Results:

@@ -10,8 +10,10 @@ from tabulate import tabulate
 from benchmarks.approximate.curves import FOREIGN, Bed, Curve, Results, mean
 from benchmarks.approximate.methods import METHODS
 from benchmarks.approximate.tasks import TASKS, Task
+from benchmarks.errors import BenchmarkError
 
 BASELINE = "ddp"
+BEGIN, END = "<!-- python -m benchmarks.approximate --page -->", "<!-- end of the tables -->"
 
 
 def report(results: Results) -> str:
@@ -25,6 +27,15 @@ def report(results: Results) -> str:
     return "\n\n".join(sections)
 
 
+def into(page: str, results: Results) -> str:
+    """The page with the report between its two marks.  Raises BenchmarkError where it has none."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise BenchmarkError(f"the page has no place for tables; write the lines {BEGIN} and {END}")
+    return f"{head}{begin}\n\n{report(results)}\n\n{end}{tail}"
+
+
 def setting(task: Task, beds: Sequence[Bed]) -> str:
     """Model, batch, rates and bandwidth in words."""
     rates = ", ".join(f"{rate:g} ({family})" for family, rate in task.rates.items())
@@ -35,7 +46,7 @@ def setting(task: Task, beds: Sequence[Bed]) -> str:
     return (
         f"Layers of {' - '.join(map(str, task.sizes))}, {task.parameters / 1e6:.2f} M parameters; {task.steps} "
         f"steps of {task.batch} examples over all ranks, {task.steps * task.batch:,} in all; SGD, learning "
-        f"rate {rates}; r_P {task.ratio:g}. {speeds}."
+        f"rate {rates}; r_P {task.ratio:g}. {speeds}. {'; '.join(sorted({bed.about for bed in beds}))}."
     )
 
 

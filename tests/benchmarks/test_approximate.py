@@ -13,11 +13,11 @@ from benchmarks.approximate.campaign import wanted
 from benchmarks.approximate.curves import Bed, Curve, Key, Point, Results
 from benchmarks.approximate.data import Data, digits
 from benchmarks.approximate.methods import METHODS
-from benchmarks.approximate.report import report, time_to
+from benchmarks.approximate.report import BEGIN, END, report, time_to
 from benchmarks.approximate.tasks import SAMPLE, TASKS, Task, batch_indices, held_out
 from benchmarks.errors import BenchmarkError
 
-BED = Bed("mnist", 2, compute=0.02, rate=1e7, cluster="name = 1")
+BED = Bed("mnist", 2, compute=0.02, rate=1e7, cluster="name = 1", about="today, here")
 
 
 def curve(
@@ -118,11 +118,15 @@ def test_the_table_compares_means_over_the_seeds_with_those_of_ddp(
 
 
 @pytest.mark.slow
-def test_the_same_curves_make_the_same_plot(tmp_path: Path) -> None:
-    Results(tmp_path / "results.jsonl").add(curve())
-    for name in ("a.svg", "b.svg"):
-        assert main(["--plot", str(tmp_path / name), "--out", str(tmp_path / "results.jsonl")]) == 0
+def test_a_page_gets_the_tables_between_its_marks_and_the_same_curves_make_the_same_plot(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    results.add(BED)
+    results.add(curve())
+    for name in ("a.md", "b.md"):
+        (tmp_path / name).write_text(f"Title\n\n{BEGIN}\nold\n{END}\n\nThe rest\n")
+        assert main(["--page", str(tmp_path / name), "--out", str(tmp_path / "results.jsonl")]) == 0
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.md").read_text() == f"Title\n\n{BEGIN}\n\n{report(results)}\n\n{END}\n\nThe rest\n"
 
 
 # -- training and evaluation -------------------------------------------------------------------------------------------
