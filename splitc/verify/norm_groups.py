@@ -29,11 +29,8 @@ class NormGroup:
     counts: bool
 
 
-def norm_groups(
-    program: PlacedProgram, local_batches: Sequence[int], unit: Sequence[int] | None = None
-) -> list[list[NormGroup]]:
-    """The groups of every batch_norm call of the model, in order, in the examples of a unit of ranks; None: of all."""
-    unit = range(program.plan.world) if unit is None else unit
+def norm_groups(program: PlacedProgram, local_batches: Sequence[int], unit: Sequence[int]) -> list[list[NormGroup]]:
+    """The groups of every batch_norm call of the model, in order, in the examples of a unit of ranks."""
     found = []
     for node, rows in _norms(program):
         role = program.plan.placements[info(node).layer].role

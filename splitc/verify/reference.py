@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import Neurons
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.norm_groups import NormGroup, count_batches, further_calls, norm_groups, unit_examples
-from splitc.verify.rounds import STATISTICS, Round, Subnet, shared
+from splitc.verify.rounds import STATISTICS, Outer, Round, Subnet, shared
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
@@ -79,8 +78,8 @@ class _Replay(SeededRandom):
         """`value` after dropout; features that others have are zero."""
         if (own := self._subnet.drawn.get(label)) is None:
             return super().mask(value, p, feature_dims, label, layout)
-        kept = super().mask(value.index_select(-1, own), p, feature_dims, label, layout)
-        return torch.zeros_like(value).index_copy(-1, own, kept)
+        at = own.nonzero().flatten()
+        return torch.zeros_like(value).index_copy(-1, at, super().mask(value[..., at], p, feature_dims, label, layout))
 
 
 @dataclass(frozen=True)
@@ -168,25 +167,26 @@ class _Unit:
 def _train(training: Training) -> list[Trial]:
     plan, model, batches, period = training.program.plan, training.model, training.batches, training.period
     dealt = {name: dims for stage in training.program.stages for name, dims in stage.dealt.items()}
-    drawn = dict(_drawn(training.program))
+    drawn, momenta = dict(_drawn(training.program)), dict[Tensor, Tensor]()
     recomputed = {f"{path}.{name}" for path in rank_spec(training.program, 0).recomputed for name in STATISTICS}
     units = [_Unit(training, ranks) for ranks in sorted({plan.unit(rank) for rank in range(plan.world)})]
     alike = units[0].state.keys() & shared(model) if plan.rounds else units[0].state.keys()
+    outer = None if plan.rounds is None else Outer(plan.rounds, units[0].state, model)
     shares = [(unit.examples[1] - unit.examples[0]) / sum(training.local_batches) for unit in units]
     for number, first in enumerate(range(0, len(batches), period)):
         now = Round(number, dealt, drawn, shares)
         begin = training.states[first - 1] if first and training.states else units[0].state
-        before = {name: begin[name] for name in alike}
-        optimizer_before = {p: deepcopy(state) for p, state in units[0].optimizer.state.items() if dealt}
+        before = {name: begin[name].to(units[0].state[name].dtype) for name in alike}
         for k, unit in enumerate(units):
             model.load_state_dict({**unit.state, **before})
             for step, batch in enumerate(batches[first : first + period], first):
                 unit.step(step, batch, now.subnet(model, k))
             unit.keep()
-        if plan.rounds:
+        if plan.rounds and outer:
             together = {name: now.join(name, old, [unit.state[name] for unit in units]) for name, old in before.items()}
+            outer.step(before, together)
             if dealt:
-                now.join_optimizers(model, optimizer_before, [unit.optimizer for unit in units])
+                now.join_momenta(model, momenta, [unit.optimizer for unit in units])
             loss = sum(share * unit.trial.losses[-1] for share, unit in zip(shares, units, strict=True))
             for unit in units:
                 unit.state |= together

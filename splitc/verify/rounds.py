@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,16 @@ from torch.optim import Optimizer
 
 from splitc.runtime.rounds.deal import indices
 from splitc.runtime.seeded.draws import Label
-from splitc.runtime.spec import DealtDims, Neurons
+from splitc.runtime.spec import DealtDims, Neurons, Rounds
 
 State = dict[str, Tensor]
 STATISTICS = ("running_mean", "running_var")
 
 
-@dataclass(frozen=True)
-class Subnet:
+class Subnet(NamedTuple):
     """What a unit has of a dealt model.
 
-    inputs: weight -> what the inputs of its linear layers are multiplied by.  drawn: dropout -> its features.
+    inputs: weight -> what the inputs of its linear layers are multiplied by.  drawn: dropout -> 1 for its features.
     """
 
     inputs: Mapping[Tensor, Tensor]
@@ -50,42 +50,52 @@ class Round:
 
     def subnet(self, model: nn.Module, unit: int) -> Subnet:
         """What `unit` has in this round."""
-        weights = {name: p for name, p in model.named_parameters() if 1 in self.dealt.get(name, {})}
-        drawn = {label: torch.tensor(self._indices(runs, unit)) for label, runs in self.drawn.items()}
-        return Subnet({p: self._neurons(name, 1, p.detach(), unit) for name, p in weights.items()}, drawn)
+        weights = [(p, self.dealt[name]) for name, p in model.named_parameters() if 1 in self.dealt.get(name, {})]
+        inputs: dict[Tensor, Tensor] = {p: self._neurons(dims[1], p.detach(), unit) for p, dims in weights}
+        return Subnet(inputs, {k: self._neurons(runs, torch.empty(0), unit) for k, runs in self.drawn.items()})
 
-    def _indices(self, runs: Sequence[Neurons], unit: int) -> list[int]:
-        return indices(0, self.number, runs, unit, len(self.shares))
-
-    def _neurons(self, name: str, dim: int, like: Tensor, unit: int) -> Tensor:
-        """1 for the indices along a dim of a tensor that `unit` has, 0 for others."""
-        own = like.new_zeros(like.shape[dim])
-        own[self._indices(self.dealt[name][dim], unit)] = 1
+    def _neurons(self, runs: Sequence[Neurons], like: Tensor, unit: int) -> Tensor:
+        """1 for the features along `runs` that `unit` has, 0 for others."""
+        own = like.new_zeros(sum(run.width for run in runs))
+        own[indices(0, self.number, runs, unit, len(self.shares))] = 1
         return own
 
     def join(self, name: str, old: Tensor, trained: Sequence[Tensor]) -> Tensor:
         """What units make of a tensor: each element is the mean over those that have it, or what it was before."""
-        old = old.to(trained[0].dtype)
         total, weight = torch.zeros_like(old), torch.zeros_like(old)
         for unit, tensor in enumerate(trained):
             own = torch.full_like(old, self.shares[unit])
-            for dim in self.dealt.get(name, {}):
-                own *= self._neurons(name, dim, old, unit).view([-1 if d == dim else 1 for d in range(old.dim())])
+            for dim, runs in self.dealt.get(name, {}).items():
+                own *= self._neurons(runs, old, unit).view([-1 if d == dim else 1 for d in range(old.dim())])
             total += own * tensor.where(own != 0, 0)
             weight += own
         return torch.where(weight != 0, total / weight, old)
 
-    def join_optimizers(self, model: nn.Module, old: Mapping[Tensor, State], optimizers: Sequence[Optimizer]) -> None:
-        """Join the state of dealt subnets' optimizers, that of other parameters too."""
+    def join_momenta(self, model: nn.Module, momenta: dict[Tensor, Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Join those of dealt models' optimizers.  momenta: what came of that in the round before."""
         for name, p in model.named_parameters():
-            states = [optimizer.state.get(p, {}) for optimizer in optimizers]
-            for key in [
-                key for key, value in states[0].items() if isinstance(value, Tensor) and value.shape == p.shape
-            ]:
-                before = old.get(p, {}).get(key, torch.zeros_like(p))
-                joined = self.join(name, before, [state[key] for state in states])
-                for state in states:
-                    state[key] = joined.clone()
+            if isinstance(optimizers[0].state[p].get("momentum_buffer"), Tensor):
+                trained = [optimizer.state[p]["momentum_buffer"] for optimizer in optimizers]
+                momenta[p] = self.join(name, momenta.get(p, torch.zeros_like(p)), trained)
+                for optimizer in optimizers:
+                    optimizer.state[p]["momentum_buffer"] = momenta[p].clone()
+
+
+class Outer:
+    """The optimizer to which the averaged change of a round is the gradient (DiLoCo); the usual one takes it whole."""
+
+    def __init__(self, plan: Rounds, state: State, model: nn.Module) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {name: nn.Parameter(state[name].clone()) for name, _ in named if name in state}
+        values = self._parameters.values()
+        self._sgd = torch.optim.SGD(values, plan.outer_lr, plan.outer_momentum, nesterov=plan.nesterov)
+
+    def step(self, before: State, together: State) -> None:
+        """Change what units have together after a round."""
+        for name, parameter in self._parameters.items():
+            parameter.data, parameter.grad = before[name].clone(), before[name] - together[name]
+        self._sgd.step()
+        together |= {name: parameter.detach() for name, parameter in self._parameters.items()}
 
 
 def shared(model: nn.Module) -> set[str]:

@@ -34,7 +34,6 @@ from splitc.capture.generic_data import Draw
 from splitc.capture.source_lines import first_line
 from splitc.cost_models.compute.clocks import threads
 from splitc.ir.graph import info
-from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, TensorSpec
 from splitc.ir.regions import regions
 from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
@@ -99,21 +98,19 @@ def verify_program(
     """
     world, size, period = program.plan.world, sum(local_batches), 1
     if program.plan.rounds is not None:
-        period = min(program.plan.rounds.steps, 2)
+        period = 1 if program.plan.rounds.in_turns else min(program.plan.rounds.steps, 2)
         steps = max(steps, 2 * period + 1)
     batches, how = draw_batches(program, example, size, steps, seed, partial(loss_of_copy, program, model, example))
     feeds = [split_batch(program, batch, local_batches) for batch in batches]
     precision = computed_in(program)
     own = {"model": model, LOSS: example.loss}
-    options: dict[str, Any] = {
-        "sizes": local_batches, "learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "period": period
-    }  # fmt: skip
+    options = local_batches, LEARNING_RATE, MOMENTUM, period
     if processes:
         with tempfile.TemporaryDirectory() as folder:
-            trials = torchrun_trial(Path(folder), files, weights, world, feeds, **options)
+            trials = torchrun_trial(Path(folder), files, weights, world, feeds, *options)
     else:
         with threads(max(1, torch.get_num_threads() // world)):  # ranks are threads too, and compete for cores
-            trials = run_ranks(world, lambda t: run_trial(files, t, weights, feeds, own=own, **options))
+            trials = run_ranks(world, lambda t: run_trial(files, t, weights, feeds, *options, own))
     notes = [] if how is Draw.GENERIC else [f"trained on {how.text}, since the model does not run on generic data"]
     training = Training(program, model, example, batches, local_batches, period)
     exact: Sequence[Trial | None] = [None] * world
@@ -172,6 +169,9 @@ def _verification(
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
     notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
+    against, kind = "one process", "masked subnets" if program.plan.deals else "copies"
+    if program.plan.rounds is not None:
+        against = f"one process that trains {len(comparisons)} {kind} in turn and averages them"
     if not holds and program.plan.exact and first.exact is None and dtype != torch.float64:
         notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
     return Verification(
@@ -187,7 +187,7 @@ def _verification(
         processes=processes,
         notes=tuple(notes),
         where="" if holds else _suspect(program, comparisons),
-        against=_against(program),
+        against=against,
     )
 
 
@@ -202,17 +202,6 @@ def _rounding(comparisons: Sequence[Comparison], zero: set[str]) -> Iterator[str
         )
 
 
-def _against(program: LoweredProgram) -> str:
-    """What the ranks are compared with."""
-    plan = program.plan
-    if plan.rounds is None:
-        return "one process"
-    number = plan.world // plan.rounds.unit
-    if any(stage.dealt for stage in program.stages):
-        return f"one process that trains {number} masked subnets in turn"
-    return f"one process that trains {number} copies in turn and averages them"
-
-
 def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
     """The largest error of each name over the steps."""
     found: dict[str, float] = {}
@@ -224,24 +213,21 @@ def _largest(steps: Iterator[dict[str, float]]) -> dict[str, float]:
 
 def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str]) -> Iterator[str]:
     plan = program.plan
-    if _updates_every(plan):
-        yield "this plan is approximate: an update in every microbatch is not the training of one process"
-    if plan.rounds:
-        yield "this plan is approximate: its ranks do not train as one process trains the model"
-    if plan.rounds and plan.rounds.steps > 2:
+    if not plan.exact:
+        why = "its ranks train by themselves within a round, which" if plan.rounds else "an update in every microbatch"
+        yield f"this plan is approximate: {why} is not the training of one process"
+    if plan.rounds and plan.rounds.in_turns:
+        yield "all fragments are averaged after every update here: their turns, and what travels, are not verified"
+    elif plan.rounds and plan.rounds.steps > 2:
         yield f"rounds of 2 updates, where the plan has {plan.rounds.steps}; losses are those of the units"
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
         yield f"left out, because their gradient is zero but for rounding: {', '.join(sorted(zero))}"
-    calls = norm_groups(program, local_batches)
+    calls = norm_groups(program, local_batches, range(plan.world))
     if groups := {tuple(len(group.rows) for group in call) for call in calls if len(call) > 1}:
         listed = "; ".join("+".join(map(str, g)) for g in sorted(groups))
         yield f"BatchNorm normalises over each rank's examples, as under DDP: groups of {listed}"
-
-
-def _updates_every(plan: Plan) -> bool:
-    return any(group.updates == "every" for group in plan.groups.values())
 
 
 def _suspect(program: PlacedProgram, comparisons: Sequence[Comparison]) -> str:
@@ -249,7 +235,7 @@ def _suspect(program: PlacedProgram, comparisons: Sequence[Comparison]) -> str:
 
     Backward comes from there; a loss that differs is named too.
     """
-    if _updates_every(program.plan):
+    if not program.plan.exact and not program.plan.rounds:
         return "updates=every, which makes this plan approximate by design; updates=once is exact"
     for step, comparison in product(comparisons[0].steps, comparisons):
         tolerance, errors = comparison.tolerance, comparison.gradient_errors(step)

@@ -139,3 +139,18 @@ BROKEN_SUBNETS = {
 @pytest.mark.parametrize("name", BROKEN_SUBNETS)
 def test_a_subnet_that_is_wrong_is_noticed(name: str) -> None:
     breaks(subnets("normed", 2, insert_norm=False), *BROKEN_SUBNETS[name])
+
+
+STRATEGIES = [
+    ("local_sgd(period=2, outer_lr=0.7, outer_momentum=0.9)", 3),
+    ("local_sgd(period=4, fragments=2, delay=1, outer_lr=0.7)", 2),
+    ("modulo_shard(mp=2, period=2, scheme=B)", 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), STRATEGIES)
+def test_what_units_make_of_a_round_is_the_plans(strategy: str, world: int) -> None:
+    x = torch.randn(8, 6, dtype=torch.float64)
+    result = compiled(network().double(), (x,), torch.arange(8) % 4, F.cross_entropy, world, strategy).verify()
+    assert result.holds and result.tolerance == 1e-9, result
+    assert any("turns" in note for note in result.notes) == ("fragments" in strategy)

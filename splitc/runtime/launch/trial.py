@@ -51,12 +51,12 @@ def run_trial(
     sizes: Sequence[int],
     learning_rate: float,
     momentum: float,
-    own: Mapping[str, Any] | None = None,
     period: int = 1,
+    own: Mapping[str, Any] | None = None,
 ) -> Trial:
     """Train this rank on `feeds` with SGD.
 
-    weights: what weights.pt holds.  own: see `load_rank`.  period: steps to each state, which ends a round.
+    weights: what weights.pt holds.  period: steps to each state, which ends a round.  own: see `load_rank`.
     """
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
