@@ -28,7 +28,7 @@ def with_norms(model: nn.Module, program: Program, ranks: int) -> nn.Module:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     changed = copy.deepcopy(model, shared)
     for node in (*dealing.bare, *dealing.final):
-        module = changed.get_submodule(info(node).module or str(node.target))
+        module = changed.get_submodule(str(node.target) if node.op == "call_module" else info(node).module)
         if isinstance(module, _Normed):
             continue  # compiled again, in another precision
         normed = _NORMED.get(type(module))
