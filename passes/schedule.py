@@ -28,7 +28,7 @@ from splitc.ir.actions import Action, RankProgram
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
-from splitc.runtime.spec import Rounds
+from splitc.ir.rounds import exchanges
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     if dedicated:
         yield Action("reduce_gradients", role=SERVER)
     yield from (Action("collect", role=stage.role) for stage in stages if stage.dealt)
-    if plan.rounds is not None:
-        yield from (action for stage in stages for action in _between_rounds(plan.rounds, stage))
-
-
-def _between_rounds(rounds: Rounds, stage: Stage) -> Iterator[Action]:
-    """Yield what a role does once a round, at its begin, at its end, or in between where fragments take turns."""
-    if stage.averaged and rounds.has_outer:
-        yield Action("keep", role=stage.role)
-    for bucket, fragment in enumerate(stage.fragments):
-        yield Action("average", role=stage.role, bucket=bucket, update=rounds.departure(fragment))
-    for bucket, fragment in enumerate(stage.fragments if rounds.delay else ()):
-        yield Action("arrive", role=stage.role, bucket=bucket, update=rounds.arrival(fragment))
+    yield from (action for stage in stages for action in exchanges(plan.rounds, stage))
 
 
 def _forward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:

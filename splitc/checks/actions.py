@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
-from splitc.runtime.spec import Rounds
+from splitc.ir.rounds import exchanges
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,11 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
         yield Need(Action("collect", role=role), after=backwards)
     if stage.fetches_ahead:
         yield Need(Action("fetch_ahead", role=role), after=(Action("deal", role=role),), before=forwards)
-    if program.plan.rounds is not None:
-        yield from _round_needs(program.plan.rounds, stage, backwards)
+    yield from (Need(action, after=backwards) for action in exchanges(program.plan.rounds, stage))
     for k in range(number) if every else (number - 1,):
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for bucket in range(len(buckets)):
                 yield Need(Action(verb, role=role, microbatch=k, bucket=bucket), after=backwards[k : k + 1])
-
-
-def _round_needs(rounds: Rounds, stage: Stage, backwards: tuple[Action, ...]) -> Iterator[Need]:
-    if stage.averaged and rounds.has_outer:
-        yield Need(Action("keep", role=stage.role))
-    for bucket, fragment in enumerate(stage.fragments):
-        average = Action("average", role=stage.role, bucket=bucket, update=rounds.departure(fragment))
-        yield Need(average, after=backwards)
-        if rounds.delay:
-            yield Need(replace(average, verb="arrive", update=rounds.arrival(fragment)), after=(average,))
 
 
 def _received(

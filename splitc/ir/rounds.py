@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from splitc.ir.actions import Action
 from splitc.ir.plan import Plan
+from splitc.ir.program import Stage
 from splitc.runtime.spec import Rounds
 
 
@@ -21,6 +23,18 @@ def rounds_text(plan: Plan) -> str:
         text += f", {plan.rounds.fragments} fragments in turns, each on its way for {plan.rounds.delay} updates"
     lr, momentum = plan.rounds.outer_lr, plan.rounds.outer_momentum
     return f"{text}; the averaged change goes through SGD({lr:g}, {momentum:g})" if plan.rounds.has_outer else text
+
+
+def exchanges(rounds: Rounds | None, stage: Stage) -> Iterator[Action]:
+    """Yield what a role keeps and averages once a round: at its begin and end, or when fragments have their turns."""
+    if rounds is None:
+        return
+    if stage.averaged and rounds.has_outer:
+        yield Action("keep", role=stage.role)
+    for bucket, fragment in enumerate(stage.fragments):
+        yield Action("average", role=stage.role, bucket=bucket, update=rounds.departure(fragment))
+    for bucket, fragment in enumerate(stage.fragments if rounds.delay else ()):
+        yield Action("arrive", role=stage.role, bucket=bucket, update=rounds.arrival(fragment))
 
 
 def rounds_problems(rounds: Rounds) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Progress:
         unit = rank.spec.roles[0].unit
         self._readers = [k for k, reader in enumerate(rank.spec.readers) if reader in unit]
         self.rounds = self._updates = 0
-        self._own, self._all = ([0] * (self._plan.fragments if self._plan else 1) for _ in range(2))
+        self._examples = [(0, 0)] * (self._plan.fragments if self._plan else 1)
         self.running = False
 
     def begin(self, comms: Sequence[RoleComm]) -> None:
@@ -62,8 +62,7 @@ class Progress:
     def count(self, context: StepContext) -> None:
         """Count a step, and exchange what is due after it.  Collective, between steps."""
         own = sum(context.offsets[k + 1] - context.offsets[k] for k in self._readers)
-        self._own = [examples + own for examples in self._own]
-        self._all = [examples + context.offsets[-1] for examples in self._all]
+        self._examples = [(mine + own, every + context.offsets[-1]) for mine, every in self._examples]
         self._updates += context.is_last
         if self._plan is not None and self._plan.in_turns and context.is_last:
             self._take_turns(self._plan, context)
@@ -78,26 +77,28 @@ class Progress:
             self._program.end_round(*comms, self._stage)
         self.rounds += 1
         self._updates = 0
-        self._own, self._all = ([0] * len(self._own) for _ in range(2))
+        self._examples = [(0, 0)] * len(self._examples)
         self.running = False
 
     def _take_turns(self, plan: Rounds, context: StepContext) -> None:
         """Exchange the fragment whose turn it is; the round goes on until something ends it."""
         with self._rank.step(replace(context, shares=self._shares())) as comms:
             self._program.after_update(*comms, self._stage, self._updates)
-        for k in range(plan.fragments):
-            if plan.departure(k) == self._updates:
-                self._own[k] = self._all[k] = 0
+        for k in (k for k in range(plan.fragments) if plan.departure(k) == self._updates):
+            self._examples[k] = 0, 0
         if context.ends_round:
             self.rounds, self._updates = self.rounds + 1, 0
 
     def _shares(self) -> tuple[float, ...]:
-        return tuple(own / every if every else 0.0 for own, every in zip(self._own, self._all, strict=True))
+        return tuple(own / every if every else 0.0 for own, every in self._examples)
 
     def state_dict(self) -> dict[str, Any]:
         """What the rounds to come depend on: numbers, and tensors by name."""
-        return {"rounds": self.rounds}
+        outer = [comm.averages.outer for comm in self._rank.comms]
+        return {"rounds": self.rounds, "outer": [each and each.state_dict() for each in outer]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was; no round may be running."""
         self.rounds = state["rounds"]
+        for comm, outer in zip(self._rank.comms, state["outer"], strict=True):
+            comm.averages.restore(outer)

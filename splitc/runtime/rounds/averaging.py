@@ -10,6 +10,7 @@ theta: a unit's parameters.  kept: as all units had them after the last average,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,19 @@ class Averages:
         self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
         self.outer: torch.optim.SGD | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def restore(self, outer: dict[str, Any] | None) -> None:
+        """Let the outer optimizer have this state from the next round on."""
+        self.outer, self._restored = None, outer
 
     def keep(self, tensors: Sequence[Tensor], lr: float, momentum: float, nesterov: bool) -> None:
         """Keep the parameters, which all units have alike now."""
         if self.outer is None:
             self.kept = {p: nn.Parameter(p.detach().clone()) for p in tensors if isinstance(p, nn.Parameter)}
             self.outer = torch.optim.SGD(self.kept.values() or [{"params": []}], lr, momentum, nesterov=nesterov)
+            if self._restored:
+                self.outer.load_state_dict(self._restored)
         for parameter, kept in self.kept.items():
             kept.data.copy_(parameter.data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +224,22 @@ def test_a_plan_file_holds_all_of_it() -> None:
     data["rounds"] |= {"delay": 16, "outer_momentum": 2}
     problems = plan_problems(data)
     assert len(problems) == 2 and all(problem.startswith("rounds: ") for problem in problems)
+
+
+def test_the_state_of_an_outer_optimizer_is_resumed(tmp_path: Path) -> None:
+    batches, sizes = doubles(6, 10), [3, 3]
+    program = planned("norm", f"local_sgd(period=2, outer_lr={LR}, outer_momentum={MOMENTUM})", 2)
+
+    def whole(worker: Worker) -> dict[str, Tensor] | None:
+        train(worker, batches[:4], sizes)
+        worker.save(tmp_path)
+        return train(worker, batches[4:], sizes)[1]
+
+    def resumed(worker: Worker) -> dict[str, Tensor] | None:
+        train(worker, batches[:3], sizes)  # what it has trained itself is forgotten
+        assert worker.resume(tmp_path) == 4
+        return train(worker, batches[4:], sizes)[1]
+
+    expected = on_workers(program, whole)[0]
+    assert expected is not None
+    assert_same(on_workers(program, resumed)[0], expected, 0.0)
