@@ -25,6 +25,7 @@ from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
+from splitc.ir.dealt import fetches_ahead
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
@@ -51,7 +52,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     if dedicated:
         yield Action("send_parameters", role=SERVER)
     yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
-    yield from (Action("fetch_ahead", role=stage.role) for stage in stages if stage.fetches_ahead)
+    yield from (Action("fetch_ahead", role=stage.role) for stage in stages if fetches_ahead(stage))
     yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
     for role in plan.roles:
         yield from _forward(program, rank_program, role)

@@ -44,6 +44,7 @@ from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.transport.distributed import init, rank_among
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
+from splitc.verify.batches import scaled_down
 from splitc.verify.borrowed import borrowed
 from splitc.verify.verify import Verification, verify_program
 
@@ -205,7 +206,7 @@ class CompiledProgram:
         """
         if processes:
             require_importable(self.program, "verify(processes=True)")
-        sizes = _scaled_down(self.plan.local_batches, examples if examples is not None else 8)
+        sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
         if examples is None and not all(map(self.program.allows, (sum(sizes), *sizes))):
             sizes = self.plan.local_batches
         with borrowed(self._model, self._example.loss, dtype):
@@ -291,12 +292,3 @@ class CompiledProgram:
             plan=replace(self.plan, model=""),
             evaluation=False,
         )
-
-
-def _scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Scale `sizes` so that the largest is at most `most`; unequal sizes stay unequal."""
-    largest = max(sizes)
-    if largest <= most:
-        return sizes
-    small = [max(1, size * most // largest) for size in sizes]
-    return tuple(s - 1 if s == most and size < largest and s > 1 else s for s, size in zip(small, sizes, strict=True))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
+from splitc.ir.dealt import fetches_ahead
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
@@ -87,7 +88,7 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
     if stage.dealt:
         yield Need(Action("deal", role=role), before=forwards)
         yield Need(Action("collect", role=role), after=backwards)
-    if stage.fetches_ahead:
+    if fetches_ahead(stage):
         yield Need(Action("fetch_ahead", role=role), after=(Action("deal", role=role),), before=forwards)
     yield from (Need(action, after=backwards) for action in exchanges(program.plan.rounds, stage))
     for k in range(number) if every else (number - 1,):

@@ -44,6 +44,11 @@ def share_of(tensors: Iterable[StateTensor], dealt: Mapping[str, DealtDims], ran
     return sum(own for own, _ in held) / max(sum(whole for _, whole in held), 1) if held else 1.0
 
 
+def fetches_ahead(stage: Stage) -> bool:
+    """Return whether some of what is dealt is trained by no rank in a round: weights between neurons of two ranks."""
+    return any(len(dims) > 1 for dims in stage.dealt.values())
+
+
 def exchanged_nbytes(tensor: StateTensor, dims: DealtDims, ranks: int, rank: int = 0, verb: str = "collect") -> float:
     """Return the bytes of a rank's slice of a dealt tensor that travel to it, and back; none of a buffer do."""
     copies = (1 + STATE_COPIES * tensor.trainable) * tensor.parameter

@@ -150,11 +150,6 @@ class Stage:
     dealt: Mapping[str, DealtDims] = field(default_factory=dict)
     has_loss: bool = False
 
-    @property
-    def fetches_ahead(self) -> bool:
-        """Whether some of what is dealt is trained by no rank in a round: weights between neurons of two ranks."""
-        return any(len(dims) > 1 for dims in self.dealt.values())
-
     def cut(self, action: Action) -> Cut:
         """Return the cut that an action moves."""
         cuts = self.sends if action.verb in PRODUCER_VERBS else self.receives

@@ -33,3 +33,12 @@ def split_batch(program: Program, batch: Batch, local_batches: Sequence[int]) ->
     """The part of each reader, which has `local_batches[reader]` examples."""
     dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
     return list(zip(*(t.split(list(local_batches), dims[name]) for name, t in batch.items()), strict=True))
+
+
+def scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Scale `sizes` so that the largest is at most `most`; unequal sizes stay unequal."""
+    largest = max(sizes)
+    if largest <= most:
+        return sizes
+    small = [max(1, size * most // largest) for size in sizes]
+    return tuple(s - 1 if s == most and size < largest and s > 1 else s for s, size in zip(small, sizes, strict=True))

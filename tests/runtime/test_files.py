@@ -179,7 +179,11 @@ def small(strategy: str = "data_parallel", world: int = 2) -> CompiledProgram:
 
 
 def saved_run(folder: Path, **options: Any) -> None:
-    on_workers(small(), lambda worker: (steps(worker, batches_of(small(), 1)), worker.save(folder)), **options)
+    def run(worker: Any) -> None:
+        steps(worker, batches_of(small(), 1))
+        worker.save(folder)
+
+    on_workers(small(), run, **options)
 
 
 @pytest.mark.parametrize(

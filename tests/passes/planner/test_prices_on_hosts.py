@@ -18,8 +18,8 @@ from splitc.ir.strategies import (
     LayerSeparation,
     ModuloShard,
     ParameterServer,
-    Strategy,
 )
+from splitc.ir.strategy import Strategy
 from splitc.passes.planner.propose_separation import layer_separation
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request

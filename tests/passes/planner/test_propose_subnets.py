@@ -46,9 +46,11 @@ def images(n: int = B) -> Tensor:
 def subnets(model: nn.Module, world: int, x: Tensor, options: str = "local_steps=2", **more: Any) -> CompiledProgram:
     y = torch.randint(0, 5, (len(x),))
     strategy = f"independent_subnets({options})"
-    return splitc.compile(
+    made = splitc.compile(
         model.double(), world, example=(x,), target=y, loss=F.cross_entropy, strategy=strategy, cluster=CLUSTER, **more
     )
+    assert isinstance(made, CompiledProgram)
+    return made
 
 
 def batches(world: int, steps: int, shape: tuple[int, ...] = (8,)) -> list[tuple[Tensor, Tensor]]:
