@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GROWTH = 1.15  # of the samples from one evaluation to the next, so that early and late accuracies are as well resolved
+FIRST = 4  # steps before the first evaluation
+GROWTH = 1.3  # of the steps from one evaluation to the next, so that early and late accuracies are as well resolved
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,11 @@ class Method:
 
     def evaluations(self, steps: int) -> list[int]:
         """After how many steps a curve of `steps` is evaluated: between rounds, `GROWTH` apart, and at the end."""
-        found, due = [], 1.0
+        found, due = list[int](), float(FIRST)
         for step in range(self.period, steps, self.period):
             if step >= due:
                 found.append(step)
-                due = max(step + 1, step * GROWTH)
+                due = step * GROWTH
         return [*found, steps]
 
 

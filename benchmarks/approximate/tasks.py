@@ -15,7 +15,7 @@ from benchmarks.approximate import data
 from benchmarks.approximate.data import Data
 from benchmarks.approximate.methods import Method
 
-SAMPLE = 2000  # training examples from which means and deviations for evaluation are taken
+SAMPLE = 1000  # training examples from which means and deviations for evaluation are taken
 
 
 class Perceptron(nn.Module):
@@ -136,18 +136,18 @@ _ALL = (
         batch=512,
         steps=192,
         ratio=2.5,
-        targets=(0.75, 0.8),
+        targets=(0.8, 0.85),
         rates={"data_parallel": 1.0, "local_sgd": 1.0, "ist": 1.0},
     ),
     Task(
         name="products",
-        sizes=(13_590, 256, 2048),
+        sizes=(13_590, 512, 2048),
         make=data.products,
         batch=1024,
         steps=128,
         ratio=10.0,
         targets=(0.3, 0.5),
-        rates={"data_parallel": 1.0, "local_sgd": 1.0, "ist": 1.0},
+        rates={"data_parallel": 1.0, "local_sgd": 1.0, "ist": 0.3},
         bags=True,
     ),
 )

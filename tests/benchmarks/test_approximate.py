@@ -133,11 +133,11 @@ def test_a_page_gets_the_tables_between_its_marks_and_the_same_curves_make_the_s
 
 
 def test_a_curve_is_evaluated_between_rounds_often_at_first_and_at_the_end() -> None:
-    assert METHODS["ist 64"].evaluations(384) == [64, 128, 192, 256, 320, 384]
+    assert METHODS["ist 64"].evaluations(384) == [64, 128, 192, 256, 384]
     for method in METHODS.values():
         found = method.evaluations(384)
-        assert found[-1] == 384 and len(found) < 40 and all(step % method.period == 0 for step in found)
-    assert METHODS["ddp"].evaluations(10)[:4] == [1, 2, 3, 4]
+        assert found[-1] == 384 and len(found) < 20 and all(step % method.period == 0 for step in found)
+    assert METHODS["ddp"].evaluations(10) == [4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
