@@ -16,7 +16,7 @@ from .clipping import finish_gradients
 from .errors import LaunchError
 from .evaluation import Evaluation
 from .files import export, load_run, save_run
-from .optimizers import STEP, OptimizerFactory, make_optimizers, state_of
+from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
 from .progress import GeneratedModule, Progress
 from .rank import Rank
 from .spec import Shard, StepContext
@@ -248,6 +248,8 @@ class Worker:
         every = {role.role: role.updated_every_microbatch for role in roles if role.updated_every_microbatch}
         if every and (self._accumulate > 1 or self._clip_norm is not None):
             raise LaunchError("updates in every microbatch leave nothing to accumulate, and no global norm to clip")
+        if self.rank.spec.evaluated and not elementwise:
+            require_zero_start(factory, self._state.trained)
         is_whole = elementwise or self._state.is_whole
         return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
 

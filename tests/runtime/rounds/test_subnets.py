@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitc.compiled import CompiledProgram
+from splitc.errors import LaunchError
 from splitc.runtime.rounds.deal import deal
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
@@ -182,3 +183,11 @@ def test_a_deal_that_is_returned_without_steps_changes_no_bit(world: int) -> Non
     assert state is not None
     dealt = {name for name, axes in network.axes.items() if any(axes)}
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items() if name in dealt)
+
+
+def test_an_optimizer_whose_state_does_not_begin_with_zero_is_refused() -> None:
+    network = chain(7, 5)
+    x, y = torch.randn(6, INPUTS), torch.randint(0, CLASSES, (6,))
+    made = compiled(network.model, (x,), y, F.cross_entropy, 2, "independent_subnets(local_steps=1)")
+    with pytest.raises(LaunchError, match=r"Rprop begins with step_size = 0.01, and subnets begin with 0"):
+        on_workers(made, lambda worker: None, optimizer=torch.optim.Rprop)
