@@ -55,6 +55,11 @@ def _of_choice(request: Request, plan: Plan, layer: str) -> str:
     ranks = plan.roles[place.role]
     if not request.gradient_of(layer):
         return "it has no gradient to sum"
+    if place.holding == "subnet":
+        part = "its neurons" if place.split == "columns" else "the neurons it reads"
+        return f"each rank trains 1/{plan.world} of {part}, dealt again after every round"
+    if place.sync == "average":
+        return f"averaged once a round; {_ring(request, layer, 'would cost', ranks)}"
     if place.sync == "parameter_server":
         return "its gradient goes to the servers and its parameters come back"
     if place.sync == "late_multiply":

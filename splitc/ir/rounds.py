@@ -16,11 +16,12 @@ def rounds_text(plan: Plan) -> str:
         return ""
     updates, unit = plan.rounds.steps, plan.rounds.unit
     number = f"{updates} update{'s' * (updates > 1)}"
-    if any(place.holding == "subnet" for place in plan.placements.values()):
+    if plan.deals:
         return f"rounds of {number} by each rank on its own subnet, then dealt again"
     text = f"rounds of {number} by each {'rank alone' if unit == 1 else f'{unit} ranks'}, then averaged"
     if plan.rounds.in_turns:
-        text += f", {plan.rounds.fragments} fragments in turns, each on its way for {plan.rounds.delay} updates"
+        delay = f"{plan.rounds.delay} update{'s' * (plan.rounds.delay != 1)}"
+        text += f", {plan.rounds.fragments} fragments in turns, each on its way for {delay}"
     lr, momentum = plan.rounds.outer_lr, plan.rounds.outer_momentum
     return f"{text}; the averaged change goes through SGD({lr:g}, {momentum:g})" if plan.rounds.has_outer else text
 
