@@ -28,6 +28,7 @@ from splitc.cost_models.memory.null_transport import NullTransport
 from splitc.errors import CostError
 from splitc.ir.interpreter import mode_of, quiet
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
+from splitc.ir.wire import nbytes_trained
 from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.worker import Worker
 
@@ -69,7 +70,7 @@ def _measure(program: LoweredProgram, rank: int, optimizer_copies: int, accumula
 
 def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate: int) -> RankMemory:
     live = LiveStorage()
-    updates = _Updates(live, optimizer_copies)
+    updates = _Updates(live, optimizer_copies, program.plan.deals)
     transport = NullTransport(rank, program.plan, lambda tensors: live.mark(tensors, TRAVELS))
     module, weights, make = _module(program, rank), _weights(program), updates.optimizer
     worker = Worker(module, transport, weights, {}, make, accumulate=accumulate, elementwise=True)
@@ -78,19 +79,25 @@ def _steps(program: LoweredProgram, rank: int, optimizer_copies: int, accumulate
     batch = _batch(program, rank)
     live.mark([*parameters, *buffers], HELD)
     live.mark(batch, WORKING)
+    if program.plan.deals:  # slices are held as parameters are
+        begin = module.begin_round
+        module.begin_round = lambda *given: live.mark([begin(*given), *parameters][1:], HELD)
     with live:
-        for _ in range(accumulate):
-            worker.step(*batch)
-        worker.end_round()
+        for _ in range(2 if program.plan.deals else 1):  # from the second round on the optimizer's state is dealt too
+            for _ in range(accumulate):
+                worker.step(*batch)
+            worker.end_round()
     updates.note_gradients()
+    dealt = [(stage, name) for stage in program.stages for name in stage.dealt if program.tensors[name].parameter]
+    slices = sum(nbytes_trained(program, *each, rank) for each in dealt)
     return RankMemory(
-        parameters=_nbytes(parameters),
+        parameters=_nbytes(parameters) + slices,
         gradients=updates.gradients,
-        optimizer_state=updates.state,
+        optimizer_state=updates.state + optimizer_copies * slices,
         activations=live.most[SAVED],
         communication=live.most[TRAVELS],
         buffers=_nbytes(buffers),
-        most=updates.state + max(live.peak, updates.most),
+        most=max(live.peak, updates.most) + (0 if program.plan.deals else updates.state),
     )
 
 
@@ -127,13 +134,13 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Updates:
-    """Replace the optimizers of a rank, and record memory when they step.
+    """Replace the optimizers of a rank, and record memory when they step.  dealt: their state travels with slices.
 
     gradients: peak bytes in `.grad`.  most: peak live bytes during an optimizer step, without the optimizer state.
     """
 
-    def __init__(self, live: LiveStorage, copies: int) -> None:
-        self._live, self._copies = live, copies
+    def __init__(self, live: LiveStorage, copies: int, dealt: bool) -> None:
+        self._live, self.copies, self.dealt = live, copies, dealt
         self.gradients = 0
         self.most = 0
         self._watched: set[nn.Parameter] = set()
@@ -142,8 +149,8 @@ class _Updates:
     @property
     def state(self) -> int:
         """Bytes of the optimizer state of all parameters that were updated."""
-        count = torch.get_default_dtype().itemsize if self._copies > 1 else 0
-        return sum(self._copies * parameter.nbytes + count for parameter in self._stepped)
+        count = torch.get_default_dtype().itemsize if self.copies > 1 else 0
+        return sum(self.copies * parameter.nbytes + count for parameter in self._stepped)
 
     def optimizer(self, named: Sequence[tuple[str, nn.Parameter]]) -> Any:
         """Return an optimizer of these parameters."""
@@ -165,7 +172,7 @@ class _Updates:
         stepping = [parameter for parameter in parameters if parameter.grad is not None]
         self._stepped.update(stepping)
         sizes = [parameter.nbytes for parameter in stepping]
-        temporary = max(sum(sizes), 2 * max(sizes, default=0)) if self._copies > 1 else 0
+        temporary = max(sum(sizes), 2 * max(sizes, default=0)) if self.copies > 1 else 0
         self.most = max(self.most, self._live.total + temporary)
 
     def note_gradients(self) -> None:
@@ -183,6 +190,9 @@ class _Optimizer:
 
     def step(self) -> None:
         self._updates.step(self._parameters)
+        if self._updates.dealt:  # the state travels, so it is there
+            for p in (p for p in self._parameters if p.grad is not None and p not in self.state):
+                self.state[p] = {f"copy{k}": torch.empty_like(p) for k in range(self._updates.copies)}
 
     def zero_grad(self) -> None:
         for parameter in self._parameters:

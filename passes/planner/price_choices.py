@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from splitc.cost_models.memory.memory import exchanged_nbytes, rank_memory
+from splitc.cost_models.memory.memory import exchanged_nbytes
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram
@@ -64,9 +64,8 @@ def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dic
         batch = plan.peak_batch(place.role, plan.roles[place.role][0])
         needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
         if place.holding == "subnet":  # a slice of it, beside the part that the rank owns between rounds
-            owned = rank_memory(request.held[name], 0.0, 0.0, request.optimizer_copies)
-            needed[name] *= request.subnet_share(name)
-            needed[name] += (owned.parameters + owned.optimizer_state) / plan.world
+            owned = sum(h.nbytes * (1 + request.optimizer_copies * h.trainable) for h in request.held[name])
+            needed[name] = needed[name] * request.subnet_share(name) + owned / plan.world
     return sum(needed.values()) + exchanged_nbytes(program, 0) + _accumulated_nbytes(request, plan), needed
 
 

@@ -107,16 +107,13 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
+    if averages and plan.deals:  # with the optimizer's state
+        numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes, collective = numel * dtype.itemsize, OPS["all_reduce"].collective
     payload = Payload(What.AVERAGE if averages else What.BUCKET, role=stage.role, bucket=action.bucket)
     if plan.all_reduce == "backend" or averages:
         sent = collective.sent(nbytes, nbytes, len(replicas))
         yield from _collective(collective, payload, replicas, (numel,), dtype, sent)
-        trained = sum(program.tensors[name].numel for name in names if program.tensors[name].trainable)
-        if averages and plan.deals and trained:  # the optimizer's state too
-            state = replace(payload, name="state")
-            sent = collective.sent(nbytes, nbytes, len(replicas)) * STATE_COPIES * trained / numel
-            yield from _collective(collective, state, replicas, (STATE_COPIES * trained,), dtype, sent)
     else:
         sent = doubling_sent(nbytes, replicas.index(rank), len(replicas))
         yield from _collective(plan.all_reduce, payload, replicas, (numel,), dtype, sent)

@@ -69,7 +69,7 @@ class Payload:
             case What.BUCKET:
                 return f"{self.role}.bucket{self.bucket}"
             case What.AVERAGE:
-                return f"{self.role}.average{self.bucket}{' of ' * bool(self.name)}{self.name}"
+                return f"{self.role}.average{self.bucket}"
             case What.PULL | What.PUSH:
                 return f"{self.what} {self.name}{rows}" + (f" and {self.more} more" if self.more else "")
             case What.LOSS:

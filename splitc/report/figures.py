@@ -13,6 +13,7 @@ from typing import Any
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.profiling.measured import is_measured
+from splitc.ir.dealt import exchanged_nbytes
 from splitc.ir.layers import Layer
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
@@ -151,7 +152,11 @@ class Figures:
             return values + gradient
         gradient_on_rank = gradient / place.num_shards
         if place.sync == "average" and plan.rounds:
-            return values + _ring(gradient_on_rank, len(plan.averaged(place.role, ranks[0]))) / plan.rounds.steps
+            n, dealt = len(plan.averaged(place.role, ranks[0])), self.program.stage(place.role).dealt
+            if place.holding == "subnet":  # a slice travels there and back, as many bytes as in a ring
+                held = ((self.program.tensors[name], dealt.get(name, {})) for name in layer.tensors)
+                gradient_on_rank = sum(exchanged_nbytes(tensor, dims, n) for tensor, dims in held)
+            return values + _ring(gradient_on_rank, n) / plan.rounds.steps
         if place.sync != "all_reduce":
             return values
         return values + _ring(gradient_on_rank, len(plan.replicas(place.role, ranks[0])))

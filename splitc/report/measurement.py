@@ -35,7 +35,7 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of a run: medians by rank, and the spans of the last steps.  of_round: steps of a round.
+    """The measurement of a run: medians by rank, and the spans of the last steps.
 
     examples: of a step.  period: seconds from one step to the next, on the rank that is slowest in it; between: those
     that lie between two steps.  fastest, slowest: of all steps.  steps, warm_up: measured, and left out.
@@ -50,7 +50,6 @@ class Measurement:
     slowest: float
     steps: int
     warm_up: int
-    of_round: int = 1
 
     @property
     def samples_per_second(self) -> float:
@@ -76,7 +75,6 @@ def read_measurement(path: Path, of_round: int = 1) -> Measurement:
             slowest=max(longest),
             steps=len(data["steps"]),
             warm_up=data["warm_up"],
-            of_round=of_round,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LaunchError(
@@ -155,7 +153,7 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
     lines = [
         f"{name}: plan {plan.hash} on {plan.world} rank{'s' * (plan.world > 1)}, "
         f"predicted for cluster {plan.prediction.cluster}; "
-        f"medians of {_medians(measured)} after {measured.warm_up} of warm-up; "
+        f"medians of {_medians(plan, measured)} after {measured.warm_up} of warm-up; "
         f"error = (predicted - measured) / measured",
         "",
         *(line.rstrip() for line in table.splitlines()),
@@ -165,12 +163,12 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
     return "\n".join(textwrap.fill(line, WIDTH) if len(line) > WIDTH else line for line in lines)
 
 
-def _medians(measured: Measurement) -> str:
+def _medians(plan: Plan, measured: Measurement) -> str:
     """`12 steps`, or `2 rounds of 8 steps`."""
-    if measured.of_round == 1:
-        return f"{measured.steps} step{'s' * (measured.steps > 1)}"
-    rounds = measured.steps // measured.of_round
-    return f"{rounds} round{'s' * (rounds > 1)} of {measured.of_round} steps"
+    number, what = measured.steps, "step"
+    if plan.rounds:
+        number, what = number // plan.rounds.steps, "round"
+    return f"{number} {what}{'s' * (number > 1)}" + (f" of {plan.rounds.steps} steps" if plan.rounds else "")
 
 
 def _rows(rank: Mapping[str, Any]) -> list[list[str]]:

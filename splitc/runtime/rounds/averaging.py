@@ -54,7 +54,7 @@ class Averages:
         """
         under_way = []
         for bucket in buckets:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]) * share
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(share)
             self._messages.count(2 * (len(self._ranks) - 1) * flat.nbytes // len(self._ranks))
             under_way.append((bucket, flat, self._messages.transport.all_reduce(flat, self._ranks)))
         self._travelling[fragment] = mixing, under_way
