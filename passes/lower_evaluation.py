@@ -24,18 +24,23 @@ from splitc.passes.split_ranks import SplitRanks
 def with_evaluation(program: LoweredProgram, captured: Program) -> LoweredProgram:
     """The program with its evaluation lowered too; with the reason where that is not possible.
 
-    captured: what `program` was lowered from.
+    captured: what `program` was lowered from.  Raises PlacementError where subnets cannot be evaluated, of which
+    the statistics of the whole model are computed so.
     """
     if program.plan.deals and program.evaluation is None:
         program = replace(program, evaluation=captured)  # which shards of the whole model compute otherwise
-    if not isinstance(program.evaluation, Program):
-        return program
-    own = {name: t for name, t in program.evaluation.tensors.items() if name not in program.tensors}
-    tensors = {**program.tensors, **{name: replace(t, requires_grad=False) for name, t in own.items()}}
-    try:
-        evaluation = _lowered(program, replace(program.evaluation, tensors=tensors))
-    except SplitcError as error:
-        return replace(program, evaluation=str(error))
+    evaluation, tensors = program.evaluation, program.tensors
+    if isinstance(evaluation, Program):
+        own = {name: t for name, t in evaluation.tensors.items() if name not in tensors}
+        tensors = {**tensors, **{name: replace(t, requires_grad=False) for name, t in own.items()}}
+        try:
+            evaluation = _lowered(program, replace(evaluation, tensors=tensors))
+        except SplitcError as error:
+            evaluation = str(error)
+    if isinstance(evaluation, str) and program.plan.deals:
+        raise PlacementError(f"subnets need the whole model in evaluation mode, divided over ranks: {evaluation}")
+    if not isinstance(evaluation, LoweredProgram):
+        return replace(program, evaluation=evaluation)
     stages = []
     for stage in program.stages:
         other = evaluation.stage(stage.role)

@@ -190,3 +190,32 @@ def test_ranks_send_what_the_plan_says_in_a_round() -> None:
     expected = [sum(op.sent for a in verbs for op in dealt_ops(lowered, stage, rank, a)) for rank in range(world)]
     assert measured == pytest.approx(expected, rel=0.1)  # which neurons a rank owns and is dealt differs
     assert sum(measured) == pytest.approx(sum(expected), rel=0.03)
+
+
+def test_a_model_that_asks_for_its_mode_is_evaluated_as_it_evaluates() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.head(x)
+        return h if m.training else 2 * h
+
+    torch.manual_seed(3)
+    program, data = subnets(made(run, head=mlp()), 2, torch.randn(B, 8, dtype=F64)), batches(2, 3)
+
+    def run_rank(worker: Any) -> tuple[float, dict[str, Tensor] | None]:
+        for batch in data:
+            worker.step(*own(worker, batch))
+        return float(worker.evaluate(*own(worker, data[0]))), worker.state_dict()
+
+    (loss, state), _ = on_workers(program, run_rank, optimizer=sgd)
+    assert state is not None
+    model = made(run, head=mlp()).double()
+    model.load_state_dict(state)
+    assert loss == pytest.approx(float(F.cross_entropy(model.eval()(data[0][0]), data[0][1]).detach()), rel=1e-9)
+
+
+def test_a_model_that_cannot_be_evaluated_divided_is_refused() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.head(x)
+        return h if m.training else h[: int(h.sum().item() > 0) + 1]
+
+    with pytest.raises(PlacementError, match="subnets need the whole model in evaluation mode, divided over ranks: "):
+        subnets(made(run, head=mlp()), 2, torch.randn(B, 8, dtype=F64))
