@@ -82,12 +82,11 @@ def _fragments(program: LoweredProgram) -> dict[str, tuple[str, int]]:
     count = program.plan.rounds.fragments
     if count > max(len(names), 1):
         raise PlacementError(f"{count} fragments were asked for, but units average only {len(names)} tensors")
-    sizes = [program.tensors[name].nbytes for name in names]
+    sizes = [max(program.tensors[name].nbytes, 1) for name in names]
     middles = [before + size / 2 for before, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
     found, fragment = {}, -1
     for k, (name, middle) in enumerate(zip(names, middles, strict=True)):
-        near = int(count * middle / sum(sizes)) if middle else 0
-        fragment = min(max(near, count - len(names) + k), fragment + 1, count - 1)
+        fragment = min(max(int(count * middle / sum(sizes)), count - len(names) + k), fragment + 1, count - 1)
         found[name] = roles[name], fragment
     return found
 

@@ -46,6 +46,11 @@ def ring_all_reduce(nbytes: float, n: int, link: Link) -> float:
     return 2 * (n - 1) * _round("all_reduce", nbytes / n, link) if n > 1 else 0.0
 
 
+def through_server(nbytes: float, n: int, link: Link) -> float:
+    """Sum tensors of `nbytes` over `n` ranks on one of them, whose link all of them share, there and back."""
+    return 2 * concurrent((n - 1) * [nbytes], link)
+
+
 def reduce_scatter(nbytes: float, n: int, link: Link) -> float:
     """Sum tensors of `nbytes` over `n` ranks, each keeps 1/n: n - 1 rounds of nbytes / n.
 

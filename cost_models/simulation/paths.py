@@ -16,6 +16,7 @@ from splitc.cost_models.network.alpha_beta import (
     recursive_doubling,
     reduce_scatter,
     ring_all_reduce,
+    through_server,
 )
 from splitc.cost_models.simulation.events import Transfer
 from splitc.ir.cluster import Cluster, Link
@@ -27,6 +28,7 @@ _ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
     "all_to_all": all_to_all,
     "reduce_scatter": reduce_scatter,
     "recursive_doubling": recursive_doubling,
+    "server": through_server,
 }
 
 

@@ -147,7 +147,7 @@ def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
         if op.kind == "recv":
             received[kind] += op.nbytes
         else:
-            sent[kind] += op.per_step
+            sent[kind] += op.per_step * (2 if op.algorithm == "server" else 1)  # it answers when it has all
             received[kind] += op.per_step if op.kind == "collective" else 0.0
     seconds = latency
     for bandwidth, duplex in sent | received:

@@ -155,10 +155,8 @@ def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: Ra
 
 def _functions(spec: RankSpec) -> tuple[str, ...]:
     """The functions of a role's file that the worker calls."""
-    if spec.rounds is None:
-        return "evaluate", "step"
-    turns = ("after_update",) if spec.rounds.in_turns else ()
-    return (*turns, "begin_round", "end_round", "evaluate", "step")
+    turns = ("after_update",) if spec.rounds and spec.rounds.in_turns else ()
+    return (*turns, *(("begin_round", "end_round") if spec.rounds else ()), "evaluate", "step")
 
 
 def _value(value: Any, before: str = "") -> list[str]:

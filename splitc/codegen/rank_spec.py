@@ -88,6 +88,7 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         {name: rows for name, rows in served.items() if rows.first < rows.last},
         unit=plan.unit(rank) if plan.rounds else (),
         averaged=plan.averaged(role, rank) if plan.rounds else (),
+        through_server=plan.rounds is not None and plan.rounds.through == "server",
     )
 
 

@@ -36,11 +36,8 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[s
     lines = train.function("step", step)
     if program.plan.rounds:
         lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
-        if program.plan.rounds.in_turns:
-            lines += ["", "", *train.after_update(program.plan.rounds)]
-            lines += ["", "", *train.round_function("end_round", "Before the state is read.", ("average",))]
-        else:
-            lines += ["", "", *train.round_function("end_round", "After the last update of a round.", END_ROUND)]
+        lines += ["", "", *train.after_update(program.plan.rounds)] if program.plan.rounds.in_turns else []
+        lines += ["", "", *train.round_function("end_round", "At the end of a round, and of training.", END_ROUND)]
     return [*lines, "", "", *_evaluate(program, rank_program, loss)]
 
 
@@ -114,9 +111,8 @@ class _StepWriter:
         body: list[Line] = []
         for update in sorted({a.update for a in self._rank_program.actions if a.update}):
             body.append((f"if update == {update}:", ""))
-            actions = [a for a in self._rank_program.actions if a.update == update]
-            lines = [line for a in actions for line in self._exchange(a, waits=not rounds.delay)]
-            body += [(f"    {text}", note) for text, note in lines]
+            for action in (a for a in self._rank_program.actions if a.update == update):
+                body += [(f"    {text}", note) for text, note in self._exchange(action, waits=not rounds.delay)]
         doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
         return [f"def after_update({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
 
@@ -172,8 +168,8 @@ class _StepWriter:
                 return [("comm.send_parameters(stage, SERVED)", "to the workers")]
             case "reduce_gradients":
                 return [("comm.reduce_gradients(stage, SERVED)", "summed over the workers")]
-            case "all_reduce" | "push":
-                return []  # lines of the backward
+            case "all_reduce" | "push" | "arrive":
+                return []  # lines of the backward, or of an average
         stage = self._program.stage(action.role)
         match action.verb:
             case "deal" | "fetch_ahead" | "collect":
@@ -227,6 +223,7 @@ class _StepWriter:
             return [(f"{comm}.arrive({fragment})", f"mixed with {rounds.mixing:g} of this rank's own")]
         given = f"{name}[{first}:{end}], {fragment}" if rounds.fragments > 1 else name
         note = f"{self._buckets(stage, stage.averaged[first:end])}, over all units"
+        note += ", through the first one" if rounds.through == "server" else ""
         if self._plan.deals:
             note, given = f"{note}, with the optimizer's state", f"{given}, optimizer=True"
         if waits:
@@ -241,13 +238,8 @@ class _StepWriter:
             comm = self._cuts.comm(action.role) if action.role != SERVER else "comm"
             return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
-        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", self._whose_loss)]
-
-    @property
-    def _whose_loss(self) -> str:
-        return (
-            "the loss of a unit, of all at a round's end" if self._plan.rounds and self._training else "the global loss"
-        )
+        note = "a unit's loss, at a round's end of all" if self._plan.rounds and self._training else "the global loss"
+        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", note)]
 
     def _backward(self, stage: Stage, comm: str) -> list[Line]:
         outputs = [(cut.name, self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]

@@ -22,8 +22,7 @@ def rounds_text(plan: Plan) -> str:
     if plan.rounds.in_turns:
         delay = f"{plan.rounds.delay} update{'s' * (plan.rounds.delay != 1)}"
         text += f", {plan.rounds.fragments} fragments in turns, each on its way for {delay}"
-    lr, momentum = plan.rounds.outer_lr, plan.rounds.outer_momentum
-    return f"{text}; the averaged change goes through SGD({lr:g}, {momentum:g})" if plan.rounds.has_outer else text
+    return f"{text}, by an outer SGD of lr {plan.rounds.outer_lr:g}" if plan.rounds.has_outer else text
 
 
 def exchanges(rounds: Rounds | None, stage: Stage) -> Iterator[Action]:
@@ -52,5 +51,7 @@ def rounds_problems(rounds: Rounds) -> Iterator[str]:
         yield f"{rounds.fragments} fragments cannot take turns in {rounds.steps} updates; take 1 to {rounds.steps}"
     if not 0 <= rounds.delay < max(rounds.steps, 1):
         yield f"delay is {rounds.delay}, but a fragment arrives before it leaves again, {rounds.steps} updates later"
+    if rounds.through not in ("peers", "server"):
+        yield f"through is {rounds.through!r}; it must be peers or server"
     if not 0 <= rounds.mixing <= 1 or (rounds.mixing and not rounds.delay):
         yield f"mixing is {rounds.mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"

@@ -133,10 +133,7 @@ class LocalSGD(InRounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sync_batchnorm or self.all_reduce:
-            raise PlacementError(
-                "local_sgd: sync_batchnorm and all_reduce are for ranks that train together, and here every rank "
-                "trains by itself; leave them out"
-            )
+            raise PlacementError("local_sgd: every rank trains by itself; leave sync_batchnorm and all_reduce out")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class InRounds(Strategy):
     is the rule where there is momentum.
     fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
     own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
+    through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
     """
 
     period: int | None = field(default=None, kw_only=True)
@@ -55,6 +56,7 @@ class InRounds(Strategy):
     fragments: int | None = field(default=None, kw_only=True)
     delay: int | None = field(default=None, kw_only=True)
     mixing: float | None = field(default=None, kw_only=True)
+    through: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -111,7 +111,10 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
         numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes, collective = numel * dtype.itemsize, OPS["all_reduce"].collective
     payload = Payload(What.AVERAGE if averages else What.BUCKET, role=stage.role, bucket=action.bucket)
-    if plan.all_reduce == "backend" or averages:
+    if averages and plan.rounds is not None and plan.rounds.through == "server":
+        sent = nbytes * (len(replicas) - 1.0 if rank == replicas[0] else 1.0)
+        yield from _collective("server", payload, replicas, (numel,), dtype, sent)
+    elif plan.all_reduce == "backend" or averages:
         sent = collective.sent(nbytes, nbytes, len(replicas))
         yield from _collective(collective, payload, replicas, (numel,), dtype, sent)
     else:

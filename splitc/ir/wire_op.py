@@ -87,7 +87,7 @@ class WireOp:
     kind: "send", "recv" or "collective".  ranks: the peer, or all members.
     shape: of the payload; of a collective whose members contribute different shapes, of the whole.
     sent: payload bytes that this rank sends.
-    algorithm: of a collective, a `Collective` or "recursive_doubling".
+    algorithm: of a collective, a `Collective`, "recursive_doubling", or "server" for a sum by the first of the ranks.
     layer: the layer that computed the value, or whose computation the communication is part of; None for inputs,
     buckets and the loss.
     times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.

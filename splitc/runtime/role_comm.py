@@ -50,7 +50,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
         self._served_buckets, self._served_parameters, self._subnets = {}, {}, {}
-        self.averages = Averages(messages, spec.averaged)
+        self.averages = Averages(messages, spec.averaged, spec.through_server)
         self.optimizer_state = lambda parameter: {}
 
     def begin(self, context: StepContext) -> None:

@@ -108,6 +108,7 @@ class Rounds:
     1 and 0 parameters are averaged.
     fragments: parts of the parameters, which are averaged in turns.  delay: updates during which one travels.
     mixing: how much of its own parameters a rank keeps when a fragment arrives (streaming DiLoCo).
+    through: "peers" sum by an all-reduce; a "server", the first unit, receives from all others and sends them the sum.
     """
 
     steps: int
@@ -118,6 +119,7 @@ class Rounds:
     fragments: int = 1
     delay: int = 0
     mixing: float = 0.0
+    through: str = "peers"
 
     @property
     def has_outer(self) -> bool:
@@ -162,7 +164,8 @@ class RoleSpec:
     served_rows: of a worker that is a server too: parameter -> the rows that it holds for all workers.
     workers: of a server that is no worker: role -> the ranks that it serves.
     unit: the ranks that train together in a round, this one among them; none where there are no rounds.
-    averaged: those of other units that hold the same parameters, and this one: they average them after a round.
+    averaged: those of other units that hold the same parameters, and this one: they average them after a round,
+    through_server: by the first of them, to which the others send theirs.
     """
 
     role: str
@@ -178,6 +181,7 @@ class RoleSpec:
     workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unit: tuple[int, ...] = ()
     averaged: tuple[int, ...] = ()
+    through_server: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,27 @@ theta: a unit's parameters.  kept: as all units had them after the last average,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..transport.base import Work
+from ..transport import doubling
+from ..transport.base import Transport, Work
 from ..transport.messages import Messages
 
 
 class Averages:
     """What a rank averages in one role with other units, in fragments, each by itself.
 
-    ranks: of all units, those that hold the same part of the model.
+    ranks: of all units, those that hold the same part of the model.  through_server: the first of them sums.
     outer: the optimizer to which the averaged change is a gradient.  kept: parameter -> its parameter.
     """
 
-    def __init__(self, messages: Messages, ranks: tuple[int, ...]) -> None:
-        self._messages, self._ranks = messages, ranks
+    def __init__(self, messages: Messages, ranks: tuple[int, ...], through_server: bool) -> None:
+        self._messages, self._ranks, self._by_server = messages, ranks, through_server
+        self._all_reduce = partial(doubling.all_reduce, through_server=True) if through_server else Transport.all_reduce
         self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
         self.outer: torch.optim.SGD | None = None
@@ -52,11 +55,12 @@ class Averages:
 
         buckets: what travels together, of one dtype.
         """
-        under_way = []
+        under_way, transport, n = [], self._messages.transport, len(self._ranks)
+        times = 2 * (n - 1) / n if not self._by_server else n - 1 if transport.rank == self._ranks[0] else 1
         for bucket in buckets:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(share)
-            self._messages.count(2 * (len(self._ranks) - 1) * flat.nbytes // len(self._ranks))
-            under_way.append((bucket, flat, self._messages.transport.all_reduce(flat, self._ranks)))
+            self._messages.count(int(times * flat.nbytes))
+            under_way.append((bucket, flat, self._all_reduce(transport, flat, self._ranks)))
         self._travelling[fragment] = mixing, under_way
 
     @torch.no_grad()

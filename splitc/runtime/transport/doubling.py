@@ -11,7 +11,7 @@ members that exchange add the same two tensors, and addition commutes, so the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -20,12 +20,15 @@ from torch import Tensor
 
 from .base import CompletedWork, Transport, Work
 
+Rounds = Callable[[Transport, Tensor, tuple[int, ...]], Iterator[Work]]
+
 _TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
 
 
-def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...], through_server: bool = False) -> Work:
     """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one.
 
+    through_server: the first of them receives all tensors, sums them in the order of ranks and sends back the sum.
     This rank's first message starts at once; rounds that depend on a received message run in `wait`.  Sums over the
     same ranks may be under way together, even when they are waited for in another order; before a sum over other ranks
     starts, those under way are completed.
@@ -35,7 +38,7 @@ def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> 
         raise ValueError(f"recursive doubling over {ranks} on rank {transport.rank}, which is not one of them")
     if len(ranks) == 1 or tensor.numel() == 0:
         return CompletedWork()
-    return _Doubling(transport, tensor.detach(), ranks)
+    return _Doubling(transport, tensor.detach(), ranks, _through_server if through_server else _rounds)
 
 
 def sent_bytes(nbytes: int, index: int, n: int) -> int:
@@ -53,12 +56,12 @@ class _Doubling:
     # The last sum that each transport has under way; it refers to the one before it.
     _last: ClassVar[WeakKeyDictionary[Transport, _Doubling]] = WeakKeyDictionary()
 
-    def __init__(self, transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: Transport, tensor: Tensor, ranks: tuple[int, ...], rounds: Rounds) -> None:
         self._transport, self._ranks = transport, ranks
         self._before = self._last.get(transport)
         if self._before is not None and self._before._ranks != ranks:
             self._before.wait()
-        self._rounds = _rounds(transport, tensor, ranks)
+        self._rounds = rounds(transport, tensor, ranks)
         self._now: Work | None = next(self._rounds)
         self._last[transport] = self
         if transport.waits_hold_the_stream:  # all rounds can be issued, and in the program's order they must
@@ -95,3 +98,17 @@ def _rounds(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Ite
         tensor.add_(other)
     if index < n - p:
         yield transport.exchange([(tensor, ranks[index + p])], [], ranks, _TAG)
+
+
+def _through_server(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+    """The messages of this rank to and from the first one, or of that one to and from all others."""
+    server, *others = ranks
+    if transport.rank != server:
+        yield transport.exchange([(tensor, server)], [], ranks, _TAG)
+        yield transport.exchange([], [(tensor, server)], ranks, _TAG)
+        return
+    given = [torch.empty_like(tensor) for _ in others]
+    yield transport.exchange([], list(zip(given, others, strict=True)), ranks, _TAG)
+    for each in given:
+        tensor.add_(each)
+    yield transport.exchange([(tensor, rank) for rank in others], [], ranks, _TAG)

@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.cost_models.network.alpha_beta import through_server
 from splitc.errors import LaunchError, PlacementError
+from splitc.ir.cluster import Link
 from splitc.ir.program import Program
 from splitc.ir.strategies import ModuloShard
+from splitc.ir.wire import wire
+from splitc.ir.wire_op import What
+from splitc.runtime.worker import Worker
 from tests.end_to_end.test_in_batch import TwoTowers
 from tests.runtime.rounds.test_local_sgd import EXACT, Pair
 from tests.runtime.rounds.test_outer_optimizer import stream
@@ -165,3 +170,46 @@ def test_what_is_sharded_is_only_averaged_and_what_is_not_is_summed_within_a_gro
     assert syncs["conv"] == ("replicated", "all_reduce")
     assert {sync for holding, sync in syncs.values() if holding == "sharded"} == {"average"}
     assert planned("modulo_shard(mp=2)").plan.exact
+
+
+# -- through a server --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "units"),
+    [
+        ("local_sgd(period=2, through=server)", 3, [[2], [3], [4]]),
+        ("local_sgd(period=3, through=server, fragments=2, delay=1, mixing=0.25)", 3, [[2], [3], [4]]),
+        ("modulo_shard(mp=2, period=2, through=server)", 4, [[3, 4], [5, 2]]),
+    ],
+)
+def test_a_server_averages_as_peers_do(strategy: str, world: int, units: list[list[int]]) -> None:
+    sizes = [size for unit in units for size in unit]
+    batches = [batch_of(sum(sizes)) for _ in range(5)]
+    states = [
+        on_workers(planned(text, world), lambda worker: train(worker, batches, sizes))[0][1]
+        for text in (strategy, strategy.replace("through=server", "through=peers"))
+    ]
+    assert states[1] is not None
+    assert_same(states[0], states[1], EXACT)
+
+
+def test_a_server_sends_and_receives_what_all_others_have() -> None:
+    program = planned("local_sgd(period=2, through=server)", 3)
+    parameters = sum(p.nbytes for name, p in known()[0].named_parameters() if name != "gain")
+
+    def sent(worker: Worker) -> int:
+        before = worker.rank.sent_bytes
+        for _ in range(2):
+            worker.step(*batch_of(4))
+        return worker.rank.sent_bytes - before - 2 * 2 * 8 // 3  # of the loss at the round's end
+
+    expected = [2 * parameters, parameters, parameters]
+    assert on_workers(program, sent) == expected
+    of_wire = [
+        sum(op.sent for op in wire(program.program, rank) if op.payload.what is What.AVERAGE) for rank in range(3)
+    ]
+    assert of_wire == expected
+    assert "through the first one" in program.files["all.py"]
+    assert through_server(1e9, 4, Link(1e9, 1e-3)) == pytest.approx(2 * (1e-3 + 3))
+    assert [phases.rank for phases in program.plan.prediction.phases] == [0, 1, 2]
