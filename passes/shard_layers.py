@@ -45,7 +45,7 @@ from splitc.ir.graph import (
     tensors_of_node,
     update_info,
 )
-from splitc.ir.linears import Linear, as_linear, parameter_nodes
+from splitc.ir.linears import Linear, as_linear, linear_layers, parameter_nodes
 from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
@@ -73,6 +73,7 @@ class _Walk:
 
     def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role
+        self._linears = linear_layers(program)
         self._parts: dict[fx.Node, int] = {}  # values of which a rank has a part -> features of the whole
         self._whole: dict[fx.Node, fx.Node] = {}  # such a value -> its `shard`
         self._readers: dict[fx.Node, list[fx.Node]] = {}  # a whole value -> the sharded layers that read it
@@ -108,11 +109,8 @@ class _Walk:
     def _rows(self, linear: Linear) -> None:
         """y = x W^T + b  ->  y = reduce_from_group(linear(x's part, W's part)) + b."""
         node, graph = linear.node, self._graph
-        value = linear.value
-        if value not in self._parts and not tensor_spec(value).requires_grad:
-            options, name = {"features": _features(value)}, f"{value.name}_part"
-            value = insert_after(graph, value, comm_ops.slice_features, (value,), name, value, options, sharded=True)
-        elif value not in self._parts:
+        value = self._part(linear.value)
+        if value not in self._parts:
             raise PlacementError(
                 f"{node.name} ({info(node).source}) is to be divided by rows, but its ranks have the whole of "
                 f"{linear.value.name}; divide the layer before it by columns, or this one too"
@@ -137,6 +135,9 @@ class _Walk:
 
     def _is_by_features(self, node: fx.Node) -> bool:
         """Whether a node of a sharded layer is an embedding, or normalises parts over examples."""
+        if is_batch_norm(self._program, node) and info(node).layer not in self._linears:
+            for value in node.all_input_nodes:
+                node.replace_input_with(value, self._part(value))
         reads_parts = any(value in self._parts for value in node.all_input_nodes)
         return embedding_weight(self._program, node) is not None or (reads_parts and is_batch_norm(self._program, node))
 
@@ -160,6 +161,15 @@ class _Walk:
         for value in tensors:
             if value in self._parts:
                 node.replace_input_with(value, self._gathered(value))
+
+    def _part(self, value: fx.Node) -> fx.Node:
+        """`value`, or the features of a whole one that are this rank's, where no gradient passes."""
+        if value in self._parts or tensor_spec(value).requires_grad:
+            return value
+        options, name = {"features": _features(value)}, f"{value.name}_part"
+        part = insert_after(self._graph, value, comm_ops.slice_features, (value,), name, value, options, sharded=True)
+        self._parts[part] = _features(value)
+        return part
 
     def _gathered(self, value: fx.Node) -> fx.Node:
         """`value`, or what gathers its parts."""

@@ -101,7 +101,8 @@ def _evaluated(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
 def _recomputed(program: LoweredProgram, stage: Stage) -> list[str]:
     """The normalisations of a role with subnets, whose statistics training does not know: those of all neurons."""
     paths = [str(node.target) for node in stage.graph.nodes if node.op == "call_module" and stage.dealt]
-    return [path for path in paths if isinstance(program.root.get_submodule(path), _BatchNorm)]
+    modules = [(path, program.root.get_submodule(path)) for path in paths]
+    return [path for path, module in modules if isinstance(module, _BatchNorm) and module.running_mean is not None]
 
 
 def _server(program: LoweredProgram, rank: int) -> RoleSpec:

@@ -108,7 +108,8 @@ class _Walk:
             self._deal(node, info(node).layer, table, 1)
         if not reads:
             return True
-        if isinstance(spec := info(node).spec, TensorSpec):
+        spec = info(node).spec
+        if isinstance(spec, TensorSpec):
             tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
             if self._is_batch_norm(node) and len(spec.shape) == 2:
                 return self._visit_norm(node, reads[0])
@@ -119,7 +120,7 @@ class _Walk:
             if fits:
                 values = tensors[:1] if keeps_features(node) else tensors  # view_as reads the shape of the other
                 return self._join(tensors) and self._keep(node, values, self._values[tensors[0]])
-        elif all(user.op != "output" for user in node.users):
+        elif not isinstance(spec, tuple) or not any(isinstance(part, TensorSpec) for part in spec):
             return True  # a size
         return self._undeal(reads)
 

@@ -157,7 +157,7 @@ class _Unit:
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         self.trial.losses.append(float(loss.detach()))
-        self.trial.gradients.append({} if subnet.inputs else {n: gradient.clone() for n, gradient in _gradients(model)})
+        self.trial.gradients.append({} if self._program.plan.deals else {n: g.clone() for n, g in _gradients(model)})
         self.trial.states.append({})
         self.optimizer.step()
         for path, calls in self._further_calls.items():

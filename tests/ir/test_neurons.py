@@ -65,6 +65,14 @@ WHOLE: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, nn.Module]]] =
         lambda m, x: m.out(m.norm(m.fc(x)) + x.repeat(1, 2)[:, :12]),
         {"fc": nn.Linear(8, 12)},
     ),
+    "a maximum is taken over features": (
+        lambda m, x: m.out(h := m.norm(m.fc(x))) + h.max(1).values[:, None] * x[:, :5],
+        {"fc": nn.Linear(8, 12)},
+    ),
+    "features are parted": (
+        lambda m, x: m.out(torch.cat(m.norm(m.fc(x)).chunk(2, 1)[::-1], 1)),
+        {"fc": nn.Linear(8, 12)},
+    ),
     "features are sliced": (lambda m, x: m.out(m.norm(m.fc(x))[:, :12]), {"fc": nn.Linear(8, 13)}),
     "features are divided by heads": (
         lambda m, x: m.out(m.fc(x).view(-1, 3, 4).tanh().reshape(-1, 12)),

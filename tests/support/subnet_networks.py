@@ -123,3 +123,28 @@ def skipped(width: int) -> Network:
 
     axes = of_linear("first", ["h"]) | of_norm("norm", "h") | of_linear("head", columns=["h", INPUTS])
     return Network(Skipped(width), masked, axes)
+
+
+class Normed(nn.Module):
+    """Hidden features and the inputs, concatenated before one normalisation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(INPUTS, width), nn.BatchNorm1d(width + INPUTS)
+        self.head = nn.Linear(width + INPUTS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.relu(self.norm(torch.cat([self.first(x), x], 1))))
+        return scores
+
+
+def normed(width: int) -> Network:
+    """One layer, h; a part of the normalisation is no layer's, and so all sites have it."""
+
+    def masked(w: Weights, x: Tensor, m: Masks) -> Tensor:
+        whole = torch.relu(norm(w, "norm", torch.cat([linear(w, "first", x), x], 1)))
+        return linear(w, "head", torch.cat([m["h"] * whole[:, :width], whole[:, width:]], 1))
+
+    axes = of_linear("first", ["h"]) | of_linear("head", columns=["h", INPUTS])
+    axes |= {"norm.weight": (("h", INPUTS),), "norm.bias": (("h", INPUTS),)}
+    return Network(Normed(width), masked, axes)

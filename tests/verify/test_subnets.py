@@ -14,7 +14,7 @@ from splitc.runtime.rounds.deal import deal
 from splitc.runtime.spec import DealtDims, Neurons
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, reference
 from tests.support.compiled import compiled
-from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, residual, skipped
+from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Masks, Network, train_subnets
 
 F64 = torch.float64
@@ -25,6 +25,7 @@ NETWORKS = {
     "residual": lambda: residual(7),
     "joined": lambda: joined(7, 5, 8),
     "skipped": lambda: skipped(7),
+    "normed": lambda: normed(7),
 }
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.errors import PlacementError
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers, part_of
-from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, residual, skipped
+from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Network
 
 F64 = torch.float64
@@ -21,6 +22,7 @@ NETWORKS = {
     "residual": lambda: residual(7),
     "joined": lambda: joined(7, 5, 8),
     "skipped": lambda: skipped(7),
+    "normed": lambda: normed(7),
 }
 
 
@@ -72,6 +74,36 @@ def test_the_whole_model_is_evaluated_and_saved_with_statistics_of_the_last_batc
     for key, tensor in whole.state_dict().items():
         torch.testing.assert_close(state[key], tensor, rtol=1e-9, atol=1e-9)
     assert all(second != pytest.approx(first) for first, _, second in results)
+
+
+def test_a_normalisation_without_statistics_has_none_to_compute() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.ReLU(), nn.Linear(7, 4))
+    x, y = torch.randn(8, 5), torch.arange(8) % 4
+    made = compiled(model, (x[:4],), y[:4], F.cross_entropy, 2, "independent_subnets(local_steps=2)")
+
+    def run(worker: Any) -> float:
+        worker.step(*part_of(worker, (x, y), [4, 4]))
+        worker.end_round()
+        return float(worker.evaluate(*part_of(worker, (x, y), [4, 4])))
+
+    first, second = on_workers(made, run)
+    assert first == second
+
+
+def test_a_model_that_cannot_be_evaluated_as_a_whole_is_refused() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.hidden(x)
+            return scores if self.training else scores.view(6, 4)
+
+    x, y = torch.randn(4, 5), torch.arange(4)
+    with pytest.raises(PlacementError, match="subnets need the whole model in evaluation mode"):
+        compiled(Grows(), (x,), y, F.cross_entropy, 2, "independent_subnets(local_steps=2)")
 
 
 def test_a_state_that_is_loaded_is_trained_from_and_evaluated() -> None:

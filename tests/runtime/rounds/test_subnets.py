@@ -16,7 +16,7 @@ from splitc.errors import LaunchError
 from splitc.runtime.rounds.deal import deal
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
-from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, residual, skipped
+from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Masks, Network, Trained, train_subnets
 
 F64 = torch.float64
@@ -26,6 +26,7 @@ NETWORKS = {
     "residual": lambda: residual(7),
     "joined": lambda: joined(7, 5, 8),
     "skipped": lambda: skipped(7),
+    "normed": lambda: normed(7),
 }
 
 
