@@ -15,6 +15,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.insert_norms import with_norms
 from splitc.checks.batch_sizes import require_batch_sizes
 from splitc.codegen.generate import generate
+from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
@@ -263,24 +264,9 @@ class CompiledProgram:
         return {"model": self._model, LOSS: self._example.loss}
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """The initial weights of each rank; rank 0 also has those that no rank uses."""
+        """The initial weights of each rank, its part of each; rank 0 also has those that no rank uses."""
         weights = self.weights()
-        everything = {**weights["state"], **weights["extra"]}
-        used = {alias for stage in self.program.stages for alias in self._names(stage.tensors)}
-        for rank in range(self.plan.world):
-            held = {
-                alias
-                for stage in self.program.stages
-                if rank in self.plan.roles[stage.role]
-                for alias in self._names(stage.tensors)
-            }
-            if rank in self.plan.servers:
-                held |= {alias for s in self.program.stages for bucket in s.served for alias in self._names(bucket)}
-            yield {k: v.cpu() for k, v in everything.items() if k in held or (rank == 0 and k not in used)}
-
-    def _names(self, tensors: tuple[str, ...]) -> set[str]:
-        """All names of the given tensors."""
-        return {alias for name in tensors for alias in (name, *self.program.tensors[name].names)}
+        return rank_weights(self.program, {**weights["state"], **weights["extra"]})
 
     def _in_dtype(self, dtype: torch.dtype) -> CompiledProgram:
         """The same plan for the model, which was given another precision, without autocast."""

@@ -21,7 +21,7 @@ from torch.serialization import set_default_mmap_options, skip_data
 from .checkpoint import attempt, in_memory
 from .transport.base import Transport, describe
 
-_MAPPED = 64 << 20  # bytes of tensors that are mapped and filled before the process gives the pages back
+_MAPPED = 16 << 20  # bytes of tensors that are mapped and filled before the process gives the pages back
 
 
 class StateFile:
@@ -94,8 +94,11 @@ def load_run(transport: Transport, folder: Path, own: Mapping[str, Any]) -> dict
     old, run = _beside(folder, "old"), {}
     source = old if old.exists() and not folder.exists() else folder  # where replacing it was broken off
 
+    def placed(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else storage.to(device=transport.device)
+
     def read() -> Iterator[str]:
-        run.update(torch.load(source / f"rank{transport.rank}.pt", "cpu", weights_only=True))
+        run.update(torch.load(source / f"rank{transport.rank}.pt", placed, weights_only=True))
         was, now = _facts(run), _facts(own)
         for name in (name for name in {**now, **was} if was.get(name) != now.get(name)):
             yield f"rank {transport.rank}: {name}: the checkpoint has {was.get(name)}, this run {now.get(name)}"

@@ -96,29 +96,19 @@ def state_of(optimizers: Mapping[str, optim.Optimizer], parameter: nn.Parameter)
 
 
 def state_by_name(optimizer: optim.Optimizer, named: Named) -> dict[str, Any]:
-    """The optimizer's state_dict, with names of parameters in place of their positions."""
-    names = _in_order(optimizer, named)
-    of = f"{type(optimizer).__name__} of {', '.join(names)}"
-    return {**_renamed(optimizer.state_dict(), dict(enumerate(names))), "of": of}
+    """The optimizer's state and options, with names in place of parameters."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    of = f"{type(optimizer).__name__} of {', '.join(name for group in groups for name in group['params'])}"
+    return {"of": of, "state": {names[p]: dict(own) for p, own in optimizer.state.items()}, "param_groups": groups}
 
 
 def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, Any]) -> None:
-    """Load what `state_by_name` returned; its tensors keep the dtypes that they had, which torch would change."""
-    positions = {name: k for k, name in enumerate(_in_order(optimizer, named))}
-    optimizer.load_state_dict(_renamed(saved, positions))
-    for name, parameter in named:
-        own, kept = optimizer.state.get(parameter, {}), saved["state"].get(name, {}).items()
-        own.update({key: value.to(own[key].device) for key, value in kept if isinstance(value, Tensor)})
-
-
-def _in_order(optimizer: optim.Optimizer, named: Named) -> list[str]:
-    names = {parameter: name for name, parameter in named}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {names.get(k, k): v for k, v in state["state"].items()}, "param_groups": groups}
+    """Load what `state_by_name` returned, bit for bit, where torch's load_state_dict may change dtypes."""
+    for group, options in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({**options, "params": group["params"]})
+    optimizer.state.clear()
+    optimizer.state.update({parameter: saved["state"][name] for name, parameter in named if name in saved["state"]})
 
 
 # -- trial -------------------------------------------------------------------------------------------------------------

@@ -94,8 +94,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rounds to come depend on: numbers, and tensors by name."""
-        outer = [comm.averages.outer for comm in self._rank.comms]
-        return {"rounds": self.rounds, "outer": [each and each.state_dict() for each in outer]}
+        return {"rounds": self.rounds, "outer": [comm.averages.state_dict() for comm in self._rank.comms]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another run was; no round may be running."""

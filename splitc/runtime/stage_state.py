@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from .checkpoint import broadcast_state, gather_holders, gather_state
+from .checkpoint import gather_holders, gather_state
 from .optimizers import load_by_name, state_by_name
 from .rank import Rank
 from .spec import Shard
@@ -42,7 +42,7 @@ class StageState:
         names = [name for name, _ in (*self._named_parameters(), *self.stage.named_buffers(remove_duplicate=False))]
         held = {name: self.shards.get(name) for name in names if name not in self._copies}
         self._holders = gather_holders(transport, held)
-        self._first_names = first
+        self.first_names = first
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
         self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
         transport.connect([ranks for ranks in self.buffer_holders().values() if len(ranks) > 1])
@@ -107,16 +107,12 @@ class StageState:
 
     def gather(self, room: Callable[[dict[str, Tensor]], Any]) -> Any:
         """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
-        first, state = self._first_names, self.stage.state_dict()
+        first, state = self.first_names, self.stage.state_dict()
         counted = {key: part_of(tensor, self._served.get(key)) for key, tensor in state.items() if key in first}
         own = {first[key]: tensor for key, tensor in counted.items() if self.is_first_holder(key, self._world)}
         shards = {first[key]: shard for key, shard in self.shards.items() if key in first}
         tensors = {**{first[key]: tensor for key, tensor in self.unheld.items()}, **own}
         return gather_state(self.transport, tensors, shards, lambda likes: room({k: likes[first[k]] for k in first}))
-
-    def load(self, state: Mapping[str, Tensor] | None) -> None:
-        """Load this rank's part of rank 0's whole `state`.  Collective."""
-        self.unheld.update(broadcast_state(self.transport, self.stage, state, self._first_names, self.built))
 
     def run(self, optimizers: Mapping[str, optim.Optimizer], accumulating: bool) -> dict[str, Any]:
         """What the next steps depend on, by name: tensors, the optimizers' state, and gradients that accumulate."""
@@ -133,7 +129,7 @@ class StageState:
         with torch.no_grad():
             for name, tensor in named_tensors(self.stage).items():
                 tensor.copy_(run["tensors"][name])
-                tensor.grad = run["gradients"][name].to(tensor.device) if name in run["gradients"] else None
+                tensor.grad = run["gradients"].get(name)
         self.unheld = {name: run["tensors"][name] for name in self.unheld}
         for role, optimizer in optimizers.items():
             load_by_name(optimizer, self.trained, run["optimizers"][role])

@@ -39,31 +39,33 @@ def build(
 ) -> nn.Module:
     """Construct a stage on `device` with copies of its `weights`, in their dtypes; tied parameters stay tied.
 
-    shards: weight -> the part of it that the stage gets; the whole of all others.
+    shards: weight -> the part of it that the stage gets, if `weights` do not have that alone; the whole of all others.
     The stage is constructed on the meta device first, so that no weight is initialised before it is copied.
     Raises LaunchError that lists the weights that are missing or have another shape.
     """
     with torch.device("meta"):
         stage: nn.Module = stage_class()
-    needed = named_tensors(stage)
-    if problems := misfits(needed, weights):
+    needed, shards = named_tensors(stage), shards or {}
+    if problems := _misfits(needed, weights, shards):
         raise LaunchError("\n".join(["the weights do not fit this stage:", *(f"  - {p}" for p in problems)]))
     made: dict[Tensor, Tensor] = {}
     for name, empty in needed.items():
         if empty not in made:
-            value = part_of(weights[name].detach(), (shards or {}).get(name)).to(device, copy=True).contiguous()
+            given = weights[name].detach()
+            value = part_of(given, shards.get(name)) if given.shape == empty.shape else given
+            value = value.to(device, copy=True).contiguous()
             made[empty] = nn.Parameter(value, empty.requires_grad) if isinstance(empty, nn.Parameter) else value
         path, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(path), attribute, made[empty])  # no shortcut: recurrent layers watch this
     return stage.train()
 
 
-def misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """A line for each needed tensor that `weights` lacks or has in another shape; tied ones once."""
+def _misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[str]:
+    """A line for each needed tensor that `weights` lacks, or has neither whole nor its shard; tied ones once."""
     problems: dict[Tensor, str] = {}
     for name, tensor in needed.items():
         value = weights.get(name)
-        if value is None or value.shape != tensor.shape:
+        if value is None or value.shape not in (tensor.shape, part_of(tensor, shards.get(name)).shape):
             has = "missing" if value is None else f"has {tuple(value.shape)}"
             problems.setdefault(tensor, f"{name}: needs shape {tuple(tensor.shape)}, {has}")
     return list(problems.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import data
-from .checkpoint import in_memory
+from .checkpoint import broadcast_state, in_memory
 from .clipping import finish_gradients
 from .errors import LaunchError
 from .evaluation import Evaluation
@@ -28,8 +28,8 @@ class Worker:
     """Trains one rank.  All ranks call the collective methods, in the same order; constructing it is collective too.
 
     program: the rank's generated module.
-    weights: whole-model tensors by name, of which this rank copies what it holds; on rank 0 also those that no rank
-    holds, for a whole state_dict.
+    weights: whole-model tensors by name, of which this rank copies what it holds, or its shards of them; on rank 0 also
+    those that no rank holds, for a whole state_dict.
     keys: the keys of the model's state_dict; a mapping also gives the first key of the same tensor (`first_names`).
     optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
     on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
@@ -206,7 +206,8 @@ class Worker:
         """
         self.end_round()
         self.rank.forget_ahead()
-        self._state.load(state)
+        own = self._state
+        own.unheld.update(broadcast_state(self._transport, self.stage, state, own.first_names, own.built))
 
     def export(self, path: str | Path) -> None:
         """Write the whole model's state into a file for torch.load, while no rank holds the whole.  Collective."""

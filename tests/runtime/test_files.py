@@ -23,6 +23,7 @@ from splitc.runtime.worker import Worker
 from tests.runtime.test_worker_state import Tied, token_batch
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, Small, everywhere, images, planned
+from tests.support.file_memory import in_processes
 from tests.support.ranks import SEPARATION, Net, adam, batch_of, compile_net, on_workers, part_of, sgd
 
 Batches = Sequence[tuple[Tensor, ...]]
@@ -360,3 +361,20 @@ def test_a_file_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) ->
     (text,) = set(on_workers(small(), run))
     assert "rank 0: " in text
     assert "missing" in text
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_part_while_a_build_is_loaded_and_exported(tmp_path: Path) -> None:
+    width = 2048
+    hidden = [module for _ in range(12) for module in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*hidden, nn.Linear(width, 4))
+    sharded = {"[0-9]*": Placement(holding="sharded", group=4, split="columns")}
+    example = torch.randn(8, width), torch.randint(4, (8,))
+    program = compiled(model, *example, F.cross_entropy, 4, "modulo_shard(mp=4)", pins=sharded)
+    whole = sum(tensor.nbytes for tensor in model.state_dict().values())
+    for found in in_processes(program, tmp_path):
+        assert found.held < 0.26 * whole
+        assert found.loaded < found.held + 4e6
+        assert found.exporting < 0.15 * whole
+    exported = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
+    assert_equal(exported, dict(model.state_dict()))

@@ -36,6 +36,10 @@ class Averages:
         self.outer: torch.optim.SGD | None = None
         self._restored: dict[str, Any] | None = None
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """The state of the outer optimizer, if there is one, between rounds."""
+        return self._restored if self.outer is None else self.outer.state_dict()
+
     def restore(self, outer: dict[str, Any] | None) -> None:
         """Let the outer optimizer have this state from the next round on."""
         self.outer, self._restored = None, outer
