@@ -45,6 +45,7 @@ class Slices:
             name: [{dim: indices(seed, number, runs, k, ranks) for dim, runs in dims.items()} for k in range(ranks)]
             for name, dims in dealt.items()
         }
+        self._blocks: dict[tuple[str, int, int, bool, bool], list[Block]] = {}
         self._sites: dict[tuple[str, int], dict[int, int | None]] = {}
 
     def shape(self, name: str, like: Tensor, rank: int) -> list[int]:
@@ -65,11 +66,17 @@ class Slices:
 
     def blocks(
         self, name: str, owner: int, rank: int, before: Slices | None = None, idle: bool = False
-    ) -> Iterable[Block]:
+    ) -> list[Block]:
         """The blocks of a rank's slice that `owner` owns.
 
         before: of an earlier round; then those that some rank trained in it, or, if `idle`, those that none did.
         """
+        key = name, owner, rank, before is None, idle
+        if key not in self._blocks:
+            self._blocks[key] = list(self._found(name, owner, rank, before, idle))
+        return self._blocks[key]
+
+    def _found(self, name: str, owner: int, rank: int, before: Slices | None, idle: bool) -> Iterable[Block]:
         own, found = self._owners[name], self._indices[name][rank]
         total = sum(run.width for run in self._dealt[name][own])
         first, last = list(pairwise(accumulate(feature_widths(total, self._ranks), initial=0)))[owner]
