@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -73,19 +74,23 @@ class Trained:
 def train_subnets(
     network: Network,
     steps: Sequence[Sequence[Sequence[tuple[Tensor, Tensor]]]],
-    local_steps: int,
+    rounds: Sequence[int],
     indicators: Callable[[int, int], Masks],
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     clip_norm: float | None = None,
 ) -> Trained:
-    """Algorithm 1.  steps: update, site -> its batches, which are accumulated.  indicators: of a round and a site."""
+    """Algorithm 1.
+
+    steps: update, site -> its batches, which are accumulated.  rounds: the updates of each.  indicators: of a round and
+    a site.
+    """
     whole = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     state: dict[str, dict[str, Tensor]] = {}
     sites = len(steps[0])
     trained = Trained([], [], [[] for _ in range(sites)])
-    for number, first in enumerate(range(0, len(steps), local_steps)):
-        updates = steps[first : first + local_steps]
+    for number, (first, last) in enumerate(pairwise(accumulate(rounds, initial=0))):
+        updates = steps[first:last]
         examples = [sum(len(x) for update in updates for x, _ in update[site]) for site in range(sites)]
         masks = [indicators(number, site) for site in range(sites)]
         results = []

@@ -75,7 +75,7 @@ def test_masked_subnets_are_those_of_the_paper(name: str, sites: int) -> None:
 
     split = [[[part] for part in zip(x.split(size), y.split(size), strict=True)] for x, y in batches]
     expected = train_subnets(
-        network, split, local_steps, lambda number, site: indicators(network, number, site, sites), optimizer
+        network, split, [local_steps] * 3, lambda number, site: indicators(network, number, site, sites), optimizer
     )
     named = [{name: batch[k] for name, k in own.items()} for batch in batches]
     example = Example.bind(network.model, (x,), y, F.cross_entropy)

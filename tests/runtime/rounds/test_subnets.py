@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -84,7 +85,7 @@ def agrees(
     expected = train_subnets(
         network,
         updates,
-        local_steps,
+        [local_steps] * 3,
         lambda number, site: masks(network, names, number, site, world),
         optimizer,
         clip_norm=clip_norm,
@@ -120,6 +121,53 @@ def test_subnets_train_as_the_paper_says(name: str, world: int) -> None:
     torch.manual_seed(world)
     index = list(NETWORKS).index(name)
     agrees(NETWORKS[name](), world, 1 + (world + index) % 3, (sgd, adam, decaying)[(world + index // 2) % 3])
+
+
+def smooth_adam(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """One that does not magnify the rounding of gradients near zero."""
+    return torch.optim.Adam(params, lr=0.01, eps=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_ends_a_round_early_leaves_training_as_the_paper_says(seed: int) -> None:
+    torch.manual_seed(seed)
+    chosen = random.Random(seed)
+    network, world, local_steps, sizes = joined(7, 5, 8), 2 + seed % 2, 3, [3, 4, 2][: 2 + seed % 2]
+    network.model.double()
+    batches = batches_of(11, sizes, 1)
+    ends = [chosen.choice(["", "", "evaluate", "state", "end", "load"]) for _ in batches]
+    rounds = [0]
+    for end in ends:
+        rounds[-1] += 1
+        if end or rounds[-1] == local_steps:
+            rounds.append(0)
+    x, y = (tensor[: sizes[0]] for tensor in batches[0])
+    made = compiled(network.model, (x,), y, F.cross_entropy, world, f"independent_subnets({local_steps=})")
+    names = layers(network, made)
+    updates = [[[part] for part in zip(x.split(sizes), y.split(sizes), strict=True)] for x, y in batches]
+    own = partial(masks, network, names, sites=world)
+    expected = train_subnets(network, updates, [length for length in rounds if length], own, smooth_adam)
+
+    def run(worker: Any) -> dict[str, Tensor] | None:
+        worker.use_sizes(sizes)
+        for batch, end in zip(batches, ends, strict=True):
+            own = part_of(worker, batch, sizes)
+            worker.step(*own)
+            if end == "evaluate":
+                worker.evaluate(*own)
+            elif end == "end":
+                worker.end_round()
+            elif end:
+                state = worker.state_dict()
+                if end == "load":
+                    worker.load_state_dict(state)
+        last: dict[str, Tensor] | None = worker.state_dict()
+        return last
+
+    state = on_workers(made, run, optimizer=smooth_adam)[0]
+    assert state is not None
+    for key, value in expected.weights[-1].items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9, msg=partial("{}: {}".format, key))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam, decaying])
