@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
 from tests import ROOT
 from tests.support.compiled import compiled
-from tests.support.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron
+from tests.support.launched import BATCH, PIDS, SEPARATION, WORLD, Examples, Perceptron, batches
 from tests.support.ranks import assert_same, on_workers, one_process, plan_of, rank_spec
 
 
@@ -89,6 +90,33 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
     assert_same(saved, state)
     Perceptron().load_state_dict(saved)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "state.pt"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("local_sgd(period=4)", marks=pytest.mark.slow),
+        "local_sgd(period=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.9)",
+        pytest.param("local_sgd(period=4, fragments=2, delay=2, through=server)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(strategy: str, tmp_path: Path) -> None:
+    x, y = Examples()[:BATCH]
+    compiled_net = compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, strategy)
+    folder = compiled_net.save(tmp_path / "build")
+    arguments = ["--steps", 6, "--data", "tests.support.launched:batches", "--save", tmp_path / "state.pt"]
+    code, output, _ = launch(folder / "launch.py", *arguments)
+    assert code == 0, output
+
+    def train(worker: Worker) -> dict[str, torch.Tensor] | None:
+        for batch in islice(batches(worker), 6):
+            worker.step(*batch)
+        return worker.state_dict()
+
+    state = on_workers(compiled_net, train, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))[0]
+    assert state is not None
+    assert_same(torch.load(tmp_path / "state.pt", weights_only=True), state)
 
 
 @pytest.mark.slow
