@@ -12,11 +12,7 @@ from .transport.base import Transport
 
 
 def clip(
-    transport: Transport,
-    gradients: Sequence[Tensor],
-    counted: Iterable[Tensor],
-    limit: float,
-    ranks: tuple[int, ...],
+    transport: Transport, gradients: Sequence[Tensor], counted: Iterable[Tensor], limit: float, ranks: tuple[int, ...]
 ) -> None:
     """Scale `gradients` so that their norm over `ranks` is at most `limit`.  Collective.
 

@@ -363,6 +363,21 @@ def test_a_file_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) ->
     assert "missing" in text
 
 
+def test_an_export_that_breaks_off_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.pt"
+    path.write_text("an earlier one")
+
+    def killed(*arguments: Any) -> Tensor:
+        raise InterruptedError
+
+    monkeypatch.setattr(files.StateFile, "__getitem__", killed)
+    with pytest.raises(InterruptedError):
+        on_workers(small(), lambda worker: worker.export(path))
+    assert path.read_text() == "an earlier one"
+
+
 @pytest.mark.slow
 def test_no_rank_holds_more_than_its_part_while_a_build_is_loaded_and_exported(tmp_path: Path) -> None:
     width = 2048

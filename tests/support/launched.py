@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset, get_worker_info
 
 import splitc
 from splitc.deferred import DeferredWorker
-from splitc.runtime.launch.main import save
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER
 from tests.support.ranks import sgd
@@ -96,7 +95,8 @@ def main(folder: Path) -> None:
 def train(worker: Worker | DeferredWorker, path: Path, batch: int) -> None:
     losses = [float(worker.step(*part)) for part in worker.shard(Examples(), batch, shuffle=False)]
     state = worker.state_dict()
-    save(None if state is None else {**state, "losses": torch.tensor(losses, dtype=torch.float64)}, path)
+    if state is not None:
+        torch.save({**state, "losses": torch.tensor(losses, dtype=torch.float64)}, path)
 
 
 if __name__ == "__main__":

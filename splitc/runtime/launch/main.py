@@ -168,14 +168,6 @@ def _counted(source: Iterator[tuple[Tensor, ...]], steps: int, rank: int) -> Ite
         yield batch
 
 
-def save(state: dict[str, Tensor] | None, path: Path) -> None:
-    """Write a state_dict, as a whole or not at all; None, which ranks other than 0 have, writes nothing."""
-    if state is not None:
-        partial = path.with_name(f"{path.name}.partial")
-        torch.save(state, partial)
-        partial.replace(path)
-
-
 def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
     """The batches of the user's `module:function`; on ranks that read no data each of them is replaced by ().
 

@@ -30,7 +30,7 @@ def train(args):
                 print(f"step {step}  loss {loss.item():.6f}  {time.perf_counter() - begin:.3f} s", flush=True)
                 begin = time.perf_counter()
         if args.save is not None:
-            launch.save(worker.state_dict(), args.save)
+            worker.export(args.save)
 
 
 if __name__ == "__main__":

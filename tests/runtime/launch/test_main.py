@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
-from splitc.runtime.launch.main import given, save, synthetic
+from splitc.runtime.launch.main import given, synthetic
 from splitc.runtime.launch.trial import torchrun_trial
 from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
@@ -279,13 +279,3 @@ def test_a_launcher_says_what_is_wrong_before_it_begins(build: Path) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith(text)
         assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_state_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    save({"x": torch.ones(2)}, path)
-    with pytest.raises(Exception, match="lambda"):
-        save({"x": lambda: None}, path)  # type: ignore[dict-item]
-    assert torch.equal(torch.load(path, weights_only=True)["x"], torch.ones(2))
-    save(None, tmp_path / "other.pt")
-    assert not (tmp_path / "other.pt").exists()
