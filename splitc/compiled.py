@@ -96,7 +96,8 @@ def compile_example(
     world = settings.world if plan is None else plan.world
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
     strategy = parse_strategy(settings.strategy)
-    if isinstance(strategy, IndependentSubnets) and strategy.insert_norm and not waits:
+    asked = isinstance(strategy, IndependentSubnets) and strategy.insert_norm
+    if (asked if plan is None else plan.insert_norm) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)
     return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
 

@@ -39,7 +39,8 @@ def independent_subnets(request: Request, options: IndependentSubnets) -> Priced
     except PlacementError as error:
         return infeasible(options.name, [str(error)], exact=False)
     placements = {name: _placement(request, place, dealing, name) for name, place in grouped.placements.items()}
-    plan = replace(grouped, placements=placements, groups={}, rounds=Rounds(options.local_steps))
+    rounds, insert_norm = Rounds(options.local_steps), bool(options.insert_norm)
+    plan = replace(grouped, placements=placements, groups={}, rounds=rounds, insert_norm=insert_norm)
     return price_plan(request, plan, proved=True)
 
 

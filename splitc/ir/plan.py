@@ -35,6 +35,7 @@ class Plan:
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
     synchronised: BatchNorm normalises over the whole global batch.  exact: training equals that in one process.
     rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
+    insert_norm: the model is normalised where subnets need it, before it is captured.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     exact: bool = True
     model: str = ""
     rounds: Rounds | None = None
+    insert_norm: bool = False
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -260,6 +262,8 @@ class Plan:
         del decided["prediction"]
         if self.rounds is None:
             del decided["rounds"]
+        if not self.insert_norm:
+            del decided["insert_norm"]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property

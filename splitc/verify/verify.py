@@ -216,6 +216,8 @@ def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str])
     if not plan.exact:
         why = "its ranks train by themselves within a round, which" if plan.rounds else "an update in every microbatch"
         yield f"this plan is approximate: {why} is not the training of one process"
+    if plan.deals:
+        yield "gradients of subnets are compared by the parameters that they lead to"
     if plan.rounds and plan.rounds.in_turns:
         yield "all fragments are averaged after every update here: their turns, and what travels, are not verified"
     elif plan.rounds and plan.rounds.steps > 2:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, compile_example
+from splitc.ir.plan import Plan
 from splitc.ir.strategies import IndependentSubnets
 from tests.support.compiled import CLUSTER, compiled
 
@@ -101,6 +102,15 @@ def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
         result = subnets(name, world, local_steps=world).verify(dtype=torch.float64)
         assert result.holds and result.tolerance == 1e-9, result
     assert "against one process that trains 3 masked subnets in turn" in str(result)
+
+
+def test_a_plan_with_inserted_norms_is_followed_again() -> None:
+    made = subnets("insert_norm", 2)
+    plan, model = Plan.from_json(made.plan.to_json()), SUBNETS["insert_norm"][0]()
+    example = Example.bind(model, torch.randn(8, 6), torch.arange(8) % 4, F.cross_entropy)
+    again = compile_example(model, example, Settings(2, cluster=CLUSTER), plan=plan)
+    assert again.plan == made.plan and again.files == made.files
+    assert again.verify(dtype=torch.float64).holds
 
 
 def test_subnets_are_judged_in_float32() -> None:

@@ -64,9 +64,7 @@ class Slices:
         dealt = [bool(layer) for layer, width in runs for _ in range(width)]
         return [k for k, i in enumerate(self._indices[name][rank][dim]) if not dealt[i]]
 
-    def blocks(
-        self, name: str, owner: int, rank: int, before: Slices | None = None, idle: bool = False
-    ) -> list[Block]:
+    def blocks(self, name: str, owner: int, rank: int, before: Slices | None = None, idle: bool = False) -> list[Block]:
         """The blocks of a rank's slice that `owner` owns.
 
         before: of an earlier round; then those that some rank trained in it, or, if `idle`, those that none did.
