@@ -39,16 +39,20 @@ class Paths:
         self._cluster, self._world = cluster, world
         self._link_over = cache(cluster.link_over)
 
-    def transfer(self, op: WireOp, ends: tuple[int, ...]) -> Transfer:
-        """Return the transfer of `op`.  ends: source and destination of a message, or all ranks of a collective."""
+    def transfer(self, op: WireOp, ends: tuple[int, ...], times: int = 1) -> Transfer:
+        """Return the transfer of `op`.  ends: source and destination of a message, or all ranks of a collective.
+
+        times: that it is repeated.
+        """
         link = self._link_over(ends, rings=op.algorithm != "recursive_doubling")
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
-            return Transfer(str(op.payload), ends, tuple(lines), seconds, link.processor * op.nbytes)
+            return Transfer(str(op.payload), ends, tuple(lines), times * seconds, times * link.processor * op.nbytes)
         seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
         lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
-        return Transfer(str(op.payload), ends, tuple(sorted(lines)), seconds, 2 * link.processor * op.sent)
+        processor = 2 * times * link.processor * op.sent
+        return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)
 
     def _line(self, rank: int, link: Link, out: bool) -> int:
         """Return the number of a line of `rank`: outgoing or incoming; its own, its host's or inside its host."""

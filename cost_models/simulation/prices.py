@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
-from splitc.cost_models.simulation.events import Transfer
+from splitc.cost_models.simulation.events import Begin, Compute, Operation, Transfer
 from splitc.cost_models.simulation.paths import Paths
 from splitc.ir.cluster import Cluster, Device
 from splitc.ir.program import LoweredProgram
@@ -15,7 +15,10 @@ _UPDATE = {0: 3, 1: 8, 2: 19}
 
 
 class Prices:
-    """Cached times of layers and transfers on a cluster.  optimizer_copies: of the parameters in the optimizer."""
+    """Cached times of layers and transfers on a cluster.  optimizer_copies: of the parameters in the optimizer.
+
+    travelling: what ranks have begun in one step and wait for in another, by rank, role and bucket.
+    """
 
     def __init__(self, program: LoweredProgram, cluster: Cluster, optimizer_copies: int = 1) -> None:
         self.program, self.cluster = program, cluster
@@ -26,10 +29,20 @@ class Prices:
         self._devices: dict[int, Device] = {}
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
         self._transfers: dict[tuple[Payload, tuple[int, ...], int], Transfer] = {}
+        self._times = 1
+        self.travelling: dict[tuple[int, str, int | None], list[tuple[Transfer, float]]] = {}
 
-    def begin_step(self) -> None:
-        """Make new transfers from now on."""
-        self._transfers = {}
+    def begin_step(self, times: int = 1) -> None:
+        """Make new transfers from now on.  times: that the step to come is repeated."""
+        self._transfers, self._times = {}, times
+
+    def repeated(self, operation: Operation) -> Operation:
+        """Return an operation that stands for as many as the step is repeated."""
+        if self._times > 1 and isinstance(operation, Compute):
+            return Compute(f"{self._times} x {operation.name}", self._times * operation.seconds)
+        if self._times > 1 and isinstance(operation, Begin):
+            return Begin(operation.transfer, self._times * operation.nbytes)
+        return operation
 
     def device(self, rank: int) -> Device:
         """Return the device of `rank`; equal devices are one object."""
@@ -51,5 +64,5 @@ class Prices:
             ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
         key = op.payload, ends, nth
         if key not in self._transfers:
-            self._transfers[key] = self._paths.transfer(op, ends)
+            self._transfers[key] = self._paths.transfer(op, ends, self._times)
         return self._transfers[key]

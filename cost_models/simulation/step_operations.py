@@ -7,7 +7,7 @@ A rank follows its action list; layers take their roofline times, messages and c
     all_reduce, push    begun when backward has filled the bucket, waited for after it
     multiply            waits for the gathers of late-multiplied layers, which began with their errors; then dW = E^T X
     update              the optimizer, bound by memory
-    average             once a round, after the update: all buckets begun, then waited for
+    deal, average, ...  in the step of a round after whose update they happen; some travel under further updates
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from splitc.ir.wire import inside, nbytes_trained, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 
 
-def step_operations(prices: Prices, rank: int, ends_round: bool = False) -> list[Operation]:
+def step_operations(prices: Prices, rank: int, update: int = 0) -> list[Operation]:
     """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`.
 
-    ends_round: with what happens between two rounds.
+    update: its number in a round, if something happens after it but the next update.
     """
-    return _Step(prices, rank, ends_round).operations()
+    return _Step(prices, rank, update).operations()
 
 
 class _Step:
     """One rank's step, action by action."""
 
-    def __init__(self, prices: Prices, rank: int, ends_round: bool) -> None:
-        self.ends_round = ends_round
+    def __init__(self, prices: Prices, rank: int, update: int) -> None:
+        self.update = update
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
         self.device = prices.device(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
@@ -64,9 +64,10 @@ class _Step:
                 self._action(action, own[k + 1 :])
             self._done.append(Wait(tuple(self._sends)))
             self._update(self._trained())
-            for verbs in (END_ROUND, BEGIN_ROUND) if self.ends_round else ():
-                self._between_rounds([each for each in actions if each.verb in verbs])
-        return [*self._done, Mark()]
+            last = self.plan.rounds.steps if self.plan.rounds else -1
+            self._between([a for a in actions if a.verb in END_ROUND and (a.update or last) == self.update])
+            self._between([a for a in actions if a.verb in BEGIN_ROUND and last == self.update])
+        return [*(self.prices.repeated(each) for each in self._done), Mark()]
 
     def _action(self, action: Action, later: tuple[Action, ...]) -> None:
         match action.verb:
@@ -91,26 +92,28 @@ class _Step:
                 self._block(self._wire(action))
 
     def _wire(self, action: Action) -> list[WireOp]:
-        ops = of_action(self.program, self.rank, action)
-        if action.verb != "sum_loss" or self.plan.rounds is None:
-            return list(ops)
-        ranks = tuple(range(self.plan.world)) if self.ends_round else self.plan.unit(self.rank)
-        return [op for op in ops if op.ranks == ranks]
+        ops = list(of_action(self.program, self.rank, action))
+        of_all = self.plan.rounds is None or self.update == self.plan.rounds.steps
+        return ops if action.verb != "sum_loss" else ops[-1:] if of_all else ops[:-1]  # else of a unit
 
-    def _between_rounds(self, actions: Sequence[Action]) -> None:
-        """Copy and begin all that one kind of action exchanges, wait for it, and copy what came to its place."""
+    def _between(self, actions: Sequence[Action]) -> None:
+        """Copy and begin what one kind of action exchanges; wait for it, or for what began before, and copy it back."""
         for verb, alike in groupby(actions, key=lambda action: action.verb):
-            ops = [op for action in alike for op in self._wire(action)]
-            begun, held = [], 0.0
-            for op in ops:
-                dealt = op.algorithm == Collective.ALL_TO_ALL
-                own = op.nbytes / len(op.ranks) if dealt else op.nbytes
-                self._copy(str(op.payload), own if dealt else 2 * own)  # made one tensor; averages are weighted
-                begun += self._begin([op])
-                held += own
-            if begun and verb != "fetch_ahead":  # which travels while the round computes
-                self._done.append(Wait(tuple(begun)))
-                self._copy("between rounds", held)
+            begun: list[tuple[Transfer, float]] = []
+            for action in alike:
+                key = self.rank, action.role, action.bucket
+                found = self.prices.travelling.pop(key, [])
+                for op in self._wire(action):
+                    own = op.nbytes / (len(op.ranks) if op.algorithm == Collective.ALL_TO_ALL else 1)
+                    self._copy(str(op.payload), own)
+                    found += ((transfer, own) for transfer in self._begin([op]))
+                if verb == "fetch_ahead" or (verb == "average" and self.plan.rounds and self.plan.rounds.delay):
+                    self.prices.travelling[key] = found
+                else:
+                    begun += found
+            if begun:
+                self._done.append(Wait(tuple(transfer for transfer, _ in begun)))
+                self._copy(verb, sum(own for _, own in begun))
 
     # -- a stage -------------------------------------------------------------------------------------------------------
 

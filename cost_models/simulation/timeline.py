@@ -1,13 +1,14 @@
 """Predict the timeline of a lowered program by simulating its ranks until they reach a steady state.
 
 A rank may start its next step before others have finished theirs, so several steps are simulated and the first is left
-out.  Where ranks train in rounds, the last step ends one, and the figures are the mean over a round.
+out.  Where ranks train in rounds, so many rounds are simulated, and the figures are means over the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
 
 from splitc.cost_models.simulation.events import Operation, Simulation
 from splitc.cost_models.simulation.prices import Prices
@@ -33,38 +34,37 @@ class Timeline:
 def simulate(
     program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, optimizer_copies: int = 1
 ) -> Timeline:
-    """Simulate `steps` steps of a lowered program, of rounds at least two unless each step ends one.
+    """Simulate `steps` steps of a lowered program, or as many rounds.
 
-    `step_seconds` is the mean of all steps but the first, if any; with rounds that of the slowest rank's round.
+    `step_seconds` is the mean of all but the first, if any.  Updates of a round with nothing between them are one
+    step that takes as many times as long.
 
     record: keep the span of every operation.  optimizer_copies: copies of the parameters in the optimizer state.
     """
     prices = Prices(program, cluster, optimizer_copies)
-    ranks = range(program.plan.world)
+    ranks, of_round = range(program.plan.world), list(_of_round(program))
     programs: list[list[Operation]] = [[] for _ in ranks]
-    updates = program.plan.rounds.steps if program.plan.rounds else 0
-    steps = max(steps, 2) if updates > 1 else steps
-    for k in range(steps):
-        prices.begin_step()
+    for update, times in steps * of_round:
+        prices.begin_step(times)
         for rank in ranks:
-            programs[rank] += step_operations(prices, rank, updates == 1 or (updates > 1 and k == steps - 1))
+            programs[rank] += step_operations(prices, rank, update)
     run = Simulation(programs, record, cluster.cores if cluster.ranks_share_device else None)
-    if updates > 1:
-        phases = _of_round([run.steps(rank)[-2:] for rank in ranks], updates)
-        return Timeline(phases[0].step, phases, tuple(run.spans))
-    ends = run.ends()
-    settled = ends[0] if steps == 1 else (ends[-1] - ends[0]) / (steps - 1)
-    return Timeline(settled, tuple(run.steps(rank)[-1] for rank in ranks), tuple(run.spans))
+    ends, marks, updates = run.ends(), len(of_round), sum(times for _, times in of_round)
+    settled = ends[-1] if steps == 1 else (ends[-1] - ends[marks - 1]) / (steps - 1)
+    return Timeline(settled / updates, tuple(_mean(run.steps(r)[-marks:], updates) for r in ranks), tuple(run.spans))
 
 
-def _of_round(steps: Sequence[Sequence[Phases]], updates: int) -> tuple[Phases, ...]:
-    """Return the mean phases of a round.  steps: for each rank, one within a round and one that ends it.
+def _of_round(program: LoweredProgram) -> Iterator[tuple[int, int]]:
+    """Yield (number in the round, times) of its updates, which without rounds is one; 0: nothing follows on them."""
+    steps = program.plan.rounds.steps if program.plan.rounds else 1
+    turns = {action.update for part in program.rank_programs for action in part.actions if action.update is not None}
+    for before, update in pairwise(sorted({0, *turns, steps})):
+        if update - before > 1:
+            yield 0, update - before - 1
+        yield update, 1
 
-    The ranks end a round together: those that are faster wait for the slowest.
-    """
-    means = []
-    for within, last in steps:
-        numbers = zip(astuple(within)[1:], astuple(last)[1:], strict=True)
-        means.append(Phases(within.rank, *(((updates - 1) * a + b) / updates for a, b in numbers)))
-    slowest = max(mean.step for mean in means)
-    return tuple(replace(mean, step=slowest, waiting=mean.waiting + slowest - mean.step) for mean in means)
+
+def _mean(steps: Sequence[Phases], updates: int) -> Phases:
+    """Return the mean phases of steps that stand for so many updates."""
+    numbers = zip(*(astuple(step)[1:] for step in steps), strict=True)
+    return Phases(steps[0].rank, *(sum(each) / updates for each in numbers))

@@ -127,11 +127,6 @@ def _value(op: WireOp) -> Payload:
     return op.payload if op.kind == "collective" else replace(op.payload, rows=(0, 0), more=0)
 
 
-def _rounds(op: WireOp) -> int:
-    """Messages of a rank one after the other."""
-    return 1 if op.kind != "collective" else (2 - (op.algorithm == "all_to_all")) * (len(op.ranks) - 1)
-
-
 def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
     """Seconds of a rank's operations, each on its link, or at its measured rate."""
     latency = 0.0
@@ -143,7 +138,8 @@ def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:
             sent[rate.bandwidth, True] += op.per_step
             continue
         kind = link.bandwidth, link.duplex
-        latency += op.times * link.latency * _rounds(op)
+        each_way = 1 if op.algorithm in ("", "all_to_all") else 2
+        latency += op.times * link.latency * each_way * max(len(op.ranks) - 1, 1)
         if op.kind == "recv":
             received[kind] += op.nbytes
         else:

@@ -67,17 +67,12 @@ def measure(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Seque
     return 0
 
 
-def _of_round(plan: Plan) -> int:
-    """Steps over which the figures are means."""
-    return plan.rounds.steps if plan.rounds else 1
-
-
 def _can_measure(folder: Path, plan: Plan, steps: int | None) -> None:
-    least = WARM_UP + _of_round(plan)
+    least = WARM_UP + (plan.rounds.steps if plan.rounds else 1)
     if steps is not None and steps < least:
-        whole = f" and takes whole rounds of {_of_round(plan)}" if plan.rounds else ""
         raise LaunchError(
-            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps{whole}; give {least} or more"
+            f"--steps {steps}: --measure leaves out the first {WARM_UP} steps"
+            f"{' and takes whole rounds' * bool(plan.rounds)}; give {least} or more"
         )
     runtime = folder / "splitc" / "runtime"
     if runtime.is_dir() and not (runtime / "transport" / "recorder.py").is_file():
@@ -92,7 +87,8 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
 
     with tempfile.TemporaryDirectory(prefix="splitc-") as temporary:
         found = Path(temporary) / "measured.json"
-        steps = args.steps or max(STEPS, WARM_UP + 2 * _of_round(plan) if plan.rounds else 0)
+        of_round = plan.rounds.steps if plan.rounds else 1
+        steps = args.steps or max(STEPS, WARM_UP + 2 * of_round)
         command = [str(folder / "launch.py"), *arguments, "--measure", str(found)]
         command += ["--steps", str(steps)] if steps != (args.steps or STEPS) else []
         with Step(f"measuring {steps} steps on {plan.world} ranks", quiet=not args.json):
@@ -100,7 +96,7 @@ def _run(folder: Path, plan: Plan, args: argparse.Namespace, arguments: Sequence
         if done.returncode:
             print(done.stderr or "", end="", file=sys.stderr)
             return None
-        return read_measurement(found, _of_round(plan))
+        return read_measurement(found, of_round)
 
 
 def _write_trace(path: Path, plan: Plan, measured: Measurement) -> None:

@@ -16,7 +16,6 @@ from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
 from splitc.ir.plan import ranks_text
 from splitc.ir.program import LoweredProgram
-from splitc.ir.rounds import rounds_text
 from splitc.version import __version__
 
 
@@ -69,9 +68,8 @@ evaluate = step
 def _launch_file(program: LoweredProgram) -> str:
     plan = program.plan
     roles = ", ".join(f"{role} {ranks_text(ranks)}" for role, ranks in plan.roles.items())
-    title = f"Train {program.name} on {plan.world} ranks: {plan.strategy}, {roles}."
+    title = f"Train {program.name} on {plan.world} ranks: {plan.strategy}{', approximate' * (not plan.exact)}, {roles}."
     rest = LAUNCH_OPTIONS.format(world=plan.world, hash=plan.hash).splitlines()
-    rest[:0] = [f"trains   approximately: {rounds}"] if (rounds := rounds_text(plan)) else []
     head = docstring(f"{title}  Written by splitc {__version__}; yours to edit.", rest)
     return "\n".join([*head, LAUNCH.format(world=plan.world, hash=plan.hash)])
 

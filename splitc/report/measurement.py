@@ -87,10 +87,7 @@ def _means(steps: Sequence[Sequence[dict[str, Any]]], of_round: int) -> Iterator
     """The means of the numbers of every rank over each `of_round` consecutive steps."""
     for last in range(of_round, len(steps) + 1, of_round):
         by_rank = zip(*steps[last - of_round : last], strict=True)
-        yield [
-            {key: sum(each[key] for each in rank) / of_round if key != "rank" else rank[0][key] for key in rank[0]}
-            for rank in by_rank
-        ]
+        yield [{key: statistics.fmean(s[key] for s in of) for key in of[0]} | {"rank": of[0]["rank"]} for of in by_rank]
 
 
 def _median(steps: Sequence[Phases]) -> Phases:
@@ -165,10 +162,9 @@ def as_text(name: str, plan: Plan, measured: Measurement) -> str:
 
 def _medians(plan: Plan, measured: Measurement) -> str:
     """`12 steps`, or `2 rounds of 8 steps`."""
-    number, what = measured.steps, "step"
-    if plan.rounds:
-        number, what = number // plan.rounds.steps, "round"
-    return f"{number} {what}{'s' * (number > 1)}" + (f" of {plan.rounds.steps} steps" if plan.rounds else "")
+    of_round = plan.rounds.steps if plan.rounds else 0
+    number, what = (measured.steps // of_round, "round") if of_round else (measured.steps, "step")
+    return f"{number} {what}{'s' * (number > 1)}" + f" of {of_round} steps" * bool(of_round)
 
 
 def _rows(rank: Mapping[str, Any]) -> list[list[str]]:

@@ -209,7 +209,9 @@ def test_the_figures_of_rounds_are_means_over_as_many_steps_as_a_round_has(
     text = " ".join(splitc(capsys, "run build --measure").out.split())
     assert "medians of 2 rounds of 3 steps after 3 of warm-up" in text
     few = splitc(capsys, "run build --measure --steps 5")
-    assert few.code == 2 and "--steps 5: --measure leaves out the first 3 steps and takes whole rounds of 3" in few.err
+    assert (
+        few.code == 2 and "--steps 5: --measure leaves out the first 3 steps and takes whole rounds; give 6" in few.err
+    )
 
 
 def test_enough_steps_for_two_rounds_are_measured(build: Path, ranks: Callable[..., Ran], capsys: Capture) -> None:
