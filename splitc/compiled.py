@@ -95,11 +95,17 @@ def compile_example(
 
     world = settings.world if plan is None else plan.world
     waits = watch is None and rank_among(world) > 0  # for the files of rank 0, in `worker`
-    strategy = parse_strategy(settings.strategy)
-    asked = isinstance(strategy, IndependentSubnets) and strategy.insert_norm
-    if (asked if plan is None else plan.insert_norm) and not waits:
+    if inserts_norm(settings, plan) and not waits:
         model = with_norms(model, analysed(model, example, evaluation=False), world)
     return CompiledProgram(program if waits else program(), model, example, replace(settings, world=world))
+
+
+def inserts_norm(settings: Settings, plan: Plan | None) -> bool:
+    """Whether the model is to be normalised where subnets need it (`with_norms`), before it is captured."""
+    if plan is not None:
+        return plan.insert_norm
+    strategy = parse_strategy(settings.strategy)
+    return isinstance(strategy, IndependentSubnets) and bool(strategy.insert_norm)
 
 
 def specialise(

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from splitc.capture.insert_norms import with_norms
 from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
 from splitc.codegen.save import WEIGHTS
-from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.compiled import CompiledProgram, Settings, inserts_norm, specialise
 from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
@@ -60,6 +61,9 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
     observer = watch if args.verbose else None
     with Step(f"tracing {file.name}", args.quiet) as step:
         program = _analysed(file, args.verbose, settings, step.doing(file.name))
+        if inserts_norm(settings, plan):
+            file = replace(file, model=with_norms(file.model, program, settings.world))
+            program = _analysed(file, args.verbose, settings, step.doing(file.name))
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, observer, step.doing(file.name))
     return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))

@@ -180,8 +180,9 @@ def test_what_was_written_is_listed_by_files() -> None:
     assert "rank0.py..rank10.py" in listed(many)
 
 
-def test_a_plan_compiles_again_to_the_same_bytes(capsys: Capture) -> None:
-    splitc(capsys, "compile net.py --world 3 --strategy layer_separation -o build")
+@pytest.mark.parametrize("strategy", ["layer_separation", "independent_subnets(insert_norm=True)"])
+def test_a_plan_compiles_again_to_the_same_bytes(strategy: str, capsys: Capture) -> None:
+    assert splitc(capsys, f"compile net.py --world 3 --strategy {strategy} -o build").code == 0
     done = splitc(capsys, "compile net.py --plan build/plan.json -o again")
     assert done.code == 0
     for path in Path("build").glob("*.py"):
