@@ -67,8 +67,7 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
         if not any(program.tensors[name].trainable for name in layer.tensors):
             continue
         if place.sync in ("none", "average") and plan.trains_copies(place.role):
-            sync = f"placements: {layer.name} has sync {place.sync!r}"
-            yield f"{sync}, but several ranks train copies of it: take 'all_reduce'"
+            yield f"placements: {layer.name} has sync {place.sync!r}, but ranks train copies of it: take 'all_reduce'"
         is_linear = any(as_linear(program, nodes[name]) for name in layer.nodes)
         if place.sync == "late_multiply" and (not is_linear or place.role in plan.groups):
             yield f"placements: {layer.name} has sync 'late_multiply', which linear layers in roles without groups have"

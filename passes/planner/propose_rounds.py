@@ -19,17 +19,16 @@ from splitc.passes.planner.request import Request, largest
 def local_sgd(request: Request, options: LocalSGD) -> PricedPlan:
     """All layers on every rank, averaged after each `period` updates."""
     priced = on_all(request, options.name, request.world)
-    if priced.plan is None:
-        return priced
+    rounds = options.rounds(unit=1)
+    assert priced.plan is not None and rounds is not None
     placements = {
         name: replace(place, sync="average" if place.sync == "all_reduce" else place.sync)
         for name, place in priced.plan.placements.items()
     }
-    rounds = options.rounds(unit=1)
     plan = replace(priced.plan, placements=placements, rounds=rounds)
     seconds = sum(request.seconds(layer, largest(request.bounds(request.world)), request.world) for layer in placements)
     averaged = sum(request.gradient(layer) for layer in placements)
-    if averaged and rounds is not None:
+    if averaged:
         ranks, price = range(request.world), through_server if rounds.through == "server" else ring_all_reduce
         travels = price(averaged / rounds.fragments, len(ranks), request.all_reduce_link(ranks))
         seconds += max(0.0, travels - rounds.delay * seconds) * rounds.fragments / rounds.steps

@@ -137,12 +137,15 @@ def _rounds(data: dict[str, Any]) -> Iterator[str]:
     unit = rounds.get("unit", 1)
     if unit < 1 or world % unit:
         yield f"rounds: units of {unit} ranks do not divide a world of {world}"
-    elif any(unit % group["size"] for group in data.get("groups", {}).values()):
+    elif any(group["size"] and unit % group["size"] for group in data.get("groups", {}).values()):
         yield f"rounds: units of {unit} ranks are divided by groups; give them the size of a group, or more"
     if short := [role for role, ranks in data["roles"].items() if len(ranks) < world]:
         yield f"rounds: role {short[0]} is not on all ranks, but each unit trains the whole model"
     if data.get("synchronised") and unit == 1:
         yield "rounds: synchronised is true, but in units of 1 rank there is no other to normalise with"
+    deals = any(place["holding"] == "subnet" for place in data["placements"].values())
+    if deals and Rounds(**rounds) != Rounds(rounds["steps"]):
+        yield "rounds: subnets have no outer optimizer, fragments or server; give no more than steps"
     if data.get("servers"):
         yield "rounds: servers sum gradients in every step; leave rounds or servers out"
 

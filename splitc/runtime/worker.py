@@ -107,8 +107,7 @@ class Worker:
             for parameter in self._state.leaves:
                 parameter.grad = None
             self._examples = 0
-        ends_round = self._round.ends_with(is_last)
-        context = self._context(True, is_first, is_last, ends_round)
+        context = self._context(True, is_first, is_last, self._round.ends_with(is_last))
         with self.rank.step(context) as comms:
             self._round.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))

@@ -78,7 +78,7 @@ OPTIONS = [
     ("inspect net.py --world 2 --cluster v100-10gb", "unknown cluster 'v100-10gb'; did you mean v100-10gbe?"),
     ("inspect net.py --world 2 --cluster mine.toml", "cannot read the cluster file mine.toml"),
     ("inspect net.py --world 2 --strategy data_paralel", "unknown strategy", "did you mean data_parallel?"),
-    ("inspect net.py --world 2 --strategy independent_subnets", "independent_subnets cannot be planned yet"),
+    ("inspect net.py --world 2 --strategy local_sgd(period=4,delay=4)", "delay is 4, but a fragment arrives"),
     ("inspect net.py --world 2 --strategy parameter_server(servers=0)", "servers is 0; it must be a whole number of"),
     ("inspect net.py --world 2 --strategy modulo_shard(mp=1)", "mp is 1; it must be a whole number of at least 2"),
     ("inspect net.py --world 2 --strategy modulo_shard(scheme=KB)", "scheme is 'KB'; it must be one of BK, B, B/K"),

@@ -243,3 +243,11 @@ def test_the_state_of_an_outer_optimizer_is_resumed(tmp_path: Path) -> None:
     expected = on_workers(program, whole)[0]
     assert expected is not None
     assert_same(on_workers(program, resumed)[0], expected, 0.0)
+
+
+def test_subnets_take_nothing_of_it() -> None:
+    data = json.loads(planned("net", "local_sgd(period=4, fragments=2)", 2).plan.to_json())
+    data["placements"]["head.0"]["holding"] = "subnet"
+    assert "rounds: subnets have no outer optimizer, fragments or server; give no more than steps" in plan_problems(
+        data
+    )
