@@ -6,6 +6,10 @@ examples and J local steps between two exchanges.  Parameters and gradients rece
     data parallel   sum_{i=1..t} n N_{i-1} N_i                                                      (traffic)
     IST             (N_0 N_1 + N_{t-1} N_t) / J + sum_{i=2..t-1} N_{i-1} N_i / (n J)
 
+The appendix has no coordinator: each site owns 1/n of every matrix, sends the others what they need of it, and gets it
+back.  So of 3.4's sum 1 - 1/n travels before the J steps and as much after them, with the optimizer's state; what every
+site has whole is averaged by a ring.
+
 FLOPs of the matrix products of forward and backward, over all sites:
 
     data parallel   4 sum_{i=1..t} B N_{i-1} N_i                                                    (flops)
@@ -54,6 +58,14 @@ def ist_nbytes(s: Symbols, n: int) -> float:
     """Mean bytes received by all n sites in a step; each receives its subnet once in J steps."""
     first, *between, last = _matrices(s)
     return s.itemsize * (first + last + sum(between) / n) / s.J
+
+
+def exchanged_nbytes(s: Symbols, n: int, states: int = 0, averaged: float = 0.0) -> float:
+    """Mean bytes sent by all n sites in a step where each owns 1/n of every matrix, by what is written above.
+
+    states: dealt tensors in the optimizer's state for each parameter.  averaged: bytes that every site has whole.
+    """
+    return (1 + states) * (2 * (1 - 1 / n) * ist_nbytes(s, n) + 2 * (n - 1) * averaged / s.J)
 
 
 def data_parallel_flops(s: Symbols) -> float:

@@ -11,16 +11,20 @@ from torch import nn
 
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
-from splitc.cost_models.papers.ist import Symbols, ist_nbytes
+from splitc.cost_models.papers.ist import Symbols, exchanged_nbytes, ist_nbytes
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.actions import Action
 from splitc.ir.dealt import slice_numel
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import nbytes_trained, wire
+from splitc.runtime.launch.main import synthetic
 from splitc.runtime.spec import DealtDims, Neurons
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.simulated import run_ranks
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.compiled import class_batch, compiled
+from tests.support.ranks import sgd, worker_of
 
 J = 5
 
@@ -98,3 +102,25 @@ def test_a_simulated_rank_computes_its_share_and_exchanges_once_a_round() -> Non
     loss = ring_all_reduce(8, n, cluster.link)
     assert found.phases[0].communication == pytest.approx((exchanged + loss) / J)
     assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ranks_send_what_3_4_says(n: int) -> None:
+    """Within 3 % from the third round on, when all of the optimizer's state travels too."""
+    N, steps = (125, 500, 500, 25), 2
+    modules = [m for a, b in pairwise(N[:-1]) for m in (nn.Linear(a, b, bias=False), nn.BatchNorm1d(b, affine=False))]
+    x, y = class_batch((8, N[0]), classes=N[-1])
+    model = nn.Sequential(*modules, nn.Linear(*N[-2:]))
+    program = compiled(model, (x,), y, F.cross_entropy, n, f"independent_subnets(local_steps={steps})")
+
+    def run(transport: Transport) -> float:
+        worker, sent = worker_of(program, transport, sgd), []
+        for batch, _ in zip(synthetic(worker.rank.spec), range(5 * steps), strict=False):
+            worker.step(*batch)
+            sent.append(worker.rank.sent_bytes)
+        return (sent[-1] - sent[2 * steps - 1]) / (3 * steps)
+
+    sent = sum(run_ranks(n, run))
+    bias = 4 * N[-1]
+    assert sent == pytest.approx(exchanged_nbytes(Symbols(N, 8, steps), n, states=1, averaged=bias), rel=0.03)
+    assert sent == pytest.approx(sum(op.per_step for r in range(n) for op in wire(program.program, r)), rel=0.03)
