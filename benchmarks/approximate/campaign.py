@@ -56,7 +56,10 @@ def wanted(tasks: Sequence[str], worlds: Sequence[int], methods: Sequence[str], 
     for world in worlds:
         for seed in range(seeds):
             some = [
-                Key(task, world, name, seed) for task in tasks for name in methods if seed < TASKS[task].seeds(world)
+                Key(task, world, name, seed)
+                for task in tasks
+                for name in methods
+                if seed < TASKS[task].seeds(world, METHODS[name])
             ]
             random.Random(f"{world} {seed}").shuffle(some)
             keys += some

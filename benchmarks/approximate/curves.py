@@ -71,11 +71,14 @@ class Curve:
         return self.points[-1].sent / self.points[-1].samples
 
     def time_to(self, accuracy: float) -> float | None:
-        """Seconds until the curve first reaches an accuracy, linear between two points; None where it never does."""
-        before = Point(0, 0.0, 0.0, 0.0, 0.0)
+        """Seconds until the curve first reaches an accuracy; None where it never does.
+
+        Linear between two points; the first one's where it is there already, for a round is not evaluated within.
+        """
+        before = self.points[0]
         for point in self.points:
             if point.accuracy >= accuracy:
-                part = (accuracy - before.accuracy) / (point.accuracy - before.accuracy)
+                part = (accuracy - before.accuracy) / (point.accuracy - before.accuracy) if point is not before else 0.0
                 return before.seconds + part * (point.seconds - before.seconds)
             before = point
         return None

@@ -13,13 +13,14 @@ class Method:
     """A way to train.
 
     family: the methods that share a learning rate.  strategy: splitc's; None is torch's DistributedDataParallel.
-    period: local steps of a round.
+    period: local steps of a round.  repeated: with all seeds of a task; else with the first alone.
     """
 
     name: str
     family: str
     strategy: str | None
     period: int = 1
+    repeated: bool = False
 
     def evaluations(self, steps: int) -> list[int]:
         """After how many steps a curve of `steps` is evaluated: between rounds, `GROWTH` apart, and at the end."""
@@ -36,13 +37,13 @@ def _local_sgd(period: int) -> Method:
 
 
 def _ist(steps: int) -> Method:
-    return Method(f"ist {steps}", "ist", f"independent_subnets(local_steps={steps})", steps)
+    return Method(f"ist {steps}", "ist", f"independent_subnets(local_steps={steps})", steps, repeated=steps > 1)
 
 
 _ALL = (
-    Method("ddp", "data_parallel", None),
+    Method("ddp", "data_parallel", None, repeated=True),
     Method("auto", "data_parallel", "auto"),
     *map(_local_sgd, (4, 16)),
-    *map(_ist, (1, 4, 16, 64)),
+    *map(_ist, (1, 4, 8, 16, 64)),
 )
 METHODS = {method.name: method for method in _ALL}

@@ -48,7 +48,7 @@ class Task:
     batch: examples of a step over all ranks.  steps: of a curve.
     ratio: r_P, seconds that the parameters take on a link over seconds that a rank computes for a step.  targets: the
     accuracies to which times are given.  rates: family of methods -> learning rate of SGD.
-    repeated: ranks -> how many seeds; one where nothing is said.
+    repeated: ranks -> how many seeds of repeated methods; one where nothing is said.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Task:
         """How many the model has."""
         return sum(parameter.numel() for parameter in self.model().parameters())
 
-    def seeds(self, world: int) -> int:
+    def seeds(self, world: int, method: Method) -> int:
         """How many curves of a method there are on `world` ranks."""
-        return self.repeated.get(world, 1)
+        return self.repeated.get(world, 1) if method.repeated else 1
 
     def model(self, seed: int = 0) -> Perceptron:
         """The model with the weights of a seed."""
@@ -123,7 +123,7 @@ _ALL = (
         sizes=(784, 1024, 1024, 1024, 10),
         make=data.digits,
         batch=512,
-        steps=384,
+        steps=320,
         ratio=2.5,
         targets=(0.9, 0.94),
         rates={"data_parallel": 1.0, "local_sgd": 1.0, "ist": 1.0},
