@@ -31,7 +31,7 @@ from splitc.runtime.seeded.draws import Draws, Label, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import Neurons
 from splitc.verify.borrowed import borrowed, converted
-from splitc.verify.norm_groups import NormGroup, count_batches, further_calls, norm_groups, unit_examples
+from splitc.verify.norm_groups import count_batches, further_calls, norm_groups, unit_examples
 from splitc.verify.rounds import STATISTICS, Outer, Round, Subnet, shared
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
@@ -43,16 +43,9 @@ class _Replay(SeededRandom):
     subnet: what is trained of the model; dropout draws for it as for a tensor of its own.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        step: int,
-        examples: tuple[int, int],
-        groups: Sequence[Sequence[NormGroup]],
-        subnet: Subnet,
-    ) -> None:
-        super().__init__(Draws(0, step, [examples]), draw_layouts(program))
-        self._calls, self._subnet = iter(groups), subnet
+    def __init__(self, unit: _Unit, step: int, subnet: Subnet) -> None:
+        super().__init__(Draws(0, step, [unit.examples]), draw_layouts(unit.program))
+        self._calls, self._subnet = iter(unit.groups), subnet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,10 +126,10 @@ class _Unit:
 
     def __init__(self, training: Training, ranks: Sequence[int]) -> None:
         program, sizes = training.program, training.local_batches
-        self._program, self._model, self._example = program, training.model, training.example
+        self.program, self._model, self._example = program, training.model, training.example
         self.examples = unit_examples(program.plan, sizes, ranks)
-        self._groups = norm_groups(program, sizes, ranks)
-        self._further_calls = further_calls(program, self._groups)
+        self.groups = norm_groups(program, sizes, ranks)
+        self._further_calls = further_calls(program, self.groups)
         self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         self.trial = Trial()
         self.keep()
@@ -148,16 +141,16 @@ class _Unit:
     def step(self, number: int, batch: Mapping[str, Tensor], subnet: Subnet) -> None:
         """Train on this unit's examples."""
         first, last = self.examples
-        dims = {each.name: each.spec.batch_dim or 0 for each in self._program.inputs}
+        dims = {each.name: each.spec.batch_dim or 0 for each in self.program.inputs}
         batch = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
         model, example = self._model, self._example
         self.optimizer.zero_grad()
-        replay = _Replay(self._program, number, self.examples, self._groups, subnet)
-        with replay, own_draws(model, self._program.graph), under_autocast(model, self._program.autocast):
+        replay, program = _Replay(self, number, subnet), self.program
+        with replay, own_draws(model, program.graph), under_autocast(model, program.autocast):
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         self.trial.losses.append(float(loss.detach()))
-        self.trial.gradients.append({} if self._program.plan.deals else {n: g.clone() for n, g in _gradients(model)})
+        self.trial.gradients.append({} if program.plan.deals else {n: g.clone() for n, g in _gradients(model)})
         self.trial.states.append({})
         self.optimizer.step()
         for path, calls in self._further_calls.items():
@@ -178,7 +171,8 @@ def _train(training: Training) -> list[Trial]:
         begin = training.states[first - 1] if first and training.states else units[0].state
         before = {name: begin[name].to(units[0].state[name].dtype) for name in alike}
         for k, unit in enumerate(units):
-            model.load_state_dict({**unit.state, **before})
+            if plan.rounds or (first and training.states):
+                model.load_state_dict({**unit.state, **before})
             for step, batch in enumerate(batches[first : first + period], first):
                 unit.step(step, batch, now.subnet(model, k))
             unit.keep()

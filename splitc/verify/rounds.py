@@ -100,6 +100,6 @@ class Outer:
 
 def shared(model: nn.Module) -> set[str]:
     """What units have alike at the beginning of a round: parameters, and statistics of normalisations."""
-    norms = [(path, module) for path, module in model.named_modules() if isinstance(module, _NormBase)]
-    statistics = {f"{path}.{name}" for path, _ in norms for name in STATISTICS}
+    norms = [path for path, module in model.named_modules() if isinstance(module, _NormBase)]
+    statistics = {f"{path}.{name}" for path in norms for name in STATISTICS}
     return statistics | {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -169,9 +169,8 @@ def _verification(
     gradient_error, parameter_error = max(gradients.values(), default=0.0), max(parameters.values(), default=0.0)
     holds = max(loss_error, gradient_error, parameter_error) <= tolerance
     notes = [*_notes(program, local_batches, zero), *notes, *_rounding(comparisons, zero)]
-    against, kind = "one process", "masked subnets" if program.plan.deals else "copies"
-    if program.plan.rounds is not None:
-        against = f"one process that trains {len(comparisons)} {kind} in turn and averages them"
+    units = f"{len(comparisons)} {'masked subnets' if program.plan.deals else 'copies'}"
+    against = "one process" + f" that trains {units} in turn and averages them" * bool(program.plan.rounds)
     if not holds and program.plan.exact and first.exact is None and dtype != torch.float64:
         notes.append("it may be rounding, which BatchNorm over few examples magnifies: --dtype float64 shows whether")
     return Verification(
@@ -218,10 +217,9 @@ def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str])
         yield f"this plan is approximate: {why} is not the training of one process"
     if plan.deals:
         yield "gradients of subnets are compared by the parameters that they lead to"
-    if plan.rounds and plan.rounds.in_turns:
-        yield "all fragments are averaged after every update here: their turns, and what travels, are not verified"
-    elif plan.rounds and plan.rounds.steps > 2:
-        yield f"rounds of 2 updates, where the plan has {plan.rounds.steps}; losses are those of the units"
+    if plan.rounds and (plan.rounds.in_turns or plan.rounds.steps > 2):
+        few, turns = (1, ", and the turns of fragments are not verified") if plan.rounds.in_turns else (2, "")
+        yield f"rounds of {few} updates, where the plan has {plan.rounds.steps}; losses are those of the units{turns}"
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:
