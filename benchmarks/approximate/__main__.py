@@ -35,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = Settings(args.cpus, args.budget, args.foreign, args.tries)
             measure(keys, results, settings, lambda line: print(line, file=sys.stderr, flush=True))
         if args.page:
-            args.page.write_text(into(args.page.read_text(encoding="utf-8"), results), encoding="utf-8")
-            plot(list(results.curves.values()), args.page.with_suffix(".svg"))
+            image = args.page.with_suffix(".svg")
+            args.page.write_text(into(args.page.read_text(encoding="utf-8"), results, image.name), encoding="utf-8")
+            plot(list(results.curves.values()), image)
         else:
             print(report(results))
     except (BenchmarkError, OSError) as error:

@@ -27,13 +27,13 @@ def report(results: Results) -> str:
     return "\n\n".join(sections)
 
 
-def into(page: str, results: Results) -> str:
-    """The page with the report between its two marks.  Raises BenchmarkError where it has none."""
+def into(page: str, results: Results, image: str) -> str:
+    """The page with the report and a link to the plot between its two marks.  Raises BenchmarkError where it has none."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise BenchmarkError(f"the page has no place for tables; write the lines {BEGIN} and {END}")
-    return f"{head}{begin}\n\n{report(results)}\n\n{end}{tail}"
+    return f"{head}{begin}\n\n{report(results)}\n\n![Held-out accuracy over seconds of training, first seed]({image})\n\n{end}{tail}"
 
 
 def setting(task: Task, beds: Sequence[Bed]) -> str:
