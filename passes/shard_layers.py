@@ -45,7 +45,7 @@ from splitc.ir.graph import (
     tensors_of_node,
     update_info,
 )
-from splitc.ir.linears import Linear, as_linear, linear_layers, parameter_nodes
+from splitc.ir.linears import Linear, as_linear, parameter_nodes
 from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import PlacedProgram, Program, TensorSpec
@@ -73,7 +73,7 @@ class _Walk:
 
     def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role
-        self._linears = linear_layers(program)
+        self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
         self._parts: dict[fx.Node, int] = {}  # values of which a rank has a part -> features of the whole
         self._whole: dict[fx.Node, fx.Node] = {}  # such a value -> its `shard`
         self._readers: dict[fx.Node, list[fx.Node]] = {}  # a whole value -> the sharded layers that read it
