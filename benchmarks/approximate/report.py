@@ -28,12 +28,13 @@ def report(results: Results) -> str:
 
 
 def into(page: str, results: Results, image: str) -> str:
-    """The page with the report and a link to the plot between its two marks.  Raises BenchmarkError where it has none."""
+    """The page with the report and the plot between its two marks.  Raises BenchmarkError where it has none."""
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise BenchmarkError(f"the page has no place for tables; write the lines {BEGIN} and {END}")
-    return f"{head}{begin}\n\n{report(results)}\n\n![Held-out accuracy over seconds of training, first seed]({image})\n\n{end}{tail}"
+    curves = f"![Held-out accuracy over seconds of training, first seed]({image})"
+    return f"{head}{begin}\n\n{report(results)}\n\n{curves}\n\n{end}{tail}"
 
 
 def setting(task: Task, beds: Sequence[Bed]) -> str:
