@@ -57,7 +57,8 @@ def compile(args: argparse.Namespace) -> int:
     except OSError as error:
         raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
     plan = program.plan
-    print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {plan.strategy}, plan {plan.hash}")
+    how = f"{plan.strategy}{', approximate' * (not plan.exact)}"
+    print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {how}, plan {plan.hash}")
     print(f"wrote {folder}/: {listed(program.files, args.standalone)}")
     print(f"run   splitc run {folder} --steps 3")
     print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")

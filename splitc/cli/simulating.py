@@ -33,7 +33,8 @@ _SHOWN = 8  # reasons why there is no plan
 def simulate(args: argparse.Namespace) -> int:
     """Print the tables of all models; 2 when no strategy has a plan anywhere."""
     worlds = parse_worlds(args.world)
-    strategies = list(dict.fromkeys([*([args.against] if args.against else []), *args.strategies.split(",")]))
+    asked = ",".join(filter(None, (args.against, args.strategies)))
+    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", asked)))  # not inside parentheses
     for text in strategies:
         parse_strategy(text)
     cluster = load_cluster(args.cluster)

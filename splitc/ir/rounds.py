@@ -18,7 +18,7 @@ def rounds_text(plan: Plan) -> str:
     number = f"{updates} update{'s' * (updates > 1)}"
     if plan.deals:
         return f"rounds of {number} by each rank on its own subnet, then dealt again"
-    text = f"rounds of {number} by each {'rank alone' if unit == 1 else f'{unit} ranks'}, then averaged"
+    text = f"rounds of {number} by each {'rank alone' if unit == 1 else f'unit of {unit} ranks'}, then averaged"
     if plan.rounds.in_turns:
         delay = f"{plan.rounds.delay} update{'s' * (plan.rounds.delay != 1)}"
         text += f", {plan.rounds.fragments} fragments in turns, each on its way for {delay}"

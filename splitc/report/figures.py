@@ -150,16 +150,16 @@ class Figures:
         values = max(sum(op.per_step for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
         if place.sync == "parameter_server":
             return values + gradient
-        gradient_on_rank = gradient / place.num_shards
-        if place.sync == "average" and plan.rounds:
+        own = gradient / place.num_shards
+        if place.sync == "all_reduce":
+            values += _ring(own, len(plan.replicas(place.role, ranks[0])))
+        if plan.rounds:
             n, dealt = len(plan.averaged(place.role, ranks[0])), self.program.stage(place.role).dealt
             if place.holding == "subnet":  # a slice travels there and back, as many bytes as in a ring
                 held = ((self.program.tensors[name], dealt.get(name, {})) for name in layer.tensors)
-                gradient_on_rank = sum(exchanged_nbytes(tensor, dims, n) for tensor, dims in held)
-            return values + _ring(gradient_on_rank, n) / plan.rounds.steps
-        if place.sync != "all_reduce":
-            return values
-        return values + _ring(gradient_on_rank, len(plan.replicas(place.role, ranks[0])))
+                own = sum(exchanged_nbytes(tensor, dims, n) for tensor, dims in held)
+            values += _ring(own, n) / plan.rounds.steps
+        return values
 
 
 def _ring(nbytes: float, ranks: int) -> float:

@@ -158,9 +158,9 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _held(layer: Mapping[str, Any]) -> str:
-    """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`."""
+    """Format the gradient sync, after the shard of a sharded layer: `all_reduce`, `1/2 all_reduce`; or `subnet`."""
     if layer["holding"] != "sharded":
-        return str(layer["sync"])
+        return str(layer["holding"] if layer["holding"] == "subnet" else layer["sync"])
     return f"1/{layer['group']}" + ("" if layer["sync"] == "none" else f" {layer['sync']}")
 
 

@@ -128,3 +128,11 @@ def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(
     done = splitc(capsys, f"simulate examples/none.py {arguments}")
     assert done.code == 2
     assert said in done.err
+
+
+def test_options_of_a_strategy_may_have_commas(capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["local_sgd(period=4,fragments=2)", "local_sgd(period=4)"]
+    options = f"--world 2 --json --strategies {','.join(several)} --against data_parallel"
+    done = splitc(capsys, f"simulate examples/mlp.py {options}")
+    assert done.code == 0, done.err
+    assert [row["strategy"] for row in json.loads(done.out)["models"]["MLP"]] == ["data_parallel", *several]

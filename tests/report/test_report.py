@@ -20,6 +20,7 @@ from splitc.report import as_json, report
 from splitc.report.blocks import Hidden, Shown, collapse
 from splitc.report.text import rank_list
 from tests.support.compiled import CLUSTER, class_batch, compiled
+from tests.support.every_strategy import planned
 
 
 class Block(nn.Module):
@@ -254,3 +255,23 @@ def test_the_memory_of_a_rank_includes_what_ends_a_round() -> None:
         done = compiled(nn.Linear(64, 64), (x,), y, F.cross_entropy, 2, f"local_sgd(period={period})")
         found.append(as_json(done.program)["ranks"][0]["memory_bytes"])
     assert found[0] == pytest.approx(found[1], abs=8), "but the loss of a step"
+
+
+def test_bytes_of_layers_add_up_to_those_of_ranks_in_rounds_of_units_and_of_subnets() -> None:
+    x, y = class_batch((4, 6), classes=3)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    for strategy in ("local_sgd(period=4)", "independent_subnets(local_steps=4)"):
+        done = compiled(model, (x,), y, F.cross_entropy, 2, strategy)
+        data = as_json(done.program)
+        sent = sum(layer["sent_bytes"] for layer in data["layers"])
+        statistics = 2 * 8 * 4 / 4 * strategy.startswith("local")
+        assert sent + statistics + 8 / 4 == pytest.approx(data["ranks"][0]["sent_bytes"], abs=4), strategy
+        if "subnets" in strategy:
+            assert {layer["holding"] for layer in data["layers"]} == {"subnet"}
+            assert report(done.program).count(" subnet ") == len(data["layers"])
+
+
+def test_a_gradient_that_a_unit_sums_and_units_average_counts_twice() -> None:
+    done = planned(4, "modulo_shard(mp=2, period=4)")
+    sent = {layer["name"]: layer["sent_bytes"] for layer in as_json(done.program)["layers"]}
+    assert sent["conv"] == 120 + 120 / 4, "30 parameters over two ranks, and once in 4 updates over two units"
