@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.file_memory import FileMemory, in_processes
 WIDTH = 2048
 
 
-def made(strategy: str, world: int, model: nn.Module, data: tuple[Tensor, Tensor], **options: float) -> CompiledProgram:
+def made(strategy: str, world: int, model: nn.Module, data: tuple[Tensor, Tensor], **options: Any) -> CompiledProgram:
     return compiled(model, *data, F.cross_entropy, world, strategy, **options)
 
 
