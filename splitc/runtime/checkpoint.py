@@ -99,15 +99,11 @@ def broadcast_state(
     shapes = transport.broadcast_object(None if state is None else _shapes(state))
     with torch.no_grad():
         for name, like in shapes.items():
-            tensor = (
-                torch.empty(like.shape, dtype=like.dtype, device=transport.device) if state is None else state[name]
-            )
+            tensor = torch.empty_like(like, device=transport.device) if state is None else state[name]
             transport.broadcast(tensor, 0, tuple(range(transport.world))).wait()
             if name in own:
                 own[name].copy_(part_of(tensor, shards.get(name)))
-    if state is None:
-        return {}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items() if name not in held}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in (state or {}).items() if name not in held}
 
 
 def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] | None]) -> None:

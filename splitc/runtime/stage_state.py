@@ -39,8 +39,7 @@ class StageState:
         self.together = rank.spec.roles[0].unit or rank.everyone
         self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}
         self._copies = self._pulled_copies(rank)
-        names = [name for name, _ in (*self._named_parameters(), *self.stage.named_buffers(remove_duplicate=False))]
-        held = {name: self.shards.get(name) for name in names if name not in self._copies}
+        held = {name: self.shards.get(name) for name in named_tensors(self.stage) if name not in self._copies}
         self._holders = gather_holders(transport, held)
         self.first_names = first
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())

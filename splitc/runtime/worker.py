@@ -55,8 +55,8 @@ class Worker:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)
         self._program, self._transport = program, transport
-        self._settings = {"the plan": getattr(program, "PLAN", None), "seed": seed, "accumulate": accumulate}
-        self._settings["clip_norm"] = clip_norm
+        plan = getattr(program, "PLAN", None)
+        self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         self.rank.require_equal(self._settings)
         first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
         self._state = StageState(self.rank, program.Stage, weights, first_names)
