@@ -9,8 +9,7 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +48,12 @@ class StateFile:
         return self._mapped[name]
 
 
-def export(transport: Transport, path: Path, gather: Callable[[Callable[[dict[str, Tensor]], Any]], Any]) -> None:
-    """Write what `gather` gathers into the file `path` of rank 0, in place of what is there.  Collective."""
-    aside = _beside(path, "partial")
-    if gather(partial(StateFile, aside)) is not None:
-        aside.replace(path)
-    transport.barrier()
-
-
 def save_run(transport: Transport, folder: Path, run: Mapping[str, Any]) -> None:
     """Write each rank's `run` into `folder`, in place of the checkpoint that may be there.  Collective.
 
     Raises LaunchError, on every rank, when that fails; then the earlier checkpoint is still there.
     """
-    aside, old = _beside(folder, "partial"), _beside(folder, "old")
+    aside, old = beside(folder, "partial"), beside(folder, "old")
     title, path = f"{folder}: no checkpoint was written", aside / f"rank{transport.rank}.pt"
 
     def write() -> None:
@@ -91,7 +82,7 @@ def load_run(transport: Transport, folder: Path, own: Mapping[str, Any]) -> dict
 
     Raises LaunchError, on every rank, that says what is missing or differs on any of them.
     """
-    old, run = _beside(folder, "old"), {}
+    old, run = beside(folder, "old"), {}
     source = old if old.exists() and not folder.exists() else folder  # where replacing it was broken off
 
     def placed(storage: Any, place: str) -> Any:
@@ -113,5 +104,6 @@ def _facts(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**run["settings"], **optimizers, **{name: describe(tensor) for name, tensor in run["tensors"].items()}}
 
 
-def _beside(path: Path, what: str) -> Path:
+def beside(path: Path, what: str) -> Path:
+    """A path in the same folder, of what is not yet or no longer at `path`."""
     return path.with_name(f"{path.name}.{what}")

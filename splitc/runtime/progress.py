@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,23 +14,19 @@ from .spec import RankSpec, Rounds, StepContext
 
 
 class GeneratedModule(Protocol):
-    """A generated `rankN.py`."""
+    """A generated `rankN.py`.
+
+    begin_round, end_round: of a plan with rounds.  after_update: only where fragments take turns; called with the
+    number of the update in its round.
+    """
 
     rank: RankSpec
     Stage: Any
     step: Any
     evaluate: Any
-
-
-class RoundProgram(Protocol):
-    """What a generated module of a plan with rounds has besides its step.
-
-    after_update: only where fragments take turns; called with the number of the update in its round.
-    """
-
-    begin_round: Callable[..., None]
-    end_round: Callable[..., None]
-    after_update: Callable[..., None]
+    begin_round: Any
+    end_round: Any
+    after_update: Any
 
 
 class Progress:
@@ -39,9 +35,8 @@ class Progress:
     rounds: how many have ended.  running: whether one has begun and not ended.
     """
 
-    def __init__(self, program: Any, rank: Rank, stage: nn.Module) -> None:
-        self._program: RoundProgram = program
-        self._rank, self._stage = rank, stage
+    def __init__(self, program: GeneratedModule, rank: Rank, stage: nn.Module) -> None:
+        self._program, self._rank, self._stage = program, rank, stage
         self._plan = rank.spec.rounds
         unit = rank.spec.roles[0].unit
         self._readers = [k for k, reader in enumerate(rank.spec.readers) if reader in unit]

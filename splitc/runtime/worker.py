@@ -15,7 +15,7 @@ from .checkpoint import broadcast_state, in_memory
 from .clipping import finish_gradients
 from .errors import LaunchError
 from .evaluation import Evaluation
-from .files import export, load_run, save_run
+from .files import StateFile, beside, load_run, save_run
 from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
 from .progress import GeneratedModule, Progress
 from .rank import Rank
@@ -211,7 +211,10 @@ class Worker:
     def export(self, path: str | Path) -> None:
         """Write the whole model's state into a file for torch.load, while no rank holds the whole.  Collective."""
         self.recompute_statistics()
-        export(self._transport, Path(path), self._state.gather)
+        aside = beside(Path(path), "partial")
+        if self._state.gather(partial(StateFile, aside)) is not None:
+            aside.replace(path)
+        self._transport.barrier()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint of the run: every rank its own part, into a folder that all ranks share.  Collective."""
