@@ -102,6 +102,7 @@ def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
         plan.group(role, rank).index(rank),
         tuple(b - a for k in microbatches for a, b in plan.microbatch_intervals(role, rank, k)),
         tuple((peer == rank, b - a) for other in plan.roles for peer, a, b in plan.routes(rank, role, other)),
+        plan.rounds is not None and plan.rounds.through == "server" and plan.averaged(role, rank)[0] == rank,
         plan.replicas(role, rank).index(rank) if plan.all_reduce == "recursive_doubling" else None,
     )
 

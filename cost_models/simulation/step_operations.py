@@ -31,10 +31,10 @@ from splitc.ir.wire import inside, nbytes_trained, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 
 
-def step_operations(prices: Prices, rank: int, update: int = 0) -> list[Operation]:
+def step_operations(prices: Prices, rank: int, update: int = 1) -> list[Operation]:
     """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`.
 
-    update: its number in a round, if something happens after it but the next update.
+    update: its number in a round, which without rounds has one; 0: nothing happens before the next one.
     """
     return _Step(prices, rank, update).operations()
 
@@ -43,8 +43,8 @@ class _Step:
     """One rank's step, action by action."""
 
     def __init__(self, prices: Prices, rank: int, update: int) -> None:
-        self.update = update
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
+        self.update, self.last = update, self.plan.rounds.steps if self.plan.rounds else 1
         self.device = prices.device(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
@@ -64,9 +64,8 @@ class _Step:
                 self._action(action, own[k + 1 :])
             self._done.append(Wait(tuple(self._sends)))
             self._update(self._trained())
-            last = self.plan.rounds.steps if self.plan.rounds else -1
-            self._between([a for a in actions if a.verb in END_ROUND and (a.update or last) == self.update])
-            self._between([a for a in actions if a.verb in BEGIN_ROUND and last == self.update])
+            self._between([a for a in actions if a.verb in END_ROUND and (a.update or self.last) == self.update])
+            self._between([a for a in actions if a.verb in BEGIN_ROUND and self.last == self.update])
         return [*(self.prices.repeated(each) for each in self._done), Mark()]
 
     def _action(self, action: Action, later: tuple[Action, ...]) -> None:
@@ -93,8 +92,7 @@ class _Step:
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))
-        of_all = self.plan.rounds is None or self.update == self.plan.rounds.steps
-        return ops if action.verb != "sum_loss" else ops[-1:] if of_all else ops[:-1]  # else of a unit
+        return ops if action.verb != "sum_loss" else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
 
     def _between(self, actions: Sequence[Action]) -> None:
         """Copy and begin what one kind of action exchanges; wait for it, or for what began before, and copy it back."""

@@ -66,5 +66,4 @@ def _of_round(program: LoweredProgram) -> Iterator[tuple[int, int]]:
 
 def _mean(steps: Sequence[Phases], updates: int) -> Phases:
     """Return the mean phases of steps that stand for so many updates."""
-    numbers = zip(*(astuple(step)[1:] for step in steps), strict=True)
-    return Phases(steps[0].rank, *(sum(each) / updates for each in numbers))
+    return Phases(steps[0].rank, *(sum(each) / updates for each in zip(*(astuple(s)[1:] for s in steps), strict=True)))

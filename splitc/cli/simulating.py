@@ -33,8 +33,7 @@ _SHOWN = 8  # reasons why there is no plan
 def simulate(args: argparse.Namespace) -> int:
     """Print the tables of all models; 2 when no strategy has a plan anywhere."""
     worlds = parse_worlds(args.world)
-    asked = ",".join(filter(None, (args.against, args.strategies)))
-    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", asked)))  # not inside parentheses
+    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", ",".join(filter(None, (args.against, args.strategies))))))
     for text in strategies:
         parse_strategy(text)
     cluster = load_cluster(args.cluster)

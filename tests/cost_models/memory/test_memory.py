@@ -240,6 +240,11 @@ def test_updates_in_every_turn_need_the_gradients_of_one() -> None:
     assert_as_measured(planned(2, "modulo_shard(mp=2, scheme=B, updates=every)"))
 
 
+def test_the_server_of_averages_needs_more_than_the_other_ranks() -> None:
+    server, *others = memory_of_all(planned(3, "local_sgd(period=2, through=server)").program)
+    assert server.peak > others[0].peak == others[1].peak
+
+
 def test_a_rank_without_work_needs_nothing() -> None:
     assert memory_of(planned(2, "single_device").program, 1) == RankMemory(0, 0, 0, 0, 0, most=0)
 
