@@ -11,15 +11,16 @@ from benchmarks.lockstep import Marks
 from splitc.runtime.launch.main import guarded, load_worker, synthetic
 from splitc.runtime.transport.distributed import init
 
-WARM_UP = 2  # steps; connections are made and buffers found in the first
+WARM_UP = 2  # steps, or rounds; connections are made and buffers found in the first, and the optimizer's state
 
 
 def train(folder: Path, world: int, steps: int) -> None:
     """Train `steps` steps between the marks `warm` and `done`."""
     marks = Marks()
-    worker = load_worker(folder, init(world), lambda params: torch.optim.SGD(params, lr=0.001))
+    worker = load_worker(folder, init(world), lambda params: torch.optim.SGD(params, lr=0.001, momentum=0.9))
     batches = synthetic(worker.rank.spec)
-    for _ in range(WARM_UP):
+    rounds = worker.rank.spec.rounds
+    for _ in range(WARM_UP * (rounds.steps if rounds else 1)):
         worker.step(*next(batches))
     marks.reach("warm", sent=worker.rank.sent_bytes)
     for _ in range(steps):
