@@ -218,8 +218,8 @@ def _notes(program: PlacedProgram, local_batches: Sequence[int], zero: set[str])
     if plan.deals:
         yield "gradients of subnets are compared by the parameters that they lead to"
     if plan.rounds and (plan.rounds.in_turns or plan.rounds.steps > 2):
-        few, turns = (1, ", and the turns of fragments are not verified") if plan.rounds.in_turns else (2, "")
-        yield f"rounds of {few} updates, where the plan has {plan.rounds.steps}; losses are those of the units{turns}"
+        few = "1 update, so that turns of fragments are not verified" if plan.rounds.in_turns else "2 updates"
+        yield f"losses are those of the units, in rounds of {few}; the plan has rounds of {plan.rounds.steps}"
     if (whole := plan.global_batch) > sum(local_batches):
         yield f"with {sum(local_batches)} of the plan's {whole} examples a step, in its proportions"
     if zero:

@@ -35,7 +35,7 @@ def test_local_sgd_trains_as_copies_do_in_one_process(world: int, period: int) -
     assert result.holds and result.tolerance == 1e-9, result
     assert result.steps == (3 if period == 1 else 5)
     assert f"against one process that trains {world} copies in turn" in str(result) and "approximate" in str(result)
-    assert any("rounds of 2 updates, where the plan has 5" in note for note in result.notes) == (period == 5)
+    assert any("rounds of 2 updates; the plan has rounds of 5" in note for note in result.notes) == (period == 5)
 
 
 def test_rounds_in_float32_begin_with_what_the_ranks_have() -> None:
@@ -98,7 +98,7 @@ def subnets(name: str, world: int, local_steps: int = 2, insert_norm: bool = Tru
 
 @pytest.mark.parametrize("name", SUBNETS)
 def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
-    for world in (1, 3):
+    for world in (1, 3) if name == "normed" else (3,):
         result = subnets(name, world, local_steps=world).verify(dtype=torch.float64)
         assert result.holds and result.tolerance == 1e-9, result
     assert "against one process that trains 3 masked subnets in turn" in str(result)
