@@ -93,8 +93,7 @@ def _headline(program: PlacedProgram) -> str:
         f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
         f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in {layers}",
     ]
-    if plan.rounds:
-        lines.append(f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round")
+    lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
     return "\n".join(map(_wrap, lines))
 
 
