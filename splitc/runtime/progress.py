@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from .errors import LaunchError
 from .rank import Rank
 from .role_comm import RoleComm
 from .spec import RankSpec, Rounds, StepContext
@@ -64,10 +65,18 @@ class Progress:
         elif context.ends_round:
             self.end(context)
 
-    def end(self, context: StepContext) -> None:
-        """End the running round, if there is one, though it may be short of updates.  Collective, between steps."""
+    def end(self, context: StepContext, waiting: int = 0) -> None:
+        """End the running round, if there is one, though it may be short of updates.  Collective, between steps.
+
+        waiting: batches that are accumulated to an update to come; gradients of slices would be lost.
+        """
         if not self.running:
             return
+        if waiting and self._rank.spec.evaluated:
+            raise LaunchError(
+                f"{waiting} accumulated batches wait for their update, and a round of subnets that ends now would lose "
+                f"their gradients; save, load and evaluate after an update"
+            )
         with self._rank.step(replace(context, shares=self._shares())) as comms:
             self._program.end_round(*comms, self._stage)
         self.rounds += 1

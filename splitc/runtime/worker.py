@@ -127,8 +127,9 @@ class Worker:
         """End a running round of local updates now: the ranks exchange what they trained.  Collective.
 
         The plan's rounds end by themselves; so does one that is running when the state is saved, loaded or evaluated.
+        Raises LaunchError for subnets while accumulated batches wait for their update: their gradients are of slices.
         """
-        self._round.end(self._context(training=True))
+        self._round.end(self._context(training=True), self._steps % self._accumulate)
 
     def evaluate(self, *batch: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.

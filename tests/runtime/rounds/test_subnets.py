@@ -240,3 +240,19 @@ def test_an_optimizer_whose_state_does_not_begin_with_zero_is_refused() -> None:
     made = compiled(network.model, (x,), y, F.cross_entropy, 2, "independent_subnets(local_steps=1)")
     with pytest.raises(LaunchError, match=r"Rprop begins with step_size = 0.01, and subnets begin with 0"):
         on_workers(made, lambda worker: None, optimizer=torch.optim.Rprop)
+
+
+@pytest.mark.parametrize("how", ["end_round", "state_dict", "evaluate"])
+def test_a_round_does_not_end_while_batches_wait_for_their_update(how: str) -> None:
+    network = chain(7, 5)
+    x, y = torch.randn(6, INPUTS), torch.randint(0, CLASSES, (6,))
+    made = compiled(network.model, (x,), y, F.cross_entropy, 2, "independent_subnets(local_steps=2)")
+
+    def run(worker: Any) -> bool:
+        worker.step(x, y)
+        with pytest.raises(LaunchError, match=r"1 accumulated batches wait for their update"):
+            getattr(worker, how)(*((x, y) if how == "evaluate" else ()))
+        worker.step(x, y)  # nothing was lost
+        return worker.state_dict() is not None
+
+    assert on_workers(made, run, optimizer=sgd, accumulate=2) == [True, False]
