@@ -37,9 +37,10 @@ class Run:
     """What the ranks did in the steps of one run that count; everything is one entry for each rank.
 
     begins, ends: the clock around each step (s), the same for all ranks, 0 at the first begin.  sent: payload bytes
-    of a step.  processor: seconds on processors of a step.  carried: bytes of the frames that the link took from the
-    rank, of a step, the mean with those that warm up.  foreign: fraction of the processors that other processes took,
-    or of their speed that other machines on the same host took, which only the pace of the ranks shows.
+    of a step.  processor: seconds on processors of a step.  carried, arrived: bytes of the frames that the link took
+    from the rank and gave it, of a step, the mean with those that warm up.  foreign: fraction of the processors that
+    other processes took, or of their speed that other machines on the same host took, which only the pace of the ranks
+    shows.
     """
 
     begins: tuple[tuple[float, ...], ...]
@@ -48,6 +49,7 @@ class Run:
     processor: tuple[float, ...]
     carried: tuple[float, ...]
     foreign: float
+    arrived: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
@@ -125,10 +127,13 @@ class Session:
         """Train a build on one batch, again and again.  apart: with a barrier before each step that counts."""
         ranks = range(self.testbed.world)
         self.testbed.watch_load()
-        before = [self.testbed.bytes_sent(rank) for rank in ranks]
+        before = [(self.testbed.bytes_sent(rank), self.testbed.bytes_received(rank)) for rank in ranks]
         said = self.do("run", name=name, steps=steps, warm_up=warm_up, apart=apart)
         foreign = max(self.testbed.foreign_load(), self._lost([each["pace"] for each in said]))
-        after = [self.testbed.bytes_sent(rank) for rank in ranks]
+        after = [(self.testbed.bytes_sent(rank), self.testbed.bytes_received(rank)) for rank in ranks]
+        carried, arrived = (
+            tuple((after[rank][way] - before[rank][way]) / (steps + warm_up) for rank in ranks) for way in (0, 1)
+        )
         first = min(each["begins"][0] for each in said)
         begins, ends = (
             tuple(tuple(round(clock - first, 7) for clock in each[what]) for each in said)
@@ -139,8 +144,9 @@ class Session:
             ends=ends,
             sent=tuple(each["sent"] / steps for each in said),
             processor=tuple(each["processor"] / steps for each in said),
-            carried=tuple((after[rank] - before[rank]) / (steps + warm_up) for rank in ranks),
+            carried=carried,
             foreign=foreign,
+            arrived=arrived,
         )
 
     def _lost(self, paces: list[float]) -> float:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.lockstep import Marks
 from splitc.cost_models.calibration.calibrate import calibrate
@@ -28,7 +28,20 @@ from splitc.ir.cluster_file import to_toml
 from splitc.runtime.launch.main import guarded, load_worker, synthetic
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
-from splitc.runtime.worker import Worker
+
+
+def sgd(parameters: Iterable[nn.Parameter], rate: float = 1e-3) -> torch.optim.Optimizer:
+    """What everything trains with."""
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What `run` trains.  batch: this rank's, again and again.  sent: payload bytes so far."""
+
+    step: Callable[..., object]
+    batch: tuple[Tensor, ...]
+    sent: Callable[[], float] = lambda: 0.0
 
 
 class SessionRank:
@@ -37,14 +50,13 @@ class SessionRank:
     def __init__(self, transport: Transport, progress: Callable[[str], None]) -> None:
         self._transport, self._progress = transport, progress
         self._images, self._kernels = torch.ones(16, 16, 64, 64), torch.ones(16, 16, 3, 3)
-        self._builds: dict[str, tuple[Worker, tuple[Tensor, ...]]] = {}
+        self._trainings: dict[str, Training] = {}
 
     def load(self, name: str, folder: str) -> dict[str, Any]:
         """Open the worker of the build in `folder`, and draw the one batch that it will see again and again."""
-        worker = load_worker(
-            Path(folder), self._transport, lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-        )
-        self._builds[name] = worker, next(synthetic(worker.rank.spec))
+        worker = load_worker(Path(folder), self._transport, sgd)
+        batch = next(synthetic(worker.rank.spec))
+        self._trainings[name] = Training(worker.step, batch, lambda: worker.rank.sent_bytes)
         return {}
 
     def run(self, name: str, steps: int, warm_up: int, apart: bool) -> dict[str, Any]:
@@ -54,21 +66,21 @@ class SessionRank:
         sent: payload bytes and processor: this process's seconds on processors, over all of them.  pace: processor
         seconds of a fixed piece of work, before or after, whichever was slower.
         """
-        worker, batch = self._builds[name]
+        training = self._trainings[name]
         begins, ends = [], []
         before = self._pace()
         self._transport.barrier()
         for _ in range(warm_up):
-            worker.step(*batch)
-        sent, used = worker.rank.sent_bytes, time.process_time()
+            training.step(*training.batch)
+        sent, used = training.sent(), time.process_time()
         for _ in range(steps):
             if apart:
                 self._transport.barrier()
             begins.append(time.perf_counter())
-            worker.step(*batch)
+            training.step(*training.batch)
             ends.append(time.perf_counter())
         used = time.process_time() - used
-        sent = worker.rank.sent_bytes - sent
+        sent = training.sent() - sent
         return {"begins": begins, "ends": ends, "sent": sent, "processor": used, "pace": max(before, self._pace())}
 
     def _pace(self) -> float:
@@ -83,7 +95,7 @@ class SessionRank:
 
     def unload(self, name: str) -> dict[str, Any]:
         """Forget the worker of a build; the connections stay."""
-        del self._builds[name]
+        del self._trainings[name]
         gc.collect()
         return {}
 

@@ -7,12 +7,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.approximate.data import Data
 from benchmarks.approximate.tasks import Task
+from benchmarks.by_hand.ddp import Ddp
 from splitc.runtime.launch.main import load_worker
 from splitc.runtime.transport.base import Transport
 
@@ -32,21 +31,16 @@ class ByDdp:
 
     def __init__(self, task: Task, examples: Data, rate: float, seed: int) -> None:
         self._examples = examples
-        self._model = task.model(seed)
-        self._replica = DistributedDataParallel(self._model)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=rate)
+        self._ddp = Ddp(task.model(seed), lambda params: torch.optim.SGD(params, lr=rate))
 
     def step(self, indices: Tensor) -> None:
         """Train on a global batch, of which every rank takes an equal part."""
         own = indices.tensor_split(dist.get_world_size())[dist.get_rank()]
-        self._optimizer.zero_grad()
-        output = self._replica(self._examples.inputs[own])
-        F.cross_entropy(output, self._examples.labels[own]).backward()
-        self._optimizer.step()
+        self._ddp.step(self._examples.inputs[own], self._examples.labels[own])
 
     def state(self) -> dict[str, Tensor] | None:
         """Rank 0's replica."""
-        return self._model.state_dict() if dist.get_rank() == 0 else None
+        return self._ddp.state() if dist.get_rank() == 0 else None
 
 
 class BySplitc:

@@ -1,0 +1,51 @@
+"""The scripts that are written by hand train as one process does, or what splitc is compared with is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.session import Session
+from benchmarks.session_rank import sgd
+from tests.benchmarks.by_hand_rank import batches, undropped
+from tests.benchmarks.testbeds import OnLoopback
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+STEPS, TOTAL, RATE = 3, 12, 0.1
+SCRIPTS = [("ddp", {}), ("late_multiply", {}), ("rows", {}), *(("separation", {"microbatches": m}) for m in (1, 2, 4))]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with OnLoopback(3) as testbed, Session(testbed, "tests.benchmarks.by_hand_rank") as session:
+        yield session  # three ranks divide neither 1024 features nor 1000 classes
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    model = undropped()
+    optimizer = sgd(model.parameters(), RATE)
+    for images, labels in batches(TOTAL, STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("script", "options"), SCRIPTS)
+def test_a_script_by_hand_moves_every_weight_as_one_process_does(
+    session: Session, alone: dict[str, torch.Tensor], script: str, options: dict[str, int], tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.pt"
+    session.do("train", script=script, options=options, total=TOTAL, steps=STEPS, rate=RATE, file=str(file))
+    trained, before = torch.load(file), undropped().state_dict()
+    assert trained.keys() == alone.keys()
+    for name, weight in alone.items():
+        moved = weight - before[name]
+        assert moved.abs().max() > 0
+        assert (trained[name] - weight).abs().max() <= 1e-9 * moved.abs().max(), name
