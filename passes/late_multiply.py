@@ -4,7 +4,7 @@ This pass rewrites the layers whose placement has sync "late_multiply":
 
     fc6 = classifier_1(cut0)     ->     fc6 = late_multiply(cut0, classifier_1_weight, classifier_1_bias)
 
-In backward every rank gathers X and E of all ranks while it computes its input gradient, then multiplies: W' = E^T X.
+In backward every rank gathers X and E of all ranks while it computes the layers below, then multiplies: W' = E^T X.
 """
 
 from __future__ import annotations

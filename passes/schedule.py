@@ -8,8 +8,8 @@ and back; a rank in several roles does for each what a rank of that role alone d
            send_grad cut0 -> conv
 
 Inputs are sent before the role computes, so that they travel meanwhile.  An `all_reduce` after `backward` begins when
-backward has filled the bucket, and ends there.  The role of the loss goes forward and backward once for each microbatch
-of its groups; gradients add up over the microbatches (SplitBrain 3.1):
+backward has filled the bucket, and ends there; late-multiplied layers `multiply` meanwhile.  The role of the loss goes
+forward and backward once for each microbatch of its groups; gradients add up over the microbatches (SplitBrain 3.1):
 
     fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], modulo_grad cut0 [k]    for each microbatch k
 """
@@ -132,12 +132,12 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
     if not returns and not trains:
         return
     yield Action("backward", role=role, microbatch=microbatch)
+    if any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
+        yield Action("multiply", role=role, microbatch=microbatch)
     if last or every:
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for bucket in range(len(buckets)):
                 yield Action(verb, role=role, microbatch=microbatch, bucket=bucket)
-    if any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
-        yield Action("multiply", role=role, microbatch=microbatch)
     for cut in reversed(returns):
         if cut.passes("modulo"):
             yield Action("modulo_grad", cut.name, role=role, microbatch=microbatch)

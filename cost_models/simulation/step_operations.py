@@ -5,7 +5,7 @@ A rank follows its action list; layers take their roofline times, messages and c
     forward, backward   layer after layer; communication of a node is waited for at that node
     recv, modulo, ...   waited for at once; sends continue until the end of the step
     all_reduce, push    begun when backward has filled the bucket, waited for after it
-    multiply            waits for the gathers of late-multiplied layers, which began with their errors; then dW = E^T X
+    multiply            waits for the gather of late-multiplied layers, which began with the last error; then dW = E^T X
     update              the optimizer, bound by memory
     deal, average, ...  in the step of a round after whose update they happen; some travel under further updates
 """
@@ -51,7 +51,8 @@ class _Step:
         self._counts: dict[tuple[str, Payload, int], int] = defaultdict(int)
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
-        self._late: list[tuple[str, list[Transfer], float]] = []  # layer, its gathers, seconds to multiply them
+        self._late: list[tuple[str, float]] = []  # layer, seconds to multiply its factors
+        self._gathers: list[tuple[WireOp, Transfer]] = []  # of these factors
         self._pulls: dict[tuple[str, int | None], list[Transfer]] = defaultdict(list)
 
     def operations(self) -> list[Operation]:
@@ -131,20 +132,20 @@ class _Step:
         this = (action.role, action.microbatch)
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
         exchanged, first, users = self._exchanged(stage, action), _first_nodes(stage), _users(self.program, stage)
-        gathers: dict[str, list[Transfer]] = defaultdict(list)
-        done: set[str] = set()
+        late, done = set[str](), set[str]()
         for node in reversed(list(stage.graph.nodes)):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
             if node.target is comm_ops.late_multiply:
-                gathers[layer] += self._begin(ops)
+                late.add(layer)
+                self._gathers += zip(ops, self._begin(ops), strict=True)
             else:
                 self._block(ops)
             if first.get(layer) is not node:
                 continue
             seconds = self._layer(stage, layer, action)[1]
-            if layer in gathers:
+            if layer in late:
                 seconds, later_seconds = self._split(stage, layer, seconds)
-                self._late.append((layer, gathers[layer], later_seconds))
+                self._late.append((layer, later_seconds))
             self._done.append(Compute(f"d_{layer}", seconds))
             done.add(layer)
             while waiting and all(users[name] <= done for name in stage.bucket(waiting[0])):
@@ -161,9 +162,11 @@ class _Step:
             (self._sends if op.kind == "send" and self.plan.overlap else self._buckets).append(transfer)
 
     def _multiply(self) -> None:
-        for layer, gathers, seconds in self._late:
-            self._done += [Wait(tuple(gathers)), Compute(f"multiply {layer}", seconds)]
-        self._late = []
+        self._done.append(Wait(tuple(transfer for _, transfer in self._gathers)))
+        for op, _ in self._gathers:
+            self._copy(str(op.payload), op.nbytes * (1 + 1 / len(op.ranks)))  # packed before, and unpacked
+        self._done += [Compute(f"multiply {layer}", seconds) for layer, seconds in self._late]
+        self._late, self._gathers = [], []
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
         """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""

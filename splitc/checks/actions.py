@@ -92,9 +92,10 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
         yield Need(Action("fetch_ahead", role=role), after=(Action("deal", role=role),), before=forwards)
     yield from (Need(action, after=backwards) for action in exchanges(program.plan.rounds, stage))
     for k in range(number) if every else (number - 1,):
+        after = (*backwards[k : k + 1], Action("multiply", role=role, microbatch=k))  # while gradients travel
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):
             for bucket in range(len(buckets)):
-                yield Need(Action(verb, role=role, microbatch=k, bucket=bucket), after=backwards[k : k + 1])
+                yield Need(Action(verb, role=role, microbatch=k, bucket=bucket), after=after)
 
 
 def _received(

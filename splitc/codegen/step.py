@@ -168,7 +168,7 @@ class _StepWriter:
                 return [("comm.send_parameters(stage, SERVED)", "to the workers")]
             case "reduce_gradients":
                 return [("comm.reduce_gradients(stage, SERVED)", "summed over the workers")]
-            case "all_reduce" | "push" | "arrive":
+            case "all_reduce" | "push" | "multiply" | "arrive":
                 return []  # lines of the backward, or of an average
         stage = self._program.stage(action.role)
         match action.verb:
@@ -184,8 +184,6 @@ class _StepWriter:
                 return [(f"{comm}.start_pulls(stage, {_served(stage)})", "parameters begin to arrive")]
             case "pull":
                 return [(f"{comm}.pull_all(stage, {_served(stage)})", "parameters arrive")]
-            case "multiply":
-                return [(f"{comm}.multiply()", "late-multiplied gradients, W' = E^T X")]
             case "update":
                 return [(f"{comm}.update()", "unlike one process, in every microbatch")]
         return [self._cuts.line(stage, action)]
@@ -250,6 +248,9 @@ class _StepWriter:
         else:
             values, gradients = (", ".join(pair[k] or "None" for pair in outputs) for k in (0, 1))
             call = f"torch.autograd.backward(({values}), ({gradients}))"
+        inside: list[Line] = [(call, "")]
+        if any(action.verb == "multiply" and action.role == stage.role for action in self._rank_program.actions):
+            inside.append((f"{comm}.multiply()", "late-multiplied gradients, W' = E^T X"))
         around: list[Line] = []
         after: list[Line] = []
         if stage.buckets:
@@ -261,9 +262,13 @@ class _StepWriter:
         elif stage.served:
             after.append((f"{comm}.push_all(stage, {_served(stage)})", self._buckets(stage, stage.served)))
         if not around:
-            return [(call, ""), *after]
+            return [*inside, *after]
         managers, notes = zip(*around, strict=True)
-        return [(f"with {', '.join(managers)}:", "; ".join(notes)), (f"    {call}", ""), *after]
+        return [
+            (f"with {', '.join(managers)}:", "; ".join(notes)),
+            *((f"    {text}", note) for text, note in inside),
+            *after,
+        ]
 
     def _when(self, stage: Stage) -> str:
         once = stage.role in self._microbatched and self._plan.groups[stage.role].updates == "once"

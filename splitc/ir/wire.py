@@ -5,6 +5,7 @@ What happens once a round is there once, and says how often in a step it is on a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -162,13 +163,14 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
 
 @dataclass(frozen=True)
 class _Value:
-    """What a node communicates.  nbytes: of the whole; own: of this rank's part."""
+    """What a node communicates.  nbytes: of the whole; own: of this rank's part.  packed: see `WireOp`."""
 
     what: What
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     own: int
+    packed: tuple[tuple[str, float], ...] = ()
 
 
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
@@ -178,6 +180,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
     if not examples:
         return
     nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
+    late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:
         spec = info(node).spec
         if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad):
@@ -187,12 +190,29 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             continue
         ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
         everyone = plan.batch_offsets[role][-1]
-        for value in _values(op, node, spec, examples, everyone, (ranks.index(rank), len(ranks)), backward):
+        values = _values(op, node, spec, examples, everyone, (ranks.index(rank), len(ranks)), backward)
+        if op.name == "late_multiply":  # one gather, when the last error has come
+            values = _packs(program, late, examples, everyone) if node is late[0] else iter(())
+        for value in values:
             payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
             sent = collective.sent(value.nbytes, value.own, len(ranks))
-            layer = info(node).layer or None
+            layer = None if value.packed else info(node).layer or None
             for each in _collective(collective, payload, ranks, value.shape, value.dtype, sent, layer):
-                yield node, each
+                yield node, replace(each, packed=value.packed)
+
+
+def _packs(program: PlacedProgram, late: Sequence[fx.Node], examples: int, everyone: int) -> Iterator[_Value]:
+    """Yield the X and E of all late-multiplied layers, those of one dtype together; X is gathered in the dtype of E."""
+    for dtype in dict.fromkeys(tensor_spec(node).dtype for node in reversed(late)):
+        rows: dict[str, int] = defaultdict(int)  # layer -> elements of one example
+        for node in (node for node in reversed(late) if tensor_spec(node).dtype == dtype):
+            value, weight, *_ = node.all_input_nodes
+            for factor in (value, node) if program.tensors[str(weight.target)].trainable else (node,):
+                rows[info(node).layer] += tensor_spec(factor).nbytes(1) // tensor_spec(factor).dtype.itemsize
+        total = sum(rows.values())
+        own = examples * total * dtype.itemsize
+        packed = tuple((layer, numel / total) for layer, numel in rows.items())
+        yield _Value(What.LATE, (everyone * total,), dtype, own, own, packed)
 
 
 def _values(
@@ -204,11 +224,6 @@ def _values(
     """
     what, nbytes = What.NODE_GRADIENT if backward else What.NODE, spec.nbytes(examples)
     match op.name:
-        case "late_multiply":
-            for each, value in ((What.LATE_INPUT, node.args[0]), (What.LATE_ERROR, node)):
-                given = tensor_spec(value)
-                own = given.nbytes(examples) // given.dtype.itemsize * spec.dtype.itemsize  # both in the dtype of E
-                yield _Value(each, given.at(everyone), spec.dtype, own, own)
         case "batch_norm":
             numbers, dtype = 2 * spec.shape[1] + (not backward), _sum_dtype(spec.dtype) if backward else torch.float64
             if tensor_spec(node.args[0]).requires_grad or not backward:

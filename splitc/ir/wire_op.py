@@ -19,8 +19,7 @@ class What(StrEnum):
     SLICE_GRADIENT = "all_gather_grad"
     NODE = "node"
     NODE_GRADIENT = "d_node"
-    LATE_INPUT = "X"
-    LATE_ERROR = "E"
+    LATE = "X, E"
     BUCKET = "bucket"
     AVERAGE = "average"
     DEAL = "deal"
@@ -64,7 +63,7 @@ class Payload:
                 return f"{self.role}.{self.name}[{self.microbatch}]"
             case What.NODE_GRADIENT:
                 return f"d_{self.role}.{self.name}[{self.microbatch}]"
-            case What.LATE_INPUT | What.LATE_ERROR:
+            case What.LATE:
                 return f"{self.what} {self.role}.{self.name}[{self.microbatch}]"
             case What.BUCKET:
                 return f"{self.role}.bucket{self.bucket}"
@@ -89,7 +88,7 @@ class WireOp:
     sent: payload bytes that this rank sends.
     algorithm: of a collective, a `Collective`, "recursive_doubling", or "server" for a sum by the first of the ranks.
     layer: the layer that computed the value, or whose computation the communication is part of; None for inputs,
-    buckets and the loss.
+    buckets and the loss.  packed: of several layers, each one's share of `sent`.
     times: how often in a step, as the mean over a round: 1 / updates for what happens once a round.
     """
 
@@ -102,11 +101,17 @@ class WireOp:
     layer: str | None = None
     algorithm: str = ""
     times: float = 1.0
+    packed: tuple[tuple[str, float], ...] = ()
 
     @property
     def per_step(self) -> float:
         """Payload bytes that this rank sends in a step, as the mean over a round."""
         return self.sent * self.times
+
+    def sent_for(self, layer: str) -> float:
+        """Payload bytes that this rank sends in a step for a layer."""
+        packed = self.packed or ((self.layer, 1.0),)
+        return self.per_step * sum(share for name, share in packed if name == layer)
 
     @property
     def nbytes(self) -> int:

@@ -147,7 +147,7 @@ class Figures:
         plan = self.program.plan
         place = plan.placements[layer.name]
         ranks = plan.roles[place.role]
-        values = max(sum(op.per_step for op in self._wires[r] if op.layer == layer.name) for r in (ranks[0], ranks[-1]))
+        values = max(sum(op.sent_for(layer.name) for op in self._wires[r]) for r in (ranks[0], ranks[-1]))
         if place.sync == "parameter_server":
             return values + gradient
         own = gradient / place.num_shards

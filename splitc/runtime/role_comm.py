@@ -209,11 +209,12 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         first, last = self.examples
         per_example = value[..., 0].numel() // max(last - first, 1)
         intervals = [self._context.interval(self._role_examples[rank]) for rank in self._spec.replicas]
-        return self._late.linear(value, weight, bias, rows=[(b - a) * per_example for a, b in intervals])
+        rows = [(b - a) * per_example for a, b in intervals]
+        return self._late.linear(value, weight, bias, rows=rows, microbatch=self._microbatch)
 
     def multiply(self) -> None:
         """Compute the gradients of late-multiplied layers: W' = E^T X."""
-        self._late.finish()
+        self._late.finish(self._microbatch)
 
     def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
         """BatchNorm `module` over the examples of all replicas."""

@@ -10,6 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
 from splitc.ir.actions import Action
@@ -138,13 +139,13 @@ def test_the_share_of_a_mean_counts_every_turn_of_a_group() -> None:
 
 @pytest.mark.parametrize("make", [late, mixed])
 def test_late_multiplied_layers_that_are_never_multiplied_do_not_hold(make: Callable[[], CompiledProgram]) -> None:
-    result = edited(make(), r"\n    \w+\.multiply\(\).*", "").verify(steps=1)
+    result = edited(make(), r"\n +\w+\.multiply\(\).*", "").verify(steps=1)
     assert not result.holds and re.match(r"fc\d\.weight \(gradient\)", result.worst)
 
 
 @pytest.mark.parametrize("make", [late, mixed])
 def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], CompiledProgram]) -> None:
-    result = edited(make(), r"\n    \w+\.multiply\(\).*", "").verify(steps=1)
+    result = edited(make(), r"\n +\w+\.multiply\(\).*", "").verify(steps=1)
     assert re.match(r"layer fc\d", result.where), result.where
 
 
@@ -209,7 +210,7 @@ DROPPED = [
     (mixed, "stage2: send cut2 -> stage3", "rank 0 receives cut2.stage2.stage3[4:8], which rank 1 never sends"),
     (mixed, "stage3: recv cut2 <- stage2", "rank 1 sends cut2.stage2.stage3[4:8], which rank 0 never receives"),
     (mixed, "stage2: recv_grad cut2 <- stage3", "rank 0 sends d_cut2.stage2.stage3[4:8], which rank 1 never receives"),
-    (mixed, "stage3: sum_loss", "rank 0 sums X stage2.fc7[0]"),
+    (mixed, "stage3: sum_loss", "rank 0 sums X, E stage2.fc7[0]"),
     (hybrid, "fc: send_grad cut0 -> conv", "rank 1 receives d_cut0.conv.fc[4:8], which rank 0 never sends"),
     (hybrid, "conv: send target -> fc", "rank 0 receives target.conv.fc[4:8]"),
 ]
@@ -229,6 +230,20 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
     one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
     assert "modulo cut0[0]" in problem and "stage1.relu_1_whole[0]" in problem
+
+
+def test_a_layer_that_is_multiplied_after_the_gradients_have_travelled_is_named() -> None:
+    program = swapped(late().program, "all: multiply", "all: all_reduce bucket0")
+    assert actions_are_complete(program) == ["all: all: all_reduce bucket0 comes before all: multiply"]
+
+
+def test_late_multiplied_layers_are_multiplied_while_other_gradients_travel() -> None:
+    lines = late().files["all.py"].splitlines()
+    k = next(k for k, line in enumerate(lines) if line.startswith("    with comm.all_reduce(stage, BUCKETS):"))
+    assert [line.split("#")[0].rstrip() for line in lines[k + 1 : k + 3]] == [
+        "        loss.backward()",
+        "        comm.multiply()",
+    ]
 
 
 LOCAL = [

@@ -16,7 +16,7 @@ from splitc.ir.wire_op import Payload, What, WireOp
         (Payload(What.MODULO, "cut0", "fc", microbatch=1), "modulo cut0[1]"),
         (Payload(What.NODE, "fc6_whole", "fc"), "fc.fc6_whole[0]"),
         (Payload(What.NODE_GRADIENT, "fc6_whole", "fc"), "d_fc.fc6_whole[0]"),
-        (Payload(What.LATE_INPUT, "fc6", "all"), "X all.fc6[0]"),
+        (Payload(What.LATE, "fc6", "all"), "X, E all.fc6[0]"),
         (Payload(What.BUCKET, role="conv", bucket=1), "conv.bucket1"),
         (Payload(What.PUSH, "fc6.weight", "worker", rows=(0, 3)), "push fc6.weight[0:3]"),
         (Payload(What.PULL, "fc6.bias", "worker", rows=(0, 3), more=2), "pull fc6.bias[0:3] and 2 more"),

@@ -4,8 +4,8 @@ The gradient of a weight (out, in) is E^T X, for inputs X (rows, in) and output 
 is wide and the batch small, X and E of all replicas are fewer bytes than the gradient (Practical Lessons, section 2.1):
 each replica gathers them, and multiplies late, once.
 
-Both gathers start when E is computed in backward, and run while autograd computes the input's gradient and the layers
-below.  `finish` waits for them and multiplies.
+The factors of all late-multiplied layers of one dtype travel in one gather.  It starts in backward when the last error
+is there, before the layers below go backward.  `finish` waits for it and multiplies.
 
 Its cost: every replica computes the weight gradient of all replicas' rows, n times the FLOPs of data parallelism, and
 holds the gathered X and E from backward to `finish`.
@@ -13,7 +13,9 @@ holds the gathered X and E from backward to `finish`.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,12 +42,17 @@ class LateMultiply:
         self.index = self.ranks.index(transport.rank)
         self.sent_bytes = 0
         self._transport = transport
-        self._uses: list[_Use] = []
+        self._awaited: Counter[int] = Counter()  # microbatch -> its uses whose errors are to come
+        self._uses: dict[int, list[_Use]] = defaultdict(list)  # microbatch -> those whose errors have come
+        self._packs: dict[int, list[tuple[list[_Use], Sequence[Tensor], Work]]] = defaultdict(list)  # under way
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Sequence[int]) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Sequence[int], microbatch: int = 0
+    ) -> Tensor:
         """`F.linear` whose gradients of weight and bias come with `finish`, summed over the replicas.
 
         rows: how many rows each replica has at this use, the product of all dims of its `x` but the last.
+        microbatch: whose backward and `finish` it belongs to.
         Autograd computes the gradient of `x` only; without grad mode, where neither weight nor bias is trained and on
         a single rank this is plain `F.linear`.
         Raises ValueError when `rows` do not fit the replicas or `x`.
@@ -62,61 +69,78 @@ class LateMultiply:
         # Under autocast the layer multiplies in y's dtype; X travels and is kept in it too.
         inputs = x.detach().to(y.dtype) if weight.requires_grad else None
         anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when x needs no gradient
-        start = partial(self._gather, weight, bias, rows)
-        watched: Tensor = _WatchError.apply(y, anchor, inputs, start)  # type: ignore[no-untyped-call]
+        self._awaited[microbatch] += 1
+        trained = bias if bias is not None and bias.requires_grad else None
+        arrived = partial(self._arrived, microbatch, partial(_Use, weight, trained, rows))
+        watched: Tensor = _WatchError.apply(y, anchor, inputs, arrived)  # type: ignore[no-untyped-call]
         return watched
 
-    def finish(self) -> None:
+    def finish(self, microbatch: int = 0) -> None:
         """Add the gradients of all replicas' rows to `.grad`; the same bits on every replica.
 
-        Call it after backward and before the optimizer steps.  Uses are processed in the order of backward.
+        Call it after backward and before the optimizer steps.  Uses are processed in the order of backward; those that
+        it did not reach are left out.
         """
         with torch.no_grad(), torch.autocast(self._transport.device.type, enabled=False):
-            while self._uses:
-                self._uses.pop(0).add_gradients()
+            self._gather(microbatch)
+            del self._awaited[microbatch]
+            for uses, pieces, work in self._packs.pop(microbatch, ()):
+                work.wait()
+                sizes = [[use.rows[k] * width for use in uses for width in use.widths] for k in range(len(pieces))]
+                parts = [iter(piece.split(own)) for piece, own in zip(pieces, sizes, strict=True)]
+                for use in uses:
+                    whole = [torch.cat([next(p) for p in parts]).view(sum(use.rows), width) for width in use.widths]
+                    use.add_gradients(whole)
 
-    def _gather(
-        self, weight: Tensor, bias: Tensor | None, rows: Sequence[int], inputs: Tensor | None, error: Tensor
-    ) -> None:
-        """Start the gathers of one use."""
-        use = _Use(weight, bias if bias is not None and bias.requires_grad else None)
-        if inputs is not None:
-            use.inputs = self._start(use, inputs, rows)
-        use.errors = self._start(use, error, rows)
-        self._uses.append(use)
+    def _arrived(self, microbatch: int, use: Callable[..., _Use], inputs: Tensor | None, error: Tensor) -> None:
+        """Note the error of one use, and start to gather after the last."""
+        factors = [each.reshape(-1, each.size(-1)) for each in (inputs, error) if each is not None]
+        self._uses[microbatch].append(use(factors, [factor.size(1) for factor in factors]))
+        self._awaited[microbatch] -= 1
+        if not self._awaited[microbatch]:
+            self._gather(microbatch)
 
-    def _start(self, use: _Use, own: Tensor, rows: Sequence[int]) -> Tensor:
-        """Start to gather (rows, features) of all replicas; the tensor that will hold them."""
-        own = own.reshape(-1, own.size(-1))
-        whole = own.new_empty(sum(rows), own.size(1))
-        use.works.append(self._transport.all_gather(list(whole.split(list(rows))), own, self.ranks))
-        self.sent_bytes += (len(self.ranks) - 1) * own.nbytes
-        return whole
+    def _gather(self, microbatch: int) -> None:
+        """Start one gather for each dtype of the errors that have come."""
+        packs: dict[torch.dtype, list[_Use]] = defaultdict(list)
+        for use in self._uses.pop(microbatch, ()):
+            packs[use.factors[0].dtype].append(use)
+        for uses in packs.values():
+            sizes = [sum(use.rows[k] * sum(use.widths) for use in uses) for k in range(len(self.ranks))]
+            pieces = uses[0].factors[0].new_empty(sum(sizes)).split(sizes)
+            own = pieces[self.index]
+            torch.cat([factor.reshape(-1) for use in uses for factor in use.factors], out=own)
+            for use in uses:
+                use.factors = ()
+            self._packs[microbatch].append((uses, pieces, self._transport.all_gather(list(pieces), own, self.ranks)))
+            self.sent_bytes += (len(self.ranks) - 1) * own.nbytes
 
 
+@dataclass
 class _Use:
-    """One backward through one late-multiplied layer: its parameters, and the gathers of their gradients' factors.
+    """One backward through one late-multiplied layer: its parameters, and the factors of their gradients.
 
-    inputs: None when the weight is not trained.  bias: None when it is not trained.
+    bias: None when it is not trained.  rows: of each replica.  factors: this rank's X (rows, in), where the weight is
+    trained, and E (rows, out), until they are packed.  widths: their features.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.inputs: Tensor | None = None
-        self.errors = weight.new_empty(0)
-        self.works: list[Work] = []
+    weight: Tensor
+    bias: Tensor | None
+    rows: Sequence[int]
+    factors: Sequence[Tensor]
+    widths: Sequence[int]
 
-    def add_gradients(self) -> None:
-        for work in self.works:
-            work.wait()
-        if self.inputs is not None:
-            _add_to_grad(self.weight, self.errors.t() @ self.inputs.conj())
+    def add_gradients(self, factors: Sequence[Tensor]) -> None:
+        """Multiply the factors of all replicas."""
+        *inputs, errors = factors
+        if inputs:
+            _add_to_grad(self.weight, errors.t() @ inputs[0].conj())
         if self.bias is not None:
-            _add_to_grad(self.bias, self.errors.sum(0, dtype=self.bias.dtype))
+            _add_to_grad(self.bias, errors.sum(0, dtype=self.bias.dtype))
 
 
 class _WatchError(torch.autograd.Function):
-    """The identity on a linear layer's output; its backward starts the gathers before the error goes on.
+    """The identity on a linear layer's output; its backward notes the error before that goes on.
 
     A function and not a tensor hook: it also runs when `x` needs no gradient, later operations may change the output
     in place, and autograd detects an `x` that was changed in place after it was saved.
@@ -124,9 +148,9 @@ class _WatchError(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, anchor: Tensor, inputs: Tensor | None, start: Callable[[Tensor | None, Tensor], None]
+        ctx: Any, y: Tensor, anchor: Tensor, inputs: Tensor | None, arrived: Callable[[Tensor | None, Tensor], None]
     ) -> Tensor:
-        ctx.start = start
+        ctx.arrived = arrived
         ctx.save_for_backward(inputs)
         ctx.mark_dirty(y)
         return y
@@ -134,7 +158,7 @@ class _WatchError(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.start(*ctx.saved_tensors, error)
+        ctx.arrived(*ctx.saved_tensors, error)
         return error, None, None, None
 
 

@@ -115,9 +115,7 @@ def test_the_bytes_of_algorithm_2_are_those_that_generated_programs_send(n: int)
     given = (torch.randn(M, sizes[0]),), torch.randint(10, (M,))
     program = compiled(model, *given, F.cross_entropy, n, "late_multiply").program
     assert {p.sync for p in program.plan.placements.values()} == {"late_multiply"}
-    ops = [
-        op for rank in range(n) for op in wire(program, rank) if op.payload.what in (What.LATE_INPUT, What.LATE_ERROR)
-    ]
+    ops = [op for rank in range(n) for op in wire(program, rank) if op.payload.what is What.LATE]
     expected = sum(late_multiply_nbytes(Layer(M, N, K, n)) for N, K in pairwise(sizes))
     assert sum(op.sent for op in ops) == expected
 

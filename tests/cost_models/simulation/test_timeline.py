@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
-from splitc.cost_models.simulation.events import Compute
+from splitc.cost_models.simulation.events import Begin, Compute, Wait
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import step_operations
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
+from splitc.ir.placements import Placement
 from splitc.ir.wire import wire
 from tests.support.every_strategy import Asked, everywhere, planned
 
@@ -70,6 +71,23 @@ def test_an_all_reduce_hides_behind_the_backward_of_layers_below() -> None:
     link = toy(1e6).link
     apart = computing(program, 0) + sum(ring_all_reduce(op.nbytes, 4, link) for op in wire(program, 0))
     assert simulate(program, toy(1e6)).step_seconds <= apart * (1 + 1e-9)
+
+
+def test_late_factors_travel_once_the_last_error_is_there_and_are_multiplied_while_gradients_travel() -> None:
+    """conv's gradients hide the multiplying: it comes before the step waits for their sum."""
+    late = {"fc*": Placement(sync="late_multiply")}
+    program = planned(4, Asked("", "late_multiply", late)).program
+    operations = step_operations(Prices(program, toy()), 0)
+    names = [
+        f"begin {op.transfer.name}" if isinstance(op, Begin) else op.name
+        for op in operations
+        if isinstance(op, Begin | Compute)
+    ]
+    order = ["d_fc7", "begin X, E all.fc6[0]", "d_fc6", "d_conv", "begin all.bucket0", "multiply fc8", "multiply fc6"]
+    assert [name for name in names if name in order] == order
+    waits = [k for k, op in enumerate(operations) if isinstance(op, Wait) and op.transfers]
+    multiplied = [k for k, op in enumerate(operations) if isinstance(op, Compute) and op.name.startswith("multiply")]
+    assert waits[-3] < min(multiplied) < max(multiplied) < waits[-2]
 
 
 def test_a_servers_link_carries_all_workers() -> None:

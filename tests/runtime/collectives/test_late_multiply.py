@@ -155,32 +155,101 @@ def test_under_autocast_inputs_and_errors_travel_in_bfloat16() -> None:
     on_replicas(2, replica)
 
 
-def test_gathers_start_before_the_input_gradient_and_end_in_finish() -> None:
-    """What makes it worth while: X and E are on their way while autograd goes on."""
+def test_all_factors_travel_in_one_gather_from_the_last_error_on_until_finish() -> None:
+    """What makes it worth while: X and E are on their way while the layers below go backward."""
 
     def replica(late: LateMultiply, index: int) -> None:
         events: list[str] = []
-        start = late._transport._all_gather
-
-        def noted(*arguments: Any) -> Work:
-            events.append("start")
-            work = start(*arguments)
-
-            class Noted:
-                def wait(self) -> None:
-                    events.append("wait")
-                    work.wait()
-
-            return Noted()
-
-        late._transport._all_gather = noted  # type: ignore[method-assign,assignment]
-        x, w = random(1, 2, 3).requires_grad_(), random(2, 4, 3).requires_grad_()
-        x.register_hook(lambda grad: events.append("input gradient"))
-        late.linear(x, w, rows=[2, 2]).sum().backward()
+        note_gathers(late, events)
+        x, parameters = random(1, 2, 3).requires_grad_(), [random(k, 3, 3).requires_grad_() for k in (2, 3)]
+        below = x * 2
+        below.register_hook(lambda grad: events.append("layers below"))
+        hidden = late.linear(below, parameters[0], rows=[2, 2])
+        hidden.register_hook(lambda grad: events.append("last error"))
+        late.linear(hidden, parameters[1], rows=[2, 2]).sum().backward()
+        events.append("multiply")
         late.finish()
-        assert events == ["start", "start", "input gradient", "wait", "wait"]
+        assert events == ["last error", "start", "layers below", "multiply", "wait"]
 
     on_replicas(2, replica)
+
+
+def test_a_use_that_backward_does_not_reach_holds_up_no_gradient() -> None:
+    x, weight, bias = random(1, 4, 3), random(2, 2, 3), random(3, 2)
+    w = weight.clone().requires_grad_()
+    F.linear(x, w, bias).square().sum().backward()
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w = weight.clone().requires_grad_()
+        unused, events = weight.clone().requires_grad_(), list[str]()
+        note_gathers(late, events)
+        for _ in range(2):  # nothing is left over for the next step
+            w.grad = None
+            events.clear()
+            late.linear(x.split(2)[index], unused, rows=[2, 2])
+            late.linear(x.split(2)[index], w, bias, rows=[2, 2]).square().sum().backward()
+            assert not events
+            late.finish()
+            assert events == ["start", "wait"] and unused.grad is None
+        return [w.grad]
+
+    assert_replicas(on_replicas(2, replica), [w.grad])
+
+
+def test_microbatches_under_way_together_have_gathers_of_their_own() -> None:
+    x, weight = random(1, 6, 3), random(2, 2, 3)
+    w = weight.clone().requires_grad_()
+    F.linear(x, w).square().sum().backward()
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w, events = weight.clone().requires_grad_(), list[str]()
+        note_gathers(late, events)
+        pieces = own_of(x, (2, 4), index, 0).chunk(2)
+        losses = [late.linear(p, w, rows=[1, 2], microbatch=k).square().sum() for k, p in enumerate(pieces)]
+        for k, loss in enumerate(losses):
+            loss.backward()
+            assert events == ["start", "wait"] * k + ["start"]
+            late.finish(k)
+        return [w.grad]
+
+    assert_replicas(on_replicas(2, replica), [w.grad])
+
+
+def test_factors_of_several_dtypes_travel_apart() -> None:
+    x, weight = random(1, 4, 3), random(2, 2, 3)
+    w = weight.clone().requires_grad_()
+    F.linear(x, w).square().sum().backward()
+    expected = w.grad
+
+    def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
+        w, single = weight.clone().requires_grad_(), weight.float().requires_grad_()
+        own = x.split(2)[index]
+        loss = late.linear(own, w, rows=[2, 2]).square().sum()
+        (loss + late.linear(own.float(), single, rows=[2, 2]).square().sum()).backward()
+        late.finish()
+        assert single.grad is not None and expected is not None and single.grad.dtype == torch.float32
+        torch.testing.assert_close(single.grad, expected.float(), rtol=1e-5, atol=1e-5)
+        return [w.grad]
+
+    assert_replicas(on_replicas(2, replica), [expected])
+
+
+def note_gathers(late: LateMultiply, events: list[str]) -> None:
+    """Let every gather add "start" and "wait" to `events`."""
+    start = late._transport._all_gather
+
+    def noted(*arguments: Any) -> Work:
+        events.append("start")
+        work = start(*arguments)
+
+        class Noted:
+            def wait(self) -> None:
+                events.append("wait")
+                work.wait()
+
+        return Noted()
+
+    late._transport._all_gather = noted  # type: ignore[method-assign,assignment]
 
 
 def test_without_grad_mode_or_other_replicas_it_is_a_plain_linear_layer() -> None:
