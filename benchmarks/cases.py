@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,7 @@ from splitc.cost_models.profiling.measured import measure_layers
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.costs import CostLine
+from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategies import parse_strategy
@@ -35,12 +37,15 @@ A step of each computes for 0.1 to 0.2 s on one core of 2026, and has 9 to 18 MB
 
 
 class Case:
-    """A model, analysed when it is needed, once for all plans.  name: of `MODELS`, or as `splitc compile` takes it."""
+    """A model, analysed when it is needed, once for all plans.
 
-    def __init__(self, name: str) -> None:
-        path, sizes = MODELS.get(name, (name, None))
+    name: of `MODELS`, or as `splitc compile` takes it.  sizes: of its example, in place of those there.
+    """
+
+    def __init__(self, name: str, sizes: str | None = None) -> None:
+        path, usual = MODELS.get(name, (name, None))
         torch.manual_seed(0)
-        self.file = load_model(str(path), sizes)
+        self.file = load_model(str(path), sizes or usual)
         self._measured: Mapping[str, CostLine] = {}
 
     @cached_property
@@ -54,9 +59,16 @@ class Case:
             self._measured = measure_layers(self.program, self.program.costs, cache)
         return self._measured
 
-    def compile(self, cell: Cell, cluster: Cluster, plan: Plan | None = None) -> CompiledProgram:
+    def compile(
+        self,
+        cell: Cell,
+        cluster: Cluster,
+        plan: Plan | None = None,
+        pins: Mapping[str, str | Placement] = MappingProxyType({}),
+        global_batch: int | None = None,
+    ) -> CompiledProgram:
         """The cell's plan on a cluster, or the one that was made for it before.  Raises SplitcError."""
-        settings = Settings(cell.world, cluster=cluster, strategy=parse_strategy(cell.strategy))
+        settings = Settings(cell.world, global_batch, cluster, parse_strategy(cell.strategy), pins)
         file = self.file
         placed = specialise(self.program, settings, plan)
         return CompiledProgram(placed, file.model, file.example, settings)

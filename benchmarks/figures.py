@@ -121,7 +121,7 @@ class Figures:
             if data.pop("schema") != SCHEMA:
                 raise BenchmarkError(f"{where} has another schema than {SCHEMA}; measure again")
             data["results"] = tuple(
-                Result(**{**each, "cell": Cell(**each["cell"]), "runs": tuple(map(_run, each["runs"]))})
+                Result(**{**each, "cell": Cell(**each["cell"]), "runs": tuple(map(run_of, each["runs"]))})
                 for each in data["results"]
             )
             return cls(**data)
@@ -129,8 +129,8 @@ class Figures:
             raise BenchmarkError(f"{where} holds no figures of a campaign: {error!r}") from error
 
 
-def _run(data: Mapping[str, Any]) -> Run:
-    """Lists become tuples again."""
+def run_of(data: Mapping[str, Any]) -> Run:
+    """The run that was written as JSON: lists become tuples again."""
     return Run(**{name: _tuples(value) for name, value in data.items()})
 
 
