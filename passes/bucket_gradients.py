@@ -8,7 +8,7 @@ them in that order (docs/design.md, "Order on the wire").  The last bucket holds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
@@ -46,22 +46,26 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
             for k in range(program.plan.rounds.fragments if program.plan.rounds else 0)
             for bucket in self._buckets(program, [name for name, own in fragments.items() if own == (stage.role, k)])
         ]
+        reductions = [node for node in stage.graph.nodes if node.target is comm_ops.all_reduce]
+        own = {name for node in reductions for name in node.kwargs.get("own", ())}
         return replace(
             stage,
-            buckets=self._buckets(program, summed),
+            own_sums=tuple(name for name in summed if name in own),
+            buckets=self._buckets(program, summed, own),
             served=self._buckets(program, pushed),
             averaged=tuple(bucket for bucket, _ in averaged),
             fragments=tuple(k for _, k in averaged),
         )
 
-    def _buckets(self, program: Program, names: list[str]) -> tuple[tuple[str, ...], ...]:
-        """`names`, from the last to the first, in buckets."""
+    def _buckets(self, program: Program, names: list[str], own: Collection[str] = ()) -> tuple[tuple[str, ...], ...]:
+        """`names`, from the last to the first, in buckets; those in `own` in others than the rest."""
         buckets: list[list[str]] = []
         size = 0
         for name in reversed(names):
             holding = program.tensors[name]
-            full = size >= self.nbytes or (buckets and program.tensors[buckets[-1][0]].dtype != holding.dtype)
-            if not buckets or full:
+            last = buckets[-1][0] if buckets else name
+            unlike = program.tensors[last].dtype != holding.dtype or (last in own) != (name in own)
+            if not buckets or size >= self.nbytes or unlike:
                 buckets.append([])
                 size = 0
             buckets[-1].append(name)

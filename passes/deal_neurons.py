@@ -16,6 +16,7 @@ from splitc.ir.graph import copy_graph, update_info
 from splitc.ir.neurons import find_neurons
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.runtime.collectives.layouts import State
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,6 @@ def _dealt(program: LoweredProgram, stage: Stage) -> Stage:
     graph, _ = copy_graph(stage.graph)
     for node in graph.nodes:
         if node.name in dealing.values:
-            update_info(node, sharded=True)
+            update_info(node, state=State.FEATURES)
     owned = {name: min(dims) for name, dims in dealing.tensors.items()}
     return replace(stage, graph=graph, dealt=dealing.tensors, shards=owned)

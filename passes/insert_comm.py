@@ -7,10 +7,7 @@ This pass rewrites.  A value read in another role is sent and received, once for
                                        cut0 = recv(sent0, cut="cut0", role="conv", shape=(-1, 9216), dtype=float32)
                                        fc6 = classifier_1(cut0)
 
-A consumer with model-parallel groups gathers the examples of its members by `modulo`; a producer with groups slices
-each rank's examples by `slice_batch`.  Between two roles of the same ranks and examples nothing is sent:
-
-    sent0 = send(pool5), cut0 = recv(sent0), cut0_group = modulo(cut0), fc6 = classifier_1(cut0_group)
+Between two roles of the same ranks and examples nothing travels.
 
 An `all_reduce` node names the parameters of a role whose gradients are all-reduced, a `push` node those whose gradients
 go to servers.  What every role can compute (sizes, constants) is copied to the reader's role instead of sent.
@@ -19,7 +16,7 @@ go to servers.  What every role can compute (sizes, constants) is copied to the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, ClassVar
@@ -29,10 +26,10 @@ from torch import fx
 from splitc.checks.graph import cuts_are_communicated, graph_is_sound
 from splitc.errors import InternalError
 from splitc.ir import comm_ops
-from splitc.ir.graph import NodeInfo, copy_graph, info, insert_after, rename, set_info, tensor_spec, update_info
+from splitc.ir.graph import at_the_end, copy_graph, info, insert_after, rename, set_info, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.program import Cut, CutLink, PlacedProgram, SizeSpec, TensorSpec
+from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.server_rows import pushable
 
 
@@ -60,10 +57,10 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
         _rebase_sizes(graph)
         for role in plan.roles:
             if summed := _synchronised(program, role, "all_reduce"):
-                _at_the_end(graph, role, comm_ops.all_reduce, summed)
+                at_the_end(graph, role, comm_ops.all_reduce, summed)
             served = _synchronised(program, role, "parameter_server")
             if pushed := tuple(name for name in served if name in reached):
-                _at_the_end(graph, role, comm_ops.push, pushed)
+                at_the_end(graph, role, comm_ops.push, pushed)
         return replace(program, graph=graph)
 
 
@@ -140,28 +137,16 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
             f"{value.name} ({info(value).source}) was cut, but its examples cannot be told apart: {spec}"
         )
     name = value.name if value.op == "placeholder" else next(names)
-    leaves, enters = (r in plan.groups and spec.batch_dim is not None for r in (producer, role))
     source = str(value.target) if value.op == "placeholder" else value.name
-    links = (("slice_batch", leaves), ("send", not local), ("modulo", enters))
-    path = tuple(CutLink(op) for op, needed in links if needed)
     gradient = spec.requires_grad and any(_may_return(user) for user in value.users if info(user).role == role)
-    cut = Cut(name, source, producer, role, spec, gradient, path)
-    last, kept = _last_of_role(value), value
-    if leaves:
-        named = {"cut": name}
-        last = kept = insert_after(graph, last, comm_ops.slice_batch, (value,), f"kept_{name}", value, named, cut=cut)
+    cut = Cut(name, source, producer, role, spec, gradient, sent=not local)
     to_role = {"cut": name, "role": role}
-    sent = insert_after(graph, last, comm_ops.send, (kept,), f"sent_{name}", value, to_role, cut=cut)
+    sent = insert_after(graph, _last_of_role(value), comm_ops.send, (value,), f"sent_{name}", value, to_role, cut=cut)
     options = {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
     own_name = f"{name}_{role}" if value.op == "placeholder" else name
     there: dict[str, Any] = {"cut": cut, "role": role}
     got = insert_after(graph, sent, comm_ops.recv, (sent,), own_name, value, options, **there)
-    if enters:
-        got = insert_after(graph, got, comm_ops.modulo, (got,), f"{own_name}_group", value, {"cut": name}, **there)
-    chain = (comm_ops.slice_batch, *comm_ops.ENTRIES)
-    value.replace_all_uses_with(
-        got, delete_user_cb=lambda user: info(user).role == role and user.target not in chain and user is not got
-    )
+    value.replace_all_uses_with(got, delete_user_cb=lambda user: info(user).role == role and user is not got)
 
 
 def _may_return(reader: fx.Node) -> bool:
@@ -199,11 +184,11 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         arriving = [
             n
             for n in graph.nodes
-            if (n.op == "placeholder" or n.target in comm_ops.ENTRIES)
+            if (n.op == "placeholder" or n.target is comm_ops.recv)
             and info(n).role == role
             and tensor_spec(n).batch_dim is not None
         ]
-        tensor = next((n for n in arriving if n.target is comm_ops.modulo), arriving[0])
+        tensor = arriving[0]
         with graph.inserting_after(_last_of_role(tensor)):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
@@ -245,10 +230,3 @@ def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
                 value = graph.call_function(function, (value, number))
             set_info(value, like)
     return value
-
-
-def _at_the_end(graph: fx.Graph, role: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    with graph.inserting_before(output):
-        node = graph.call_function(function, (), {"role": role, "parameters": parameters})
-    set_info(node, NodeInfo(source="gradients", role=role))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from splitc.ir.pass_manager import Pass, Watcher, run_pass, run_passes
 from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.passes.assign_states import AssignStates
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.deal_neurons import DealNeurons
 from splitc.passes.insert_comm import InsertComm
@@ -11,14 +12,13 @@ from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.late_multiply import LateMultiply
 from splitc.passes.scale_loss import ScaleLoss
 from splitc.passes.schedule import Schedule
-from splitc.passes.shard_layers import ShardLayers
 from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.synchronise_norms import SynchroniseNorms
 
 ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
     ScaleLoss(),
     InsertComm(),
-    ShardLayers(),
+    AssignStates(),
     LateMultiply(),
     SynchroniseNorms(),
 )

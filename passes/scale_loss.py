@@ -37,9 +37,9 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
-        role = plan.placements[info(program.loss).layer].role
-        microbatched = plan.grouping(role).num_microbatches > 1
-        if not plan.trains_copies(role) and not microbatched:
+        layer = info(program.loss).layer
+        microbatched = plan.grouping(plan.placements[layer].role).num_microbatches > 1
+        if plan.sees_whole_batch(layer):
             return program
         graph, _ = copy_graph(program.graph)
         nodes = {node.name: node for node in graph.nodes}

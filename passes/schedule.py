@@ -30,6 +30,7 @@ from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
+from splitc.ir.transitions import name_of
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,13 @@ def _forward(program: LoweredProgram, rank_program: RankProgram, role: str) -> I
 
 
 def _cross(rank_program: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
-    """Walk the paths of cuts as far as their consumer's role; it gathers them when it computes."""
+    """Bring cuts to their consumer's role; its groups gather them when they compute."""
     for cut in cuts:
         produces, consumes = (role in rank_program.roles for role in (cut.producer, cut.consumer))
-        for link in cut.path:
-            if link.op == "slice_batch" and produces:
-                yield Action("slice_batch", cut.name, role=cut.producer)
-            if link.op == "send" and produces:
-                yield Action("send", cut.name, cut.consumer, cut.producer)
-            if link.op == "send" and consumes:
-                yield Action("recv", cut.name, cut.producer, cut.consumer)
+        if cut.sent and produces:
+            yield Action("send", cut.name, cut.consumer, cut.producer)
+        if cut.sent and consumes:
+            yield Action("recv", cut.name, cut.producer, cut.consumer)
 
 
 def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
@@ -99,8 +97,8 @@ def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
     number = program.num_microbatches(stage)
     for k in range(number):
         for cut in stage.receives:
-            if cut.passes("modulo"):
-                yield Action("modulo", cut.name, role=stage.role, microbatch=k)
+            if cut.entry is not None:
+                yield Action(name_of(cut.entry), cut.name, role=stage.role, microbatch=k)
         yield Action("forward", role=stage.role, microbatch=k)
         if number > 1:
             yield from _run_back(program, stage, k, last=k == number - 1)
@@ -111,13 +109,10 @@ def _backward(program: LoweredProgram, rank_program: RankProgram, role: str) -> 
     stage = program.stage(role)
     if role in rank_program.roles:
         gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
-        for cut in reversed(gradients):
-            if cut.passes("slice_batch"):
-                yield Action("all_gather_grad", cut.name, role=role)
         if program.num_microbatches(stage) == 1 and (stage.has_loss or gradients):
             yield from _run_back(program, stage, 0, last=True)
     for cut in reversed(stage.receives):
-        if cut.gradient and cut.passes("send"):
+        if cut.gradient and cut.sent:
             if role in rank_program.roles:
                 yield Action("send_grad", cut.name, cut.producer, role)
             if cut.producer in rank_program.roles:
@@ -139,7 +134,7 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
             for bucket in range(len(buckets)):
                 yield Action(verb, role=role, microbatch=microbatch, bucket=bucket)
     for cut in reversed(returns):
-        if cut.passes("modulo"):
-            yield Action("modulo_grad", cut.name, role=role, microbatch=microbatch)
+        if cut.entry is not None:
+            yield Action(f"{name_of(cut.entry)}_grad", cut.name, role=role, microbatch=microbatch)
     if every and trains:
         yield Action("update", role=role, microbatch=microbatch)

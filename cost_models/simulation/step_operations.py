@@ -25,10 +25,11 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import Collective
 from splitc.ir.dealt import share_of
-from splitc.ir.graph import info
+from splitc.ir.graph import info, is_entry
 from splitc.ir.program import PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import inside, nbytes_trained, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
+from splitc.runtime.collectives.layouts import State
 
 
 def step_operations(prices: Prices, rank: int, update: int = 1) -> list[Operation]:
@@ -88,7 +89,7 @@ class _Step:
                 self._reduce_gradients(action)
             case "send" | "send_grad" | "sum_loss" | "send_parameters":
                 self._sends += self._begin(self._wire(action))
-            case _:  # slice_batch, which moves nothing, included
+            case _:
                 self._block(self._wire(action))
 
     def _wire(self, action: Action) -> list[WireOp]:
@@ -170,11 +171,15 @@ class _Step:
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
         """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""
-        batch = sum(b - a for a, b in self.plan.microbatch_intervals(stage.role, self.rank, action.microbatch))
+        intervals = self.plan.microbatch_intervals(stage.role, self.rank, action.microbatch)
+        holding, share = self.plan.placements[layer].holding, 1.0
+        if holding == "replicated" and self.plan.placements[layer].state == State.BATCH:
+            k = self.plan.group(stage.role, self.rank).index(self.rank)
+            intervals = intervals[k : k + 1]
+        batch = sum(b - a for a, b in intervals)
         if not batch:
             return 0.0, 0.0
         forward, backward = self.prices.layer(layer, batch, self.device)
-        holding, share = self.plan.placements[layer].holding, 1.0
         if holding == "sharded":
             share = 1 / len(self.plan.group(stage.role, self.rank))
         elif holding == "subnet":
@@ -264,7 +269,7 @@ def _first_nodes(stage: Stage) -> dict[str, fx.Node]:
     found: dict[str, fx.Node] = {}
     for node in stage.graph.nodes:
         layer = info(node).layer
-        computes = node.op not in ("placeholder", "output", "get_attr") and node.target not in comm_ops.ENTRIES
+        computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
         if layer in stage.layers and computes:
             found.setdefault(layer, node)
     return found

@@ -20,6 +20,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.request import Request
+from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
 
 ALL = "all"
@@ -38,6 +39,7 @@ class LayerChoice:
     sync: str = "all_reduce"
     group: int = 1
     split: str | None = None
+    state: str | None = None
 
     @property
     def place(self) -> tuple[str, int]:
@@ -81,10 +83,12 @@ def assign_roles(
         roles[role] = tuple(range(world)) if where == ALL else (0,)
         offsets[role] = bounds if where == ALL else (0, bounds[-1])
         if size > 1:
-            groups[role] = Grouping(size, scheme, updates) if place == loss_place else Grouping(size, "BK")
+            in_turns = place == loss_place and not any(choice.state for choice in choices.values())
+            groups[role] = Grouping(size, scheme, updates) if in_turns else Grouping(size, "BK")
     placements = {}
     for name, choice in choices.items():
-        alone = choice.where == ONE or choice.group == (rounds.unit if rounds else world)
+        whole = choice.state != State.BATCH  # all ranks of a group compute its gradient alike, or a part each
+        alone = choice.where == ONE or (choice.group == (rounds.unit if rounds else world) and whole)
         sync = choice.sync if not alone else "average" if rounds else "none"
         placements[name] = LayerPlacement(
             names[levels[name], choice.place],
@@ -92,6 +96,7 @@ def assign_roles(
             sync if request.gradient_of(name) else "none",
             choice.group if choice.holding == "sharded" else None,
             choice.split,
+            choice.state if choice.group > 1 else None,
         )
     plan = Plan(strategy, world, roles, placements, offsets, groups=groups, all_reduce=request.all_reduce, exact=exact)
     return replace(plan, rounds=rounds)
@@ -133,7 +138,7 @@ def apply_pins(
             choice = (second or LayerChoice(ONE)) if pin.stage == 1 else _ungrouped(choice)
         if pin.group is not None:
             choice = replace(choice, group=pin.group) if pin.group > 1 else _ungrouped(choice, choice.where)
-        if pin.holding == "sharded":
+        if pin.holding == "sharded" or (pin.holding is None and pin.split is not None):
             size = choice.group if choice.group > 1 else smallest if second is None else second.group
             choice = replace(choice, where=ALL, holding="sharded", group=pin.group or size, split="columns")
         elif pin.holding is not None:
@@ -142,6 +147,8 @@ def apply_pins(
             choice = replace(choice, sync=pin.sync)
         if pin.split is not None:
             choice = replace(choice, split=pin.split)
+        if pin.state is not None:
+            choice = replace(choice, state=pin.state)
         pinned[layer] = choice
     return pinned
 

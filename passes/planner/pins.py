@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError, bullets
 from splitc.ir.names import near_name
-from splitc.ir.placements import HOLDINGS, SPLITS, SYNCS, Placement
+from splitc.ir.placements import HOLDINGS, SPLITS, STATES, SYNCS, Placement
 from splitc.ir.roles import ROLES, STAGE_OF_ROLE
 
 
@@ -64,6 +64,7 @@ def unknown_words(pin: Placement) -> list[str]:
             ("holding", pin.holding, HOLDINGS),
             ("sync", pin.sync, SYNCS),
             ("split", pin.split, SPLITS),
+            ("state", pin.state, STATES),
         )
         if value is not None and value not in known
     ]

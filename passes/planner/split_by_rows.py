@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from splitc.errors import PlacementError
 from splitc.ir.elementwise import is_elementwise
 from splitc.ir.graph import tensor_spec
 from splitc.ir.linears import Linear
@@ -22,10 +21,7 @@ from splitc.passes.planner.request import Request
 
 
 def split_by_rows(request: Request, choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
-    """The choices, with layers divided by rows where that is cheaper, or pinned.
-
-    Raises PlacementError where a pin asks for rows and the input is not sharded.
-    """
+    """The choices, with layers divided by rows where that is cheaper; where a pin asks for it they are already."""
     divided = dict(choices)
     linears = request.linears
     layer_of_output = {uses[0].node: layer for layer, uses in linears.items() if len(uses) == 1}
@@ -33,19 +29,17 @@ def split_by_rows(request: Request, choices: Mapping[str, LayerChoice]) -> dict[
         if divided[layer].holding != "sharded":
             continue
         pin = request.pins.get(layer)
-        pinned = pin.split if pin is not None else None
         source = _through_elementwise(uses[0]) if len(uses) == 1 else None
         before = layer_of_output.get(source) if source is not None else None
-        if before is None or divided[before].split != "columns" or divided[before].place != divided[layer].place:
-            if pin is not None and pinned == "rows":
-                raise PlacementError(
-                    f"{layer} is pinned to be divided by rows, but no layer divided by columns feeds it "
-                    f"(pin {pin.pattern!r})"
-                )
+        if source is None or before is None or (pin is not None and pin.split):
             continue
-        assert source is not None
+        feeds = (divided[before].split, divided[before].state) == ("columns", None)
         features_in, features_out = (tensor_spec(node).shape[-1] for node in (source, uses[0].node))
-        if pinned == "rows" or (pinned is None and 2 * features_out < 2 * features_in + features_out):
+        if (
+            feeds
+            and divided[before].place == divided[layer].place
+            and 2 * features_out < 2 * features_in + features_out
+        ):
             divided[layer] = replace(divided[layer], split="rows")
     return divided
 

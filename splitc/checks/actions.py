@@ -12,6 +12,7 @@ from splitc.ir.dealt import fetches_ahead
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
+from splitc.ir.transitions import name_of
 
 
 @dataclass(frozen=True)
@@ -105,32 +106,27 @@ def _received(
     role = stage.role
     modulos: list[Action] = []
     returned: list[Action] = []
-    if cut.passes("modulo"):
-        modulos = [Action("modulo", cut.name, role=role, microbatch=k) for k in range(len(forwards))]
+    if cut.entry is not None:
+        verb = name_of(cut.entry)
+        modulos = [Action(verb, cut.name, role=role, microbatch=k) for k in range(len(forwards))]
         yield from (Need(modulo, before=(forward,)) for modulo, forward in zip(modulos, forwards, strict=True))
         if cut.gradient:
-            returned = [Action("modulo_grad", cut.name, role=role, microbatch=k) for k in range(len(backwards))]
+            returned = [Action(f"{verb}_grad", cut.name, role=role, microbatch=k) for k in range(len(backwards))]
         for k, action in enumerate(returned):
             before = (Action("update", role=role, microbatch=k),) if every else ()
             yield Need(action, after=(backwards[k],), before=before)
-    if cut.passes("send"):
+    if cut.sent:
         yield Need(Action("recv", cut.name, cut.producer, role), before=(*modulos, *forwards))
         if cut.gradient:
             yield Need(Action("send_grad", cut.name, cut.producer, role), after=(*backwards, *returned))
 
 
 def _sent(stage: Stage, cut: Cut, forwards: tuple[Action, ...], backwards: tuple[Action, ...]) -> Iterator[Need]:
-    """Yield what the producer of a cut needs to slice it, send it, and receive its gradient."""
+    """Yield what the producer of a cut needs to send it, and receive its gradient."""
     role, is_input = stage.role, cut.value in stage.inputs
     after = () if is_input else forwards
-    sliced = Action("slice_batch", cut.name, role=role)
-    gathered = Action("all_gather_grad", cut.name, role=role)
     gradient = cut.gradient and not is_input
-    if cut.passes("slice_batch"):
-        yield Need(sliced, after=after)
+    if cut.sent:
+        yield Need(Action("send", cut.name, cut.consumer, role), after=after)
         if gradient:
-            yield Need(gathered, before=backwards)
-    if cut.passes("send"):
-        yield Need(Action("send", cut.name, cut.consumer, role), after=(*after, sliced))
-        if gradient:
-            yield Need(Action("recv_grad", cut.name, cut.consumer, role), before=(gathered, *backwards))
+            yield Need(Action("recv_grad", cut.name, cut.consumer, role), before=backwards)

@@ -9,8 +9,11 @@ from splitc.codegen.layout import Line
 from splitc.codegen.stage import variables
 from splitc.errors import InternalError
 from splitc.ir.actions import Action, RankProgram
+from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
+from splitc.ir.transitions import COLLECTIVES, options_of
+from splitc.runtime.collectives.layouts import Move, State, Transition
 
 
 class CutLines:
@@ -34,8 +37,6 @@ class CutLines:
 
     def produced(self, cut: Cut) -> str:
         """The producer's own examples of a cut, or the input that it passes on."""
-        if cut.passes("slice_batch"):
-            return f"{cut.name}_slice"
         stage = self._program.stage(cut.producer)
         if cut.value in stage.inputs:
             names = {str(n.target): name for n, name in variables(stage.graph).items() if n.op == "placeholder"}
@@ -44,21 +45,21 @@ class CutLines:
 
     def received(self, cut: Cut) -> str:
         """The consumer's own examples of a cut."""
-        if not cut.passes("send"):
+        if not cut.sent:
             return self.produced(cut)
         return cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
 
     def stage_input(self, cut: Cut) -> str:
         """What the consumer's stage reads."""
-        if cut.passes("modulo"):
+        if cut.entry is not None:
             return f"{cut.name}_group"
-        if not cut.passes("send") and cut.gradient and self._training:
+        if not cut.sent and cut.gradient and self._training:
             return f"{cut.name}_{cut.consumer}"
         return self.received(cut)
 
     def input_gradient(self, cut: Cut) -> str:
         """The gradient of the consumer's own examples."""
-        if not cut.passes("modulo"):
+        if cut.entry is None:
             return f"{self.stage_input(cut)}.grad"
         if cut.consumer in self._microbatched:
             return f"torch.cat(d_{cut.name}{f', dim={cut.spec.batch_dim}' if cut.spec.batch_dim else ''})"
@@ -66,9 +67,7 @@ class CutLines:
 
     def output_gradient(self, cut: Cut) -> str:
         """The gradient of what the producer's stage returns."""
-        if cut.passes("slice_batch"):
-            return f"d_{cut.name}_group"
-        return f"d_{cut.name}" if cut.passes("send") else self.input_gradient(cut)
+        return f"d_{cut.name}" if cut.sent else self.input_gradient(cut)
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
@@ -81,29 +80,38 @@ class CutLines:
             case "send":
                 return f'{comm}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}"
             case "recv":
-                call = _recv(comm, cut, role) + ("" if cut.passes("modulo") else leaf)
+                call = _recv(comm, cut, role) + ("" if cut.entry is not None else leaf)
                 return f"{self.received(cut)} = {call}", f"<- {role}  {size}"
             case "recv_grad":
                 return f"d_{cut.name} = {_recv(comm, cut, role)}", f"<- {role}  {size}"
             case "send_grad":
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout})', f"-> {role}  {size}"
-            case "modulo":
-                what = "a microbatch" if stage.role in self._microbatched else "the examples"
-                call = f"{comm}.modulo({self.received(cut)}{layout}){leaf}"
-                return f"{cut.name}_group = {call}", f"all-gather: {what} of all ranks of the group"
-            case "modulo_grad":
-                return self._modulo_grad(stage, cut, comm, layout)
-            case "slice_batch":
-                return f"{cut.name}_slice = {comm}.slice_batch({cut.name}{layout})", "this rank's own examples"
-            case "all_gather_grad":
-                own = f"d_{cut.name}" if cut.passes("send") else self.input_gradient(cut)
-                return f"d_{cut.name}_group = {comm}.all_gather_grad({own}{layout})", "all-gather over the group"
+            case "modulo" | "all_to_all":
+                return self._entry(stage, cut, comm)
+            case "modulo_grad" | "all_to_all_grad":
+                return self._entry_grad(stage, cut, comm)
         raise InternalError(f"no line for the action {action}")
 
-    def _modulo_grad(self, stage: Stage, cut: Cut, comm: str, layout: str) -> Line:
-        partial = "" if cut.partial else ", partial=False"
-        call = f"{comm}.modulo_grad({cut.name}_group.grad{layout}{partial})"
-        note = "reduce-scatter over the group" if cut.partial else "this rank's own examples"
+    def _entry(self, stage: Stage, cut: Cut, comm: str) -> Line:
+        assert cut.entry is not None
+        value = self.received(cut) + ("" if cut.sent or not cut.gradient else ".detach()")
+        if stage.role in self._microbatched:
+            value = f"{comm}.piece({value}{_layout(cut.spec)})"
+        leaf = ".requires_grad_()" if cut.gradient and self._training else ""
+        what = "a microbatch" if stage.role in self._microbatched else "the examples"
+        note = f"all-gather: {what} of all ranks of the group" if cut.entry.move is Move.GATHER else str(cut.entry)
+        without = Transition(cut.entry.source, State.DIVIDED) if cut.entry.move is Move.GATHER else cut.entry
+        return f"{cut.name}_group = {_moved(comm, value, cut.spec, without)}{leaf}", note
+
+    def _entry_grad(self, stage: Stage, cut: Cut, comm: str) -> Line:
+        assert cut.entry is not None
+        call = _moved(comm, f"{cut.name}_group.grad", cut.spec, cut.entry.adjoint)
+        move = cut.entry.adjoint.move
+        note = (
+            "this rank's own examples"
+            if move is Move.SLICE
+            else f"{COLLECTIVES[move]} over the group".replace("_", "-")
+        )
         return (f"d_{cut.name}.append({call})" if stage.role in self._microbatched else f"d_{cut.name} = {call}"), note
 
     def _sent(self, cut: Cut) -> str:
@@ -128,6 +136,13 @@ def common_batch(program: PlacedProgram, rank_program: RankProgram, stage: Stage
 def _recv(comm: str, cut: Cut, role: str) -> str:
     rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
     return f'{comm}.recv("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
+
+
+def _moved(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:
+    """The call that brings a value to another state."""
+    function, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
+    given = "".join(f", {key}={literal(option)}" for key, option in options.items())
+    return f"{comm}.{function.__name__}({value}{given})"
 
 
 def _layout(spec: TensorSpec) -> str:

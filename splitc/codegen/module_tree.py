@@ -12,6 +12,7 @@ from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_attribute
 from splitc.ir.program import Program, Stage
 from splitc.ir.regions import OwnCode, Region, is_inside, names_in
+from splitc.runtime.collectives.layouts import State
 
 
 class ModuleTree:
@@ -75,6 +76,7 @@ class ModuleTree:
         """The module that a node calls; the communicator seeds the random numbers of a region."""
         text, draw, own = self.access(str(node.target)), info(node).draw, self._regions.get(str(node.target))
         draws = f", draws={literal(own.draws)}" if own and own.draws else ""
+        draws += ", own=True" if info(node).state is State.BATCH else ""
         return text if draw is None else f"comm.own_code({text}, draw={draw}{draws})"
 
     @property

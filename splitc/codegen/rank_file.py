@@ -33,6 +33,8 @@ _NOTES = {
     "served": "the parameters that servers hold",
     "guards": "batch sizes for which the traced branches hold",
     "no_evaluation": "why worker.evaluate is refused",
+    "ranks": "all ranks of the role",
+    "own_sums": "parameters used on a rank's own examples: their gradients are summed over all of the role",
     "unit": "ranks that train together between averages",
     "averaged": "ranks of all units that average the same parameters",
     "rounds": "of local updates",
@@ -126,9 +128,9 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
             other: ranks_text(tuple(peer for peer, _, _ in plan.routes(rank, role, other))) for other in plan.roles
         }
         rows += [("in", name, inputs[name], "", batch) for name in stage.inputs]
-        rows += [("in", c.name, c.spec, f"<- {peers[c.producer]}", batch) for c in stage.receives if c.passes("send")]
-        rows += [("in", c.name, c.spec, f"of its group, {group}", peak) for c in stage.receives if c.passes("modulo")]
-        rows += [("out", c.name, c.spec, f"-> {peers[c.consumer]}", batch) for c in stage.sends if c.passes("send")]
+        rows += [("in", c.name, c.spec, f"<- {peers[c.producer]}", batch) for c in stage.receives if c.sent]
+        rows += [("in", c.name, c.spec, f"of its group, {group}", peak) for c in stage.receives if c.entry is not None]
+        rows += [("out", c.name, c.spec, f"-> {peers[c.consumer]}", batch) for c in stage.sends if c.sent]
     width = max((len(name) for _, name, _, _, _ in rows), default=0)
     return [
         f"{kind:<9}{name:<{width}}  {spec.at(batch)!s:<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}".rstrip()

@@ -70,8 +70,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
     plan, role = program.plan, stage.role
     group = plan.group(role, rank) if role in plan.groups else ()
     evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
-    partners = [c.producer for each in (stage, *evaluated) for c in each.receives if c.passes("send")]
-    partners += [c.consumer for each in (stage, *evaluated) for c in each.sends if c.passes("send")]
+    partners = [c.producer for each in (stage, *evaluated) for c in each.receives if c.sent]
+    partners += [c.consumer for each in (stage, *evaluated) for c in each.sends if c.sent]
     owners = plan.owners(role, rank)
     shards = ((name, shard_of(program, stage, name, owners.index(rank), len(owners))) for name in stage.shards)
     served = _served_rows(program, rank, [stage]) if is_server else {}
@@ -89,6 +89,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         unit=plan.unit(rank) if plan.rounds else (),
         averaged=plan.averaged(role, rank) if plan.rounds else (),
         through_server=plan.rounds is not None and plan.rounds.through == "server",
+        ranks=plan.roles[role] if any(node.kwargs.get("own") for node in stage.graph.nodes) else (),
+        own_sums=stage.own_sums,
     )
 
 

@@ -95,13 +95,13 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
     for name in stage.inputs:
         yield "in", name, text(None, name, "read by this role")
     for cut in stage.receives:
-        if cut.passes("modulo"):
+        if cut.entry is not None:
             size = program.plan.groups[stage.role].size
             yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
-        if cut.passes("send"):
+        if cut.sent:
             yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}")
     for cut in stage.sends:
-        if cut.passes("send"):
+        if cut.sent:
             back = ", its gradient comes back" if cut.gradient else ""
             yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{back}")
 

@@ -14,11 +14,12 @@ from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
-from splitc.ir.graph import assigned, cut_of, info, op_name
+from splitc.ir.graph import assigned, cut_of, info, is_entry, op_name
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.wire import numel_on
+from splitc.runtime.collectives.layouts import State
 
 _STATEMENT = 72
 """Columns of a statement, above which the values written inside it get lines of their own."""
@@ -111,7 +112,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
     names: dict[fx.Node, str] = {}
     taken = set(RESERVED)
     for node in graph.nodes:
-        if node.target is comm_ops.modulo:
+        if is_entry(node) and node.target is not comm_ops.recv:
             names[node] = names[node.args[0]]
             continue
         name = cut_of(node).name if node.target is comm_ops.recv else node.name
@@ -123,7 +124,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _is_read(node: fx.Node) -> bool:
-    return any(user.target not in (comm_ops.send, comm_ops.slice_batch) for user in node.users)
+    return any(user.target is not comm_ops.send for user in node.users)
 
 
 def _returned(stage: Stage, cut: Cut) -> fx.Node:
@@ -133,10 +134,7 @@ def _returned(stage: Stage, cut: Cut) -> fx.Node:
         for n in stage.graph.nodes
         if n.target is comm_ops.send and (n.kwargs["cut"], n.kwargs["role"]) == (cut.name, cut.consumer)
     )
-    value = node.args[0]
-    if value.target is comm_ops.slice_batch:
-        value = value.args[0]
-    found: fx.Node = value
+    found: fx.Node = node.args[0]
     return found
 
 
@@ -169,7 +167,9 @@ class _ForwardWriter:
 
     def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
-        return node.op not in ("placeholder", "output", "get_attr") and (op is None or op.in_stage)
+        return (
+            node.op not in ("placeholder", "output", "get_attr") and (op is None or op.in_stage) and not is_entry(node)
+        )
 
     def _layer(self, node: fx.Node) -> list[_Layer]:
         """The statements of a node; none where it is written inside its reader."""
@@ -215,7 +215,7 @@ class _ForwardWriter:
         if not isinstance(spec, TensorSpec):
             return "", source
         shape = shape_text(spec, self._batch)
-        if info(node).sharded and self._group_size > 1:
+        if info(node).state is State.FEATURES and self._group_size > 1:
             shape = f"{shape.removesuffix(')')}/{self._group_size})"  # a shard of the features
         return shape, source
 
@@ -226,12 +226,7 @@ def _folds(node: fx.Node, text: str) -> bool:
         return False
     (user,) = node.users
     changed = user.target is assigned and user.args[0] is node
-    if (
-        user.op == "output"
-        or user.target in (comm_ops.send, comm_ops.slice_batch)
-        or changed
-        or info(user).layer != info(node).layer
-    ):
+    if user.op == "output" or user.target is comm_ops.send or changed or info(user).layer != info(node).layer:
         return False
     uses = sum(arg is node for arg in user.args) + sum(arg is node for arg in user.kwargs.values())
     between = node.next

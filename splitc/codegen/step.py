@@ -8,20 +8,22 @@ from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.stage import EVALUATING, forward_inputs, method_name, own_evaluation, returned_cuts, variables
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, VERBS, Action, RankProgram
-from splitc.ir.graph import tensor_spec
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, VERBS, Action, RankProgram
+from splitc.ir.graph import info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.wire import bucket_nbytes
+from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
 
-_EVALUATED = ("send", "recv", "modulo", "slice_batch", "forward", "sum_loss", "send_parameters", "pull")
+_EVALUATED = ("send", "recv", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
 _DEALT = {
     "deal": "this rank's slices arrive",
     "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
     "collect": "back to their owners",
 }
-_IN_A_MICROBATCH = ("modulo", "forward", "backward", "all_reduce", "push", "multiply", "modulo_grad", "update")
+_ENTERING = (*ENTRY_VERBS, *(f"{verb}_grad" for verb in ENTRY_VERBS))
+_IN_A_MICROBATCH = (*_ENTERING, "forward", "backward", "all_reduce", "push", "multiply", "update")
 
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
@@ -145,7 +147,7 @@ class _StepWriter:
     def _loop(self, role: str, actions: Sequence[Action]) -> list[Line]:
         """The actions of one microbatch, in a loop over the microbatches."""
         stage, grouping = self._program.stage(role), self._plan.groups[role]
-        gradients = [cut for cut in stage.receives if cut.passes("modulo") and cut.gradient and self._training]
+        gradients = [cut for cut in stage.receives if cut.entry is not None and cut.gradient and self._training]
         names = ["losses", *(f"d_{cut.name}" for cut in gradients)]
         each = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
         inner = [line for action in actions for line in self._lines(action)]
@@ -192,7 +194,7 @@ class _StepWriter:
         lines: list[Line] = []
         for cut in stage.receives:
             value, received = self._cuts.stage_input(cut), self._cuts.received(cut)
-            if value != received and not cut.passes("modulo"):
+            if value != received and cut.entry is None:
                 lines.append((f"{value} = {received}.detach().requires_grad_()", ""))
         suffix = EVALUATING if stage.role in self._evaluated else ""
         method = method_name(self._program, stage, len(self.stages) == 1, suffix)
@@ -237,7 +239,8 @@ class _StepWriter:
             return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
         note = "a unit's loss, at a round's end of all" if self._plan.rounds and self._training else "the global loss"
-        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss})", note)]
+        own = ", own=True" if info(self._program.loss).state is State.BATCH else ""
+        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss}{own})", note)]
 
     def _backward(self, stage: Stage, comm: str) -> list[Line]:
         outputs = [(cut.name, self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]

@@ -21,14 +21,14 @@ VERBS = {
     "send": "send the examples of a cut to the ranks that compute on them",
     "recv": "receive a cut",
     "modulo": "gather a microbatch of a cut over the group",
-    "slice_batch": "slice this rank's examples out of a cut of its group",
+    "all_to_all": "exchange examples of a cut for features of all the group's examples",
     "forward": "run the stage forward",
     "sum_loss": "begin to all-reduce the loss over all ranks",
     "backward": "run the stage backward",
     "recv_grad": "receive the gradient of a cut that was sent",
     "send_grad": "send the gradient of a cut that was received",
-    "all_gather_grad": "gather the gradient of a sliced cut over the group",
     "modulo_grad": "return the gradient of a gathered microbatch to the ranks whose examples it has",
+    "all_to_all_grad": "exchange the gradient of features for that of this rank's examples",
     "all_reduce": "all-reduce a bucket of gradients over the replicas",
     "all_reduce_tied": "all-reduce the gradient of a parameter over all roles that use it",
     "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
@@ -51,7 +51,9 @@ BEGIN_ROUND = ("deal", "fetch_ahead", "keep")
 """What a rank does before a round of local updates, not in every step."""
 END_ROUND = ("collect", "average", "arrive")
 """What it does after one."""
-PRODUCER_VERBS = ("send", "slice_batch", "recv_grad", "all_gather_grad")
+ENTRY_VERBS = ("modulo", "all_to_all")
+"""How a group brings a cut to the state that its stage reads; with `_grad`, the gradient's way back."""
+PRODUCER_VERBS = ("send", "recv_grad")
 """What the producer of a cut does."""
 
 

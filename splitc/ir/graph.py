@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.ir import comm_ops
 from splitc.ir.program import Cut, Program, Spec, TensorSpec
 from splitc.ir.regions import OwnCode, Region, names_in
+from splitc.ir.transitions import TRANSITIONS
+from splitc.runtime.collectives.layouts import State
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class NodeInfo:
     forward made it.  layer: name of its layer.  role: where it runs.  cut: the cut that it moves.
     copied_to_each_stage: every role that reads it computes it.  on_reader: the role that reads the data computes it.
     side_effect: it changes a buffer or waits, and has no value.
-    sharded: each rank of a group has a slice of its features.  shards: parameter -> the dim that the group shards.
+    state: how the ranks of a group hold it; None outside of groups.  shards: parameter -> the dim that a group divides.
     is_module: a `get_attr` of a module.  of_module: a `get_attr` of a parameter of a module that is no longer called.
     draw: the ordinal of a region among the random calls.
     """
@@ -36,7 +39,7 @@ class NodeInfo:
     copied_to_each_stage: bool = False
     on_reader: bool = False
     side_effect: bool = False
-    sharded: bool = False
+    state: State | None = None
     shards: Mapping[str, int] = field(default_factory=dict)
     is_module: bool = False
     of_module: bool = False
@@ -111,6 +114,11 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]
     return copied
 
 
+def is_entry(node: fx.Node) -> bool:
+    """Return whether a node brings a value into a stage: it receives it, or gathers what was received."""
+    return node.target is comm_ops.recv or (node.target in TRANSITIONS and info(node).cut is not None)
+
+
 def insert_after(
     graph: fx.Graph,
     after: fx.Node,
@@ -127,6 +135,16 @@ def insert_after(
     rename(graph, new, name)
     set_info(new, info(like), **changes)
     return new
+
+
+def at_the_end(
+    graph: fx.Graph, role: str, function: Callable[..., Any], parameters: tuple[str, ...], **options: Any
+) -> None:
+    """Add a node that says how the gradients of a role's parameters are summed."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    with graph.inserting_before(output):
+        node = graph.call_function(function, (), {"role": role, "parameters": parameters, **options})
+    set_info(node, NodeInfo(source="gradients", role=role))
 
 
 def put_in_place(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 HOLDINGS = ("replicated", "sharded", "subnet")
 SYNCS = ("all_reduce", "late_multiply", "parameter_server", "average", "none")
 SPLITS = ("columns", "rows")
+STATES = ("batch", "features", "replicate")
 SCHEMES = ("BK", "B", "B/K")
 UPDATES = ("once", "every")
 ALL_REDUCES = ("backend", "recursive_doubling")
@@ -17,8 +18,9 @@ class Placement:
     """A pin: where a user wants a layer to run (role), how parameters are held and how gradients are summed (sync).
 
     The planner chooses the parts that are None.  group: the size of a model-parallel group.  split: how a sharded
-    linear layer is divided, by "columns" (its output features) or "rows" (its input features, which then come from a
-    layer divided by columns, without a gather in between).
+    linear layer is divided, by "columns" (its output features) or "rows" (its input features).
+    state: of a layer in groups, how their ranks hold its result: each rank its own examples ("batch"), its slice of
+    the "features", or everything ("replicate").  None: features of columns, replicate of all others.
     """
 
     role: str | None = None
@@ -26,6 +28,7 @@ class Placement:
     sync: str | None = None
     group: int | None = None
     split: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)

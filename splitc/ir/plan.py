@@ -185,8 +185,9 @@ class Plan:
 
     def sees_whole_batch(self, layer: str) -> bool:
         """Whether every rank that runs `layer` has all examples of a step, or of its unit, at once."""
-        role = self.placements[layer].role
-        return not self.trains_copies(role) and self.grouping(role).num_microbatches == 1
+        role, state = self.placements[layer].role, self.placements[layer].state
+        apart = state == "batch" and self.grouping(role).size > 1
+        return not self.trains_copies(role) and self.grouping(role).num_microbatches == 1 and not apart
 
     def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
@@ -264,6 +265,9 @@ class Plan:
             del decided["rounds"]
         if not self.insert_norm:
             del decided["insert_norm"]
+        for place in decided["placements"].values():
+            if place["state"] is None:
+                del place["state"]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property

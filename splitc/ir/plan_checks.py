@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from splitc.ir.names import is_role, near_name
-from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, SYNCS, UPDATES
+from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, STATES, SYNCS, UPDATES
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
@@ -187,8 +187,11 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
         for part, values in (("role", tuple(data["roles"])), ("holding", HOLDINGS), ("sync", SYNCS)):
             if placement[part] not in values:
                 yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
-        if placement.get("split") not in (None, *SPLITS):
-            yield f"placements: {layer} has split {placement['split']!r}; there are {', '.join(SPLITS)}"
+        for part, values in (("split", SPLITS), ("state", STATES)):
+            if placement.get(part) not in (None, *values):
+                yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
+        if placement.get("state") is not None:
+            yield from _state(data, layer, placement)
         if placement["holding"] == "subnet":
             yield from _subnet(data, layer, placement)
         if placement.get("group") is not None and placement["group"] < 1:
@@ -210,6 +213,17 @@ def _subnet(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iter
     others = {place["role"] for place in data["placements"].values() if place["holding"] == "subnet"}
     if len(others) > 1:
         yield f"placements: subnets are in roles {', '.join(sorted(others))}; they must be in one"
+
+
+def _state(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:
+    """A layer that says how the ranks of its group hold its result is in groups, and can make it so."""
+    state = placement["state"]
+    if placement["role"] not in data.get("groups", {}):
+        yield f"placements: {layer} has state {state!r}, but its role {placement['role']!r} has no groups"
+    if state == "features" and placement["holding"] != "sharded":
+        yield f"placements: {layer} has state 'features', but it is {placement['holding']}; it must be sharded"
+    if state == "batch" and placement["sync"] not in ("all_reduce", "none"):
+        yield f"placements: {layer} has state 'batch' with sync {placement['sync']!r}; take all_reduce"
 
 
 def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:

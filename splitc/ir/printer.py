@@ -12,6 +12,7 @@ from splitc.ir.comm_ops import Over, op_of
 from splitc.ir.graph import copy_node, info
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
+from splitc.runtime.collectives.layouts import State
 
 
 def print_program(program: Program) -> str:
@@ -60,7 +61,7 @@ def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
 def _annotate(plan: Plan, node: fx.Node, role: str, rank: int) -> None:
     spec = info(node).spec
     if isinstance(spec, TensorSpec):
-        own = node.target in (comm_ops.send, comm_ops.recv, comm_ops.slice_batch)
+        own = node.target in (comm_ops.send, comm_ops.recv) or info(node).state is State.BATCH
         node.meta["shape"] = spec.at(plan.batch(role, rank) if own else plan.peak_batch(role, rank))
     op = op_of(node)
     match None if op is None else op.over:

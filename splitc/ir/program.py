@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import torch
@@ -19,6 +19,7 @@ from splitc.ir.actions import PRODUCER_VERBS, Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
+from splitc.runtime.collectives.layouts import Transition
 from splitc.runtime.spec import BatchGuard, DealtDims
 
 
@@ -80,24 +81,12 @@ class Input:
 
 
 @dataclass(frozen=True)
-class CutLink:
-    """One operation on the path of a cut.
-
-    op: its name in `comm_ops.OPS`: "slice_batch", "send" (with the consumer's recv) or "modulo".
-    partial: of a modulo, whether the gradients of the group's ranks are terms of a sum; else they are the same.
-    """
-
-    op: str
-    partial: bool = True
-
-
-@dataclass(frozen=True)
 class Cut:
     """A value that one role computes and another one reads; its gradient takes the way back where `gradient` is set.
 
     name: the value's name in both generated programs.  value: the node that computes it.
-    path: its way to the consumer: `slice_batch` where the producer has groups, `send` unless both roles are the same
-    ranks with the same examples, `modulo` where the consumer has groups.
+    sent: whether it travels; not where both roles are the same ranks with the same examples.
+    entry: how the consumer's group brings it to the state that all its readers need; None: they read it as it comes.
     """
 
     name: str
@@ -106,21 +95,8 @@ class Cut:
     consumer: str
     spec: TensorSpec
     gradient: bool
-    path: tuple[CutLink, ...] = ()
-
-    def passes(self, op: str) -> bool:
-        """Return whether `op` is a link of the path."""
-        return any(link.op == op for link in self.path)
-
-    @property
-    def partial(self) -> bool:
-        """Whether the gradients of the consumer's ranks are terms of a sum."""
-        return any(link.partial for link in self.path if link.op == "modulo")
-
-    def with_partial(self, partial: bool) -> Cut:
-        """Return the cut with its modulo so."""
-        path = (replace(link, partial=partial) if link.op == "modulo" else link for link in self.path)
-        return replace(self, path=tuple(path))
+    sent: bool = True
+    entry: Transition | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +107,7 @@ class Stage:
     served: likewise, of the parameters that servers hold.
     averaged: names of parameters and statistics that units average together after a round.
     fragments: of each of these buckets, the fragment of the model that it is part of.
+    own_sums: parameters whose gradients are summed over all ranks of the role, not over one of each group.
     shards: parameter -> the dim along which the ranks of a group share it.
     dealt: tensor -> the neurons along its dims that are dealt to ranks in each round (independent subnets).
     """
@@ -146,6 +123,7 @@ class Stage:
     served: tuple[tuple[str, ...], ...] = ()
     averaged: tuple[tuple[str, ...], ...] = ()
     fragments: tuple[int, ...] = ()
+    own_sums: tuple[str, ...] = ()
     shards: Mapping[str, int] = field(default_factory=dict)
     dealt: Mapping[str, DealtDims] = field(default_factory=dict)
     has_loss: bool = False

@@ -9,21 +9,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
-from splitc.ir.comm_ops import OPS, Collective, CommOp, Over, op_of
+from splitc.ir.comm_ops import OPS, CommOp, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
-from splitc.ir.graph import info, tensor_spec
+from splitc.ir.graph import info, is_entry, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out
+from splitc.ir.transitions import COLLECTIVES, Collective, nbytes_sent, transition_of
 from splitc.ir.wire_op import Payload, What, WireOp
+from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
@@ -66,7 +67,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
             yield from _messages(program, rank, action)
-        case "modulo" | "modulo_grad" | "all_gather_grad":
+        case "modulo" | "modulo_grad" | "all_to_all" | "all_to_all_grad":
             yield from _over_group(program, rank, action)
 
 
@@ -106,6 +107,8 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     plan, names = program.plan, stage.bucket(action)
     averages = action.verb == "average"
     group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
+    if not averages and names[0] in stage.own_sums:
+        replicas = plan.roles[stage.role]
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
     if averages and plan.deals:  # with the optimizer's state
@@ -141,21 +144,29 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
 
 
 def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    """Yield the gather of a cut's examples, or of their gradient, over the group, or the way back."""
-    plan, cut, members = program.plan, program.stage(action.role).cut(action), program.plan.group(action.role, rank)
-    examples = [plan.batch(action.role, member) for member in members]
-    if action.verb != "all_gather_grad":
-        examples = [b - a for a, b in plan.microbatch_intervals(action.role, rank, action.microbatch)]
-    sizes = [cut.spec.nbytes(n) for n in examples]
-    op = OPS[action.verb]
-    if op.adjoint == "modulo" and not cut.partial:
-        return  # every rank has the whole gradient
-    if action.verb != "all_gather_grad" and not any(sizes):
-        return  # a microbatch without examples is skipped
+    """Yield how a group brings a cut to the state that its stage reads, or its gradient back."""
+    stage = program.stage(action.role)
+    cut = stage.cut(action)
+    assert cut.entry is not None, action
+    transition = cut.entry.adjoint if action.verb.endswith("_grad") else cut.entry
     payload = Payload(What(action.verb), cut.name, action.role, microbatch=action.microbatch)
-    sent = op.collective.sent(sum(sizes), sizes[members.index(rank)], len(members))
-    shape, layer = cut.spec.at(sum(examples)), program.layer_of.get(cut.value)
-    yield from _collective(op.collective, payload, members, shape, cut.spec.dtype, sent, layer)
+    layer = program.layer_of.get(cut.value)
+    yield from _moved(program.plan, rank, action, cut.spec, transition, payload, layer)
+
+
+def _moved(
+    plan: Plan, rank: int, action: Action, spec: TensorSpec, transition: Transition, payload: Payload, layer: str | None
+) -> Iterator[WireOp]:
+    """Yield the collective of a transition in a microbatch; none for one without examples."""
+    members = plan.group(action.role, rank)
+    examples = [b - a for a, b in plan.microbatch_intervals(action.role, rank, action.microbatch)]
+    if transition.move not in COLLECTIVES or not any(examples):
+        return
+    widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
+    extents = Extents(tuple(examples), tuple(widths))
+    sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, members.index(rank))
+    collective = COLLECTIVES[transition.move]
+    yield from _collective(collective, payload, members, spec.at(sum(examples)), spec.dtype, sent, layer)
 
 
 # -- inside a stage ----------------------------------------------------------------------------------------------------
@@ -163,39 +174,47 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
 
 @dataclass(frozen=True)
 class _Value:
-    """What a node communicates.  nbytes: of the whole; own: of this rank's part.  packed: see `WireOp`."""
+    """What a node communicates; nbytes: of this rank's.  packed: see `WireOp`."""
 
     what: What
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    own: int
     packed: tuple[tuple[str, float], ...] = ()
 
 
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """Yield what the nodes of a stage communicate in forward, or in backward, which visits them in reverse."""
     plan, role, backward = program.plan, stage.role, action.verb == "backward"
-    examples = sum(b - a for a, b in plan.microbatch_intervals(role, rank, action.microbatch))
-    if not examples:
+    intervals = plan.microbatch_intervals(role, rank, action.microbatch)
+    if not (examples := sum(b - a for a, b in intervals)):
         return
+    first, last = intervals[plan.group(role, rank).index(rank)]
     nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
     late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:
-        spec = info(node).spec
-        if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad):
+        spec, transition = info(node).spec, transition_of(node)
+        if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad) or is_entry(node):
             continue
-        collective = op.backward(partial=node.kwargs.get("partial") is not False) if backward else op.collective
+        layer = info(node).layer or None
+        if transition is not None:
+            what = What.NODE_GRADIENT if backward else What.NODE
+            moved = transition.adjoint if backward else transition
+            payload = Payload(what, node.name, role, microbatch=action.microbatch)
+            yield from ((node, each) for each in _moved(plan, rank, action, spec, moved, payload, layer))
+            continue
+        collective = op.backward if backward else op.collective
         if collective is Collective.NONE:
             continue
-        ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
+        own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
+        ranks = plan.roles[role] if own else plan.replicas(role, rank)
         everyone = plan.batch_offsets[role][-1]
-        values = _values(op, node, spec, examples, everyone, (ranks.index(rank), len(ranks)), backward)
+        values = _values(op, node, spec, last - first if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error has come
             values = _packs(program, late, examples, everyone) if node is late[0] else iter(())
         for value in values:
             payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
-            sent = collective.sent(value.nbytes, value.own, len(ranks))
+            sent = collective.sent(value.nbytes, value.nbytes, len(ranks))
             layer = None if value.packed else info(node).layer or None
             for each in _collective(collective, payload, ranks, value.shape, value.dtype, sent, layer):
                 yield node, replace(each, packed=value.packed)
@@ -212,30 +231,19 @@ def _packs(program: PlacedProgram, late: Sequence[fx.Node], examples: int, every
         total = sum(rows.values())
         own = examples * total * dtype.itemsize
         packed = tuple((layer, numel / total) for layer, numel in rows.items())
-        yield _Value(What.LATE, (everyone * total,), dtype, own, own, packed)
+        yield _Value(What.LATE, (everyone * total,), dtype, own, packed)
 
 
-def _values(
-    op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, everyone: int, member: tuple[int, int], backward: bool
-) -> Iterator[_Value]:
-    """Yield what a node communicates.
-
-    examples: of this rank; everyone: of all ranks of the role.  member: this rank's index in the ranks, their number.
-    """
+def _values(op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward: bool) -> Iterator[_Value]:
+    """Yield what a node communicates.  examples: of this rank."""
     what, nbytes = What.NODE_GRADIENT if backward else What.NODE, spec.nbytes(examples)
     match op.name:
         case "batch_norm":
             numbers, dtype = 2 * spec.shape[1] + (not backward), _sum_dtype(spec.dtype) if backward else torch.float64
             if tensor_spec(node.args[0]).requires_grad or not backward:
-                yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize, numbers * dtype.itemsize)
-        case "shard":
-            features: Any = node.kwargs["features"]
-            index, count = member
-            first, last = list(pairwise(share_out(features, count)))[index]
-            own = (last - first) * (nbytes // max(spec.shape[-1], 1))
-            yield _Value(what, spec.at(examples), spec.dtype, nbytes, own)
+                yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize)
         case _:
-            yield _Value(what, spec.at(examples), spec.dtype, nbytes, nbytes)
+            yield _Value(what, spec.at(examples), spec.dtype, nbytes)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

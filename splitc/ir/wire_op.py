@@ -16,7 +16,8 @@ class What(StrEnum):
     CUT_GRADIENT = "d_cut"
     MODULO = "modulo"
     MODULO_GRADIENT = "modulo_grad"
-    SLICE_GRADIENT = "all_gather_grad"
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_GRADIENT = "all_to_all_grad"
     NODE = "node"
     NODE_GRADIENT = "d_node"
     LATE = "X, E"
@@ -57,7 +58,7 @@ class Payload:
                 return f"{self.name}.{self.role}.{self.peer}{rows}"
             case What.CUT_GRADIENT:
                 return f"d_{self.name}.{self.role}.{self.peer}{rows}"
-            case What.MODULO | What.MODULO_GRADIENT:
+            case What.MODULO | What.MODULO_GRADIENT | What.ALL_TO_ALL | What.ALL_TO_ALL_GRADIENT:
                 return f"{self.what} {self.name}[{self.microbatch}]"
             case What.NODE:
                 return f"{self.role}.{self.name}[{self.microbatch}]"
@@ -75,7 +76,7 @@ class Payload:
                 return "loss"
             case What.DEAL | What.COLLECT | What.FETCH_AHEAD:
                 return f"{self.what} {self.role}.{self.name.removeprefix('torch.')}"
-            case What.TIED | What.SLICE_GRADIENT:
+            case What.TIED:
                 return f"{self.what} {self.name}"
 
 

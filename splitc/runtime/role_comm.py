@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .collectives import gradients
 from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
+from .collectives.layouts import Extents, State, Transition
 from .collectives.loss import Loss, sum_loss, target_weight
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
@@ -46,6 +47,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         self._context, self._role_examples, self._update = context, role_examples, update
         self._microbatch, self._in_last_microbatch = 0, True
         self._group, self._replicas = Group(transport, self.members), Group(transport, spec.replicas)
+        self._role = Group(transport, spec.ranks or spec.replicas)
         self._position = self._group.index
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
@@ -131,27 +133,52 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         finally:
             self._microbatch, self._in_last_microbatch = 0, True
 
-    def modulo(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
-        """Gather the microbatch's examples over the group; `value` has all examples of this rank."""
+    def piece(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
+        """The running microbatch's examples out of all of this rank's."""
         (first, last), (start, _) = self._group_examples(self._microbatch)[self._position], self.examples
-        piece = value.detach().narrow(dim, (first - start) * rows, (last - first) * rows)
-        return self._group.gather_examples(piece, self._group_rows(rows), dim)
+        return value.narrow(dim, (first - start) * rows, (last - first) * rows)
 
-    def modulo_grad(self, gradient: Tensor | None, dim: int = 0, rows: int = 1, partial: bool = True) -> Tensor:
-        """The gradient of this rank's examples that `modulo` gathered.
+    def modulo(self, value: Tensor, partial: bool = True, dim: int = 0, rows: int = 1) -> Tensor:
+        """The microbatch's examples of all ranks of the group; partial: in backward their gradients are summed."""
+        return self._moved(value, State.BATCH, _whole(partial), dim=dim, rows=rows)
 
-        partial: the ranks' gradients are summed; else each rank has the whole gradient.
-        """
-        gradient = self._arrived(gradient, self.role, "gathered")
-        return self._group.scatter_gradients(gradient, self._group_rows(rows), dim, partial=partial)
+    def slice_batch(self, value: Tensor | None, partial: bool = False, dim: int = 0, rows: int = 1) -> Tensor:
+        """This rank's own examples out of the group's; partial: its gradient is a term of a sum."""
+        return self._moved(value, _whole(partial), State.BATCH, dim=dim, rows=rows)
 
-    def slice_batch(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
-        """This rank's own examples out of the group's."""
-        return self._group.slice_examples(value.detach(), self._group_rows(rows), dim)
+    def shard(self, value: Tensor, features: int, partial: bool = True) -> Tensor:
+        """The whole last dim, of which each rank of the group has a part; partial: as of `modulo`."""
+        return self._moved(value, State.FEATURES, _whole(partial), features)
 
-    def all_gather_grad(self, gradient: Tensor | None, dim: int = 0, rows: int = 1) -> Tensor:
-        """The gradient of all the group's examples, from that of each rank's own: the adjoint of `slice_batch`."""
-        return self._group.gather_gradients(self._arrived(gradient, self.role, "kept"), self._group_rows(rows), dim)
+    def slice_features(self, value: Tensor, features: int, partial: bool = False) -> Tensor:
+        """This rank's part of the last dim, which all ranks of the group have; partial: as of `slice_batch`."""
+        return self._moved(value, _whole(partial), State.FEATURES, features)
+
+    def copy_to_group(self, value: Tensor) -> Tensor:
+        """`value` itself; backward sums its gradient over the group."""
+        return self._moved(value, State.REPLICATE, State.DIVIDED)
+
+    def reduce_from_group(self, value: Tensor, partial: bool = False) -> Tensor:
+        """The sum of `value` over the group; partial: so are their gradients."""
+        return self._moved(value, State.PARTIAL, _whole(partial))
+
+    def reduce_scatter(self, value: Tensor | None, to: str, features: int = 0, dim: int = 0, rows: int = 1) -> Tensor:
+        """This rank's examples (to="batch") or features of the sum of `value` over the group."""
+        return self._moved(value, State.PARTIAL, State(to), features, dim, rows)
+
+    def all_to_all(self, value: Tensor | None, to: str, features: int, dim: int = 0, rows: int = 1) -> Tensor:
+        """Own features of all the group's examples, for own examples (to="features"), or the reverse."""
+        source = State.BATCH if to == State.FEATURES else State.FEATURES
+        return self._moved(value, source, State(to), features, dim, rows)
+
+    def _moved(
+        self, value: Tensor | None, source: State, target: State, features: int = 0, dim: int = 0, rows: int = 1
+    ) -> Tensor:
+        """A value in another state, as the group divides it."""
+        widths = tuple(feature_widths(features, len(self.members)))
+        extents = Extents(tuple(self._group_rows(rows)), widths, dim)
+        value = self._arrived(value, self.role, "gathered")
+        return self._group.transition(value, Transition(source, target), extents)
 
     def _arrived(self, gradient: Tensor | None, role: str, verb: str) -> Tensor:
         """The gradient, unless the backward before did not reach it."""
@@ -161,26 +188,6 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
                 f"depend on it"
             )
         return gradient
-
-    def shard(self, value: Tensor, features: int, partial: bool = True) -> Tensor:
-        """Gather the last dim, of which each rank of the group has a shard.
-
-        partial: in backward the gradients of the ranks are summed; else they are the same.
-        """
-        return self._group.gather_features(value, feature_widths(features, len(self.members)), partial)
-
-    def slice_features(self, value: Tensor, features: int) -> Tensor:
-        """This rank's shard of the last dim, which all ranks of the group have."""
-        widths = feature_widths(features, len(self.members))
-        return value.narrow(-1, sum(widths[: self._position]), widths[self._position])
-
-    def copy_to_group(self, value: Tensor) -> Tensor:
-        """`value` itself; backward sums its gradient over the group."""
-        return self._group.copy_to_group(value)
-
-    def reduce_from_group(self, value: Tensor) -> Tensor:
-        """The sum of `value` over the group."""
-        return self._group.reduce_from_group(value)
 
     # -- within the role -----------------------------------------------------------------------------------------------
 
@@ -195,9 +202,11 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
             return
         if stage not in self._gradient_sums:
             self._gradient_sums[stage] = GradientSum(stage, buckets, self._spec.all_reduce)
-        with self._gradient_sums[stage].while_backward(self._transport, self._spec.replicas):
+        own = self._spec.own_sums
+        ranks = [self._role.ranks if bucket[0] in own else self._replicas.ranks for bucket in buckets]
+        with self._gradient_sums[stage].while_backward(self._transport, ranks):
             yield
-        self._messages.count(self._gradient_sums[stage].sent_bytes(self._replicas.index, self._replicas.size))
+        self._messages.count(self._gradient_sums[stage].sent_bytes(self._transport.rank, ranks))
 
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
         """Sum the gradients of parameters that several roles use over all ranks that hold a copy of them."""
@@ -220,26 +229,31 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         """BatchNorm `module` over the examples of all replicas."""
         return batch_norm_module(self._replicas, value, module)
 
-    def all_reduce_scalar(self, value: Tensor) -> Tensor:
-        """A scalar without gradient, summed over the replicas: the denominator of a weighted mean."""
-        return self._replicas.all_reduce_scalar(value)
+    def all_reduce_scalar(self, value: Tensor, own: bool = False) -> Tensor:
+        """A scalar without gradient, summed over the replicas: the denominator of a weighted mean.
 
-    def global_weight(self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:
+        own: it is of this rank's own examples, not of its group's, and summed over all ranks of the role.
+        """
+        return (self._role if own else self._replicas).all_reduce_scalar(value)
+
+    def global_weight(
+        self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, own: bool = False
+    ) -> Tensor:
         """The weights of all replicas' targets: what a weighted mean over the global batch divides by."""
-        return self.all_reduce_scalar(target_weight(target, weight, ignore_index))
+        return self.all_reduce_scalar(target_weight(target, weight, ignore_index), own)
 
-    def scale_by_share(self, value: Tensor) -> Tensor:
+    def scale_by_share(self, value: Tensor, own: bool = False) -> Tensor:
         """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.
 
-        The batch is that of all ranks that train together.
+        The batch is that of all ranks that train together.  own: it was this rank's own examples, not its group's.
         """
-        return value * (sum(self._group_rows(1)) / self._unit_examples)
+        rows = self._group_rows(1)
+        return value * ((rows[self._position] if own else sum(rows)) / self._unit_examples)
 
-    @property
-    def _draws(self) -> Draws:
-        before = self._context.first_example
-        examples = [(before + a, before + b) for a, b in self._group_examples(self._microbatch)]
-        return Draws(self._context.seed, self._context.number, examples)
+    def _draws(self, own: bool = False) -> Draws:
+        before, examples = self._context.first_example, self._group_examples(self._microbatch)
+        mine = examples[self._position : self._position + 1] if own else examples
+        return Draws(self._context.seed, self._context.number, [(before + a, before + b) for a, b in mine])
 
     def store_buffer(self, buffer: Tensor, value: Tensor) -> None:
         """Let a buffer have `value` after the step; all microbatches and roles of a rank compute the same one."""
@@ -251,16 +265,22 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     # -- with all ranks ------------------------------------------------------------------------------------------------
 
-    def sum_loss(self, contribution: Tensor) -> Loss:
+    def sum_loss(self, contribution: Tensor, own: bool = False) -> Loss:
         """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
 
+        own: it is of this rank's own examples, and counts anyway.
         Within a round over those that train together, at its end the mean of theirs, weighted by examples.
         """
-        own = contribution if self._position == 0 else torch.zeros_like(contribution)
+        counted = contribution if self._position == 0 or own else torch.zeros_like(contribution)
         if self._spec.unit and self._context.training and not self._context.ends_round:
-            return sum_loss(self._messages, own, self._spec.unit)
-        return sum_loss(self._messages, own * (self._unit_examples / self._context.offsets[-1]))
+            return sum_loss(self._messages, counted, self._spec.unit)
+        return sum_loss(self._messages, counted * (self._unit_examples / self._context.offsets[-1]))
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""
         self._update(self.role)
+
+
+def _whole(partial: bool) -> State:
+    """The state of a whole value, of which each rank's readers compute a part, or all."""
+    return State.DIVIDED if partial else State.REPLICATE

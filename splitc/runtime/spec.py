@@ -154,6 +154,8 @@ class RoleSpec:
 
     examples: its examples of the global batch, first and one past the last.
     replicas: the ranks that hold the same parameters, this one among them.
+    ranks: all ranks of the role; own_sums: parameters whose gradients are summed over these, since each uses them on
+    its own examples, not on its group's.
     routes: role -> the examples exchanged with each of its ranks.
     group: the ranks of its model-parallel group; none where it has no group.
     scheme: Krizhevsky's scheme, which makes microbatches of a group's examples: "BK" takes all of them at once, "B" one
@@ -182,6 +184,8 @@ class RoleSpec:
     unit: tuple[int, ...] = ()
     averaged: tuple[int, ...] = ()
     through_server: bool = False
+    ranks: tuple[int, ...] = ()
+    own_sums: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir import comm_ops
 from splitc.ir.graph import info, region_of
+from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
+from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import StepContext, microbatch_examples
 
 
@@ -37,7 +39,8 @@ def norm_groups(program: PlacedProgram, local_batches: Sequence[int], unit: Sequ
         if not rows.scale:  # it normalises a weight
             found.append([NormGroup(torch.arange(rows.offset), counts=True)])
         else:
-            found.append(_groups(program, role, local_batches, rows.scale, unit))
+            own = info(node).state is State.BATCH
+            found.append(_groups(program, role, local_batches, rows.scale, unit, own))
     return found
 
 
@@ -67,13 +70,16 @@ def unit_examples(plan: Plan, local_batches: Sequence[int], unit: Sequence[int])
 
 
 def _groups(
-    program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int, unit: Sequence[int]
+    program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int, unit: Sequence[int], own: bool
 ) -> list[NormGroup]:
-    """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
+    """The examples that the ranks of a role run in one forward: of each group in each microbatch.
+
+    own: a rank of a group runs its own.
+    """
     plan = program.plan
     step, (start, end) = _step(plan, local_batches), unit_examples(plan, local_batches, unit)
     ranks = tuple(rank for rank in plan.roles[role] if rank in unit)
-    grouping = plan.grouping(role)
+    grouping = Grouping(1, "BK") if own else plan.grouping(role)
     if plan.synchronised:
         return [NormGroup(torch.arange((end - start) * rows), counts=True)]
     found = []

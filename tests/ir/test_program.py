@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from splitc.ir.program import Cut, CutLink, TensorSpec
+from splitc.ir.program import TensorSpec
 from splitc.passes.rewriting import lower
 from tests.support.every_strategy import planned
 from tests.support.pair import placed_pair
@@ -17,14 +17,6 @@ def test_a_spec_scales_its_batch_dimension_by_the_rows_of_an_example() -> None:
     assert (SPEC.at(5), SPEC.template(), SPEC.nbytes(5)) == ((15, 8), (-1, 8), 240)
     mask = TensorSpec((3, 8), torch.float16)
     assert (mask.at(5), mask.template(), mask.rows) == ((3, 8), (3, 8), 0)
-
-
-def test_a_cut_changes_its_modulo_and_no_other_link() -> None:
-    cut = Cut("cut0", "fc6", "conv", "fc", SPEC, True, (CutLink("send"), CutLink("modulo")))
-    whole = cut.with_partial(False)
-    assert (cut.partial, whole.partial) == (True, False)
-    assert whole.path == (CutLink("send"), CutLink("modulo", partial=False))
-    assert whole.passes("modulo") and not whole.passes("slice_batch")
 
 
 def test_a_parameter_that_layers_of_two_roles_use_is_tied_over_their_ranks() -> None:

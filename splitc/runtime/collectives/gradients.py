@@ -29,22 +29,23 @@ class GradientSum:
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
         self._awaited: list[set[nn.Parameter]] = []
         self._started: list[tuple[Tensor, Work]] = []
-        self._call: tuple[Transport, tuple[int, ...]] | None = None
+        self._call: tuple[Transport, Sequence[tuple[int, ...]]] | None = None
         for k, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
 
-    def sent_bytes(self, index: int, ranks: int) -> int:
-        """Payload bytes that the rank at position `index` of `ranks` sends for all buckets."""
-        sizes = [sum(p.nbytes for p in bucket) for bucket in self._buckets]
+    def sent_bytes(self, rank: int, ranks: Sequence[tuple[int, ...]]) -> int:
+        """Payload bytes that a rank sends for all buckets, each summed over its `ranks`."""
+        sizes = [(sum(p.nbytes for p in bucket), own) for bucket, own in zip(self._buckets, ranks, strict=True)]
         if self._algorithm == "recursive_doubling":
-            return sum(doubling.sent_bytes(size, index, ranks) for size in sizes)
-        return sum(2 * (ranks - 1) * size // ranks for size in sizes)
+            return sum(doubling.sent_bytes(size, own.index(rank), len(own)) for size, own in sizes)
+        return sum(2 * (len(own) - 1) * size // len(own) for size, own in sizes)
 
     @contextmanager
-    def while_backward(self, transport: Transport, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Start all-reduces as the backward inside fills buckets; on leaving, every gradient is the sum over `ranks`.
+    def while_backward(self, transport: Transport, ranks: Sequence[tuple[int, ...]]) -> Iterator[None]:
+        """Start all-reduces as the backward inside fills buckets; on leaving, every gradient is summed.
 
+        ranks: of each bucket, those over which it is summed.
         The gradients are then views of their bucket's sum: no second copy of them is kept.
         """
         self._awaited = [set(bucket) for bucket in self._buckets]
@@ -73,11 +74,11 @@ class GradientSum:
         while len(self._started) < len(self._buckets) and not self._awaited[len(self._started)]:
             self._start(*self._call)
 
-    def _start(self, transport: Transport, ranks: tuple[int, ...]) -> None:
-        bucket = self._buckets[len(self._started)]
+    def _start(self, transport: Transport, ranks: Sequence[tuple[int, ...]]) -> None:
+        bucket, own = self._buckets[len(self._started)], ranks[len(self._started)]
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
-        self._started.append((flat, sum_up(transport, flat, ranks)))
+        self._started.append((flat, sum_up(transport, flat, own)))
 
 
 def all_reduce_tied(messages: Messages, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:

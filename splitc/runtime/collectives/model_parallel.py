@@ -1,41 +1,42 @@
-"""Model parallelism within a group of ranks: gather and scatter features or examples.
+"""Move values between the states of a group of ranks, and their gradients back.
 
-A `Group` carries out Krizhevsky's scheme for linear layers, whose collectives SplitBrain calls modulo and shard layers:
-the members work on the same examples, and each holds a shard of every weight.
+A `Group` carries out the transitions of `layouts`: Krizhevsky's scheme for linear layers, whose collectives SplitBrain
+calls modulo (batch to replicate) and shard (features to replicate) layers, Megatron's pair, and all others.
 
-    gather_examples     before the first sharded layer: every member gets all members' examples (modulo, forward)
-    scatter_gradients   its adjoint: every member gets the gradient of its own examples (modulo, backward)
-    gather_features     after a column-split layer: every member gets all features (shard)
-    copy_to_group       before a column-split layer whose input all members already have
-    reduce_from_group   after a row-split layer: the members' outputs are summed
-    slice_examples      each member's own examples out of gathered ones
-    gather_gradients    its adjoint
-
-The caller says whether the members' gradients are summands (`partial`).  They are when the layers after the collective
-are sharded; they are identical on all members when these layers are replicated.
-
-Those with gradients differentiate once.  They are collective in forward and in backward: a backward that reaches one
-of them on one member must reach it on all, in the same order.
+They differentiate once.  They are collective in forward and in backward: a backward that reaches one of them on one
+member must reach it on all, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..transport.base import Transport, describe
+from ..transport.base import CompletedWork, Transport, Work, describe
+from .layouts import Extents, Move, Transition
+
+
+class Moving:
+    """A value on its way to another state; `wait` returns it there."""
+
+    def __init__(self, work: Work, finish: Callable[[], Tensor]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> Tensor:
+        """The value in its new state."""
+        self._work.wait()
+        return self._finish()
 
 
 class Group:
     """One rank's communication within a group; in a group of one rank every operation is the identity.
 
     ranks: the members, sorted.  index: this rank's position among them.  size: the number of members.
-    sent_bytes: payload bytes that this rank has sent: (n-1) times its own tensor for a gather, the pieces of the other
-    members for a reduce-scatter, and 2 (n-1)/n of the tensor for an all-reduce, as on a ring.
+    sent_bytes: payload bytes that this rank has sent, an all-reduce counted as on a ring.
 
     Raises ValueError when `ranks` do not hold this one.
     """
@@ -49,35 +50,16 @@ class Group:
         self.sent_bytes = 0
         self._transport = transport
 
-    # -- with gradients ------------------------------------------------------------------------------------------------
+    def transition(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
+        """`x` in another state; backward brings the gradient back to that of the first one's gradient.
 
-    def gather_features(self, x: Tensor, widths: Sequence[int], partial: bool) -> Tensor:
-        """The whole (..., sum(widths)) of which `x` is this member's slice, (..., widths[index]).
-
-        partial: backward is a reduce-scatter of the members' gradients; else it slices the gradient, which all members
-        have, and sends nothing.
+        x: (..., N/k or N, ..., D or D/k), as its state says (`layouts`).
+        Raises ValueError when the sizes of `x` do not fit.
         """
-        self._check("gather_features", x, widths, -1)
         if self.size == 1:
             return x
-        whole: Tensor = _GatherFeatures.apply(x, self, tuple(widths), partial)  # type: ignore[no-untyped-call]
-        return whole
-
-    def copy_to_group(self, x: Tensor) -> Tensor:
-        """`x`, equal on all members, as an input of sharded layers; backward all-reduces its gradient."""
-        if self.size == 1:
-            return x
-        same: Tensor = _CopyToGroup.apply(x, self)  # type: ignore[no-untyped-call]
-        return same
-
-    def reduce_from_group(self, x: Tensor) -> Tensor:
-        """The sum of the members' `x`; backward is the identity, since all members have the same gradient."""
-        if self.size == 1:
-            return x
-        total: Tensor = _ReduceFromGroup.apply(x, self)  # type: ignore[no-untyped-call]
-        return total
-
-    # -- without gradients ---------------------------------------------------------------------------------------------
+        moved: Tensor = _Transition.apply(x, self, transition, extents)  # type: ignore[no-untyped-call]
+        return moved
 
     def all_reduce_scalar(self, x: Tensor) -> Tensor:
         """The sum of the members' `x`, detached."""
@@ -87,104 +69,84 @@ class Group:
             self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
         return total
 
-    def gather_examples(self, x: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """The examples of all members in rank order, detached; member i has `rows[i]` along `dim`."""
-        self._check("gather_examples", x, rows, dim)
-        return self._gather(x.detach(), rows, dim)
-
-    def scatter_gradients(self, grad: Tensor, rows: Sequence[int], dim: int = 0, *, partial: bool) -> Tensor:
-        """The gradient of this member's own examples, from that of the gathered ones: adjoint of `gather_examples`.
-
-        partial: the members' gradients are summed; else all have the same one, and nothing is sent.
-        """
-        self._check("scatter_gradients", grad, rows, dim, whole=True)
-        return self._scatter_sum(grad.detach(), rows, dim) if partial else self._slice(grad.detach(), rows, dim)
-
-    def slice_examples(self, x: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """This member's own examples out of gathered ones, detached: a view."""
-        self._check("slice_examples", x, rows, dim, whole=True)
-        return self._slice(x.detach(), rows, dim)
-
-    def gather_gradients(self, grad: Tensor, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """The gradient of gathered examples, from that of each member's own: adjoint of `slice_examples`."""
-        self._check("gather_gradients", grad, rows, dim)
-        return self._gather(grad.detach(), rows, dim)
+    def start(self, x: Tensor, transition: Transition, extents: Extents) -> Moving:
+        """Start to bring a value, or a gradient, to another state, without autograd."""
+        x = x.detach()
+        if self.size == 1:
+            return Moving(CompletedWork(), lambda: x)
+        dim, sizes = extents.sizes(transition.by_examples)
+        match transition.move:
+            case Move.GATHER:
+                self._check(x, transition, dim, sizes[self.index], sizes)
+                return self._gather(x, dim, sizes)
+            case Move.EXCHANGE:
+                self._check(x, transition, dim, sizes[self.index], sizes)
+                return self._exchange(x, dim, sizes, *extents.sizes(not transition.by_examples))
+            case Move.SUM:
+                total = x.clone(memory_format=torch.contiguous_format)
+                self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
+                return Moving(self._transport.all_reduce(total, self.ranks), lambda: total)
+            case Move.SCATTER_SUM:
+                self._check(x, transition, dim, sum(sizes), sizes)
+                return self._scatter_sum(x, dim, sizes)
+            case Move.SLICE:
+                self._check(x, transition, dim, sum(sizes), sizes)
+                return Moving(CompletedWork(), lambda: x.narrow(dim, sum(sizes[: self.index]), sizes[self.index]))
+            case Move.PAD:
+                self._check(x, transition, dim, sizes[self.index], sizes)
+                padded = x.new_zeros(_resized(x, dim, sum(sizes)))
+                padded.narrow(dim, sum(sizes[: self.index]), sizes[self.index]).copy_(x)
+                return Moving(CompletedWork(), lambda: padded)
+        return Moving(CompletedWork(), lambda: x)
 
     # -- collectives of unequal pieces ---------------------------------------------------------------------------------
 
-    def _gather(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Moving:
         """All-gather: the members' tensors, of these sizes along `dim`, concatenated."""
-        if self.size == 1:
-            return x
         pieces = [x.new_empty(_resized(x, dim, size)) for size in sizes]
-        self._transport.all_gather(pieces, x, self.ranks).wait()
         self.sent_bytes += (self.size - 1) * x.nbytes
-        return torch.cat(pieces, dim)
+        return Moving(self._transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
 
-    def _scatter_sum(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Moving:
         """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""
-        if self.size == 1:
-            return x
         pieces = x.split(list(sizes), dim)
         own = x.new_empty(pieces[self.index].shape)
-        self._transport.reduce_scatter(own, pieces, self.ranks).wait()
-        self.sent_bytes += sum(piece.nbytes for i, piece in enumerate(pieces) if i != self.index)
-        return own
+        self.sent_bytes += x.nbytes - own.nbytes
+        return Moving(self._transport.reduce_scatter(own, pieces, self.ranks), lambda: own)
 
-    def _slice(self, x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-        return x.narrow(dim, sum(sizes[: self.index]), sizes[self.index])
+    def _exchange(self, x: Tensor, dim: int, sizes: Sequence[int], other: int, others: Sequence[int]) -> Moving:
+        """All-to-all: the members' parts along `dim`, each cut along `other`, become parts along `other`."""
+        pieces = [piece.contiguous() for piece in x.split(list(others), other)]
+        received = [x.new_empty(_resized(pieces[self.index], dim, size)) for size in sizes]
+        received[self.index] = pieces[self.index]
+        peers = [(k, rank) for k, rank in enumerate(self.ranks) if k != self.index]
+        self.sent_bytes += x.nbytes - pieces[self.index].nbytes
+        sends, receives = ([(tensors[k], rank) for k, rank in peers] for tensors in (pieces, received))
+        return Moving(self._transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
 
-    def _check(self, what: str, x: Tensor, sizes: Sequence[int], dim: int, whole: bool = False) -> None:
+    def _check(self, x: Tensor, transition: Transition, dim: int, expected: int, sizes: Sequence[int]) -> None:
         """Raise ValueError when the members' sizes along `dim` do not fit the group or `x`."""
         if len(sizes) != self.size:
-            raise ValueError(f"{what} with sizes {list(sizes)} in a group of {self.size} ranks")
-        expected = sum(sizes) if whole else sizes[self.index]
+            raise ValueError(f"{transition} with sizes {list(sizes)} in a group of {self.size} ranks")
         if x.size(dim) != expected:
             raise ValueError(
-                f"{what} of {describe(x)} on member {self.index}: by sizes {list(sizes)} dim {dim} should be {expected}"
+                f"{transition} of {describe(x)} on member {self.index}: by sizes {list(sizes)} dim {dim} should be "
+                f"{expected}"
             )
 
 
-class _GatherFeatures(torch.autograd.Function):
-    """All-gather along the last dim; its adjoint is a reduce-scatter, or a slice where gradients are not partial."""
+class _Transition(torch.autograd.Function):
+    """A transition; its adjoint is the transition of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, widths: tuple[int, ...], partial: bool) -> Tensor:
-        ctx.group, ctx.widths, ctx.partial = group, widths, partial
-        return group._gather(x, widths, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        collect = ctx.group._scatter_sum if ctx.partial else ctx.group._slice
-        return collect(grad, ctx.widths, -1), None, None, None
-
-
-class _CopyToGroup(torch.autograd.Function):
-    """The identity; its adjoint is an all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: Group, transition: Transition, extents: Extents) -> Tensor:
+        ctx.group, ctx.adjoint, ctx.extents = group, transition.adjoint, extents
+        return group.start(x, transition, extents).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_reduce_scalar(grad), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """An all-reduce; its adjoint is the identity, since all members have the same gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce_scalar(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return ctx.group.start(grad, ctx.adjoint, ctx.extents).wait(), None, None, None
 
 
 def feature_widths(features: int, size: int) -> list[int]:

@@ -20,9 +20,8 @@ class SeededComm:
     _group: Group
     _context: StepContext
 
-    @property
-    def _draws(self) -> Draws:
-        """Of the running microbatch."""
+    def _draws(self, own: bool = False) -> Draws:
+        """Of the running microbatch; own: of this rank's own examples, not of its group's."""
         raise NotImplementedError
 
     def dropout(
@@ -37,29 +36,35 @@ class SeededComm:
         outer: int = 1,
         features: int | None = None,
         evaluating: bool = False,
+        own: bool = False,
     ) -> Tensor:
         """Dropout whose mask one process draws too (see `Draws.mask`); outside of training only if `evaluating`.
 
         draw: the ordinal of the random call.  dim, rows, outer: see `Layout`.
-        features: size of the last dim, of which `value` has a shard.
+        features: size of the last dim, of which `value` has a shard.  own: `value` has this rank's own examples, not
+        those of its group.
         """
         if not (self._context.training or evaluating):
             return value
         columns = None
         if features is not None and not 0 < feature_dims < value.dim():
             columns = sum(feature_widths(features, self._group.size)[: self._group.index]), features
-        return value * self._draws.mask(value, p, (draw,), Layout(dim, rows, outer, columns), feature_dims)
+        return value * self._draws(own).mask(value, p, (draw,), Layout(dim, rows, outer, columns), feature_dims)
 
-    def uniform(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> Tensor:
+    def uniform(
+        self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
+    ) -> Tensor:
         """Numbers in [0, 1) that one process draws too, in the shape and dtype of `like`."""
-        return self._draws.uniform(like, (draw,), Layout(dim, rows, outer))
+        return self._draws(own).uniform(like, (draw,), Layout(dim, rows, outer))
 
-    def normal(self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1) -> Tensor:
+    def normal(
+        self, like: Tensor, *, draw: int, dim: int | None = 0, rows: int = 1, outer: int = 1, own: bool = False
+    ) -> Tensor:
         """Numbers of the standard normal distribution that one process draws too, in the shape and dtype of `like`."""
-        return self._draws.normal(like, (draw,), Layout(dim, rows, outer))
+        return self._draws(own).normal(like, (draw,), Layout(dim, rows, outer))
 
     @contextmanager
-    def seeded(self, draw: int, draws: Sequence[tuple[Any, ...]] = ()) -> Iterator[SeededRandom]:
+    def seeded(self, draw: int, draws: Sequence[tuple[Any, ...]] = (), own: bool = False) -> Iterator[SeededRandom]:
         """Around the call of a module that runs the user's own code, whose random calls are labelled (draw, 0), ...
 
             with comm.seeded(draw=3):
@@ -69,15 +74,17 @@ class SeededComm:
         draws: the layouts of those inside, in order, as tuples.
         """
         layouts: dict[Label, Layout] = {(draw, k): Layout(*each) for k, each in enumerate(draws)}
-        mode = SeededRandom(self._draws, layouts, (draw,), self._context.training)
-        with mode, seeded_generators(self._draws, (draw,)):
+        mode = SeededRandom(self._draws(own), layouts, (draw,), self._context.training)
+        with mode, seeded_generators(self._draws(own), (draw,)):
             yield mode
 
-    def own_code(self, module: nn.Module, draw: int, draws: Sequence[tuple[Any, ...]] = ()) -> Callable[..., Any]:
+    def own_code(
+        self, module: nn.Module, draw: int, draws: Sequence[tuple[Any, ...]] = (), own: bool = False
+    ) -> Callable[..., Any]:
         """A region: `module` of the user's own model, called as it is within `seeded`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.seeded(draw, draws):
+            with self.seeded(draw, draws, own):
                 return module(*args, **kwargs)
 
         return call

@@ -18,13 +18,14 @@ from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
-from splitc.passes.shard_layers import ShardLayers
+from splitc.ir.transitions import copy_to_group, reduce_from_group, shard
+from splitc.passes.assign_states import AssignStates
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
 from tests.support.printed import placed, printed, program_after, program_before, two_layers
 from tests.support.sampling import sampled
 
-INSERTED = (comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group)
+INSERTED = (shard, copy_to_group, reduce_from_group)
 COLUMNS = Placement(holding="sharded", group=2, split="columns")
 ROWS = Placement(holding="sharded", group=2, split="rows")
 GROUPED = Placement(group=2)
@@ -210,7 +211,7 @@ def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
 
 def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
     program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
-    assert printed(program_before(ShardLayers, program)) == cleandoc("""
+    assert printed(program_before(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk
         target = input                                                        # f32[b, 5]  trunk
@@ -227,7 +228,7 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
         mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
         return mse_loss_scale_by_share
     """)
-    assert printed(program_after(ShardLayers, program)) == cleandoc("""
+    assert printed(program_after(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk
         target = input                                                        # f32[b, 5]  trunk
@@ -250,7 +251,7 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
 
 def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> None:
     program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": ROWS})
-    assert printed(program_after(ShardLayers, program)) == cleandoc("""
+    assert printed(program_after(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk
         target = input                                                        # f32[b, 5]  trunk
@@ -278,7 +279,7 @@ def test_a_layer_divided_by_rows_cannot_read_a_replicated_value_that_has_a_gradi
     rows = {name: replace(place, split="rows") for name, place in program.plan.placements.items()}
     broken = program.placed(replace(program.plan, placements=rows))  # the input of fc1 has no gradient, so it is sliced
     with pytest.raises(PlacementError, match=r"fc2 .* is to be divided by rows, but its ranks have the whole"):
-        program_after(ShardLayers, broken)
+        program_after(AssignStates, broken)
 
 
 def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:

@@ -1,0 +1,302 @@
+"""Give every value of a role with groups a state, and insert the transitions between them (LAYOUTS 2 and 3).
+
+This pass rewrites.  It walks the nodes of the role; each needs its inputs in some state and makes its result in one:
+
+    columns      divided -> features         each rank has some output features: W[own, :]
+    rows         features -> partial         each rank multiplies its input features, W[:, own]; the terms are summed
+    embedding    replicate -> features       each rank has some features of every row
+    elementwise  features -> features        relu, dropout, ..., and normalisations over examples
+    the rest     replicate, or batch         as the state of its layer says
+
+What comes from other roles is in state batch, and so is what goes there.
+
+    relu1 = relu(classifier_1(cut0))                relu1 = relu(classifier_1(cut0))               (b, 4096/2)
+    fc7 = classifier_4(relu1)               ->      relu1_whole = shard(relu1, features=4096)      (b, 4096)
+    loss = cross_entropy(fc7, target)               fc7 = classifier_4(relu1_whole)                (b, 1000/2)
+                                                    fc7_whole = shard(fc7, features=1000, partial=False)
+                                                    loss = cross_entropy(fc7_whole, target)
+
+A value is moved once for each state that its readers need.  Where each rank computes a part of what follows from a
+whole value, it is divided, and its gradients are terms of a sum; where other nodes read it too, `copy_to_group` is
+between.  A transition of what just arrived, which all its readers need, is an entry: an action before the stage runs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import fx
+
+from splitc.checks.graph import graph_is_sound
+from splitc.checks.states import gradients_reach_their_states, values_are_in_their_states
+from splitc.errors import PlacementError
+from splitc.ir import comm_ops
+from splitc.ir.elementwise import is_elementwise, keeps_features
+from splitc.ir.graph import (
+    at_the_end,
+    copy_graph,
+    cut_of,
+    info,
+    insert_after,
+    put_in_place,
+    rename,
+    set_info,
+    tensor_spec,
+    tensors_of_node,
+    update_info,
+)
+from splitc.ir.linears import Linear, as_linear, parameter_nodes
+from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
+from splitc.ir.transitions import all_to_all, modulo, options_of, transition_of
+from splitc.runtime.collectives.layouts import State, Transition
+
+_WORDS = {State.REPLICATE: "whole", State.FEATURES: "part", State.BATCH: "own"}
+"""What ends the name of a value in another state."""
+
+
+@dataclass(frozen=True)
+class AssignStates(Pass[PlacedProgram, PlacedProgram]):
+    """Insert the transitions of LAYOUTS 2."""
+
+    name: ClassVar[str] = "assign-states"
+    ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, values_are_in_their_states, gradients_reach_their_states)
+
+    def run(self, program: PlacedProgram) -> PlacedProgram:
+        groups = program.plan.groups
+        if not groups:
+            return program
+        graph, _ = copy_graph(program.graph)
+        for role in groups:
+            _Walk(program, graph, role).run()
+        return replace(program, graph=graph)
+
+
+class _Walk:
+    """Walks the nodes of one role."""
+
+    def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
+        self._program, self._graph, self._role = program, graph, role
+        self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
+        self._moved: dict[tuple[fx.Node, State], fx.Node] = {}
+        self._dividing: dict[fx.Node, list[fx.Node]] = {}  # a whole value -> readers that compute a part each
+        self._own_sums: dict[str, None] = {}  # parameters that each rank uses on its own examples
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if info(node).role == self._role and node.op not in ("get_attr", "output"):
+                self._visit(node)
+        for value, readers in self._dividing.items():
+            self._sum_gradients(value, readers)
+        self._hoist_entries()
+        if self._own_sums:
+            self._sum_own()
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node) -> None:
+        spec, place = info(node).spec, self._program.plan.placements.get(info(node).layer)
+        if node.op == "placeholder" or node.target is comm_ops.recv:
+            if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
+                update_info(node, state=State.BATCH)
+            return
+        if node.target is comm_ops.send:
+            self._read(node, State.BATCH)
+            return
+        sharded = place if place is not None and place.holding == "sharded" else None
+        linear = as_linear(self._program, node)
+        if linear is not None and sharded is not None:
+            self._rows(linear, sharded) if sharded.split == "rows" else self._columns(linear, sharded)
+        elif sharded is not None and self._is_by_features(node):
+            self._by_features(node)
+        else:
+            self._plain(node, place)
+
+    def _columns(self, linear: Linear, place: LayerPlacement) -> None:
+        whole = self._in(linear.value, State.REPLICATE)
+        linear.node.replace_input_with(linear.value, whole)
+        self._dividing.setdefault(whole, []).append(linear.node)
+        shards = {linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0})
+        update_info(linear.node, shards=shards, state=State.FEATURES)
+        self._settle(linear.node, State(place.state or State.FEATURES))
+
+    def _rows(self, linear: Linear, place: LayerPlacement) -> None:
+        """y = x W^T + b  ->  y = reduce_from_group(linear(x's features, W's part)) + b."""
+        node, graph, target = linear.node, self._graph, State(place.state or State.REPLICATE)
+        value = self._in(linear.value, State.FEATURES)
+        weight, bias = parameter_nodes(graph, linear)
+        with graph.inserting_before(node):
+            product = graph.call_function(F.linear, (value, weight))
+        set_info(product, info(node), shards={linear.weight: 1}, state=State.PARTIAL)
+        rename(graph, product, f"{node.name}_part")
+        result = self._transition(product, State.PARTIAL, target, f"{node.name}_sum")
+        if bias is not None:
+            with graph.inserting_before(node):
+                if self._program.tensors[_first(self._program, linear.bias)].dtype != tensor_spec(node).dtype:
+                    bias = graph.call_method("to", (bias, tensor_spec(node).dtype))  # under autocast
+                    set_info(bias, info(node), spec=None)
+                result = graph.call_function(operator.add, (result, bias))
+            divided = {linear.bias: 0} if target is State.FEATURES else {}
+            set_info(result, info(node), state=target, shards=divided)
+            if target is State.BATCH:
+                self._sum_over_role([_first(self._program, linear.bias)])
+        put_in_place(graph, node, result)
+
+    def _is_by_features(self, node: fx.Node) -> bool:
+        """Whether a node of a sharded layer is an embedding, or normalises features over examples."""
+        if embedding_weight(self._program, node) is not None:
+            return True
+        reads = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        divided = info(node).layer not in self._linears or any(info(n).state is State.FEATURES for n in reads)
+        return is_batch_norm(self._program, node) and divided
+
+    def _by_features(self, node: fx.Node) -> None:
+        """Each rank has the features of its shard."""
+        is_embedding = embedding_weight(self._program, node) is not None
+        self._read(node, State.REPLICATE if is_embedding else State.FEATURES)
+        names = [name for name in tensors_of_node(self._program, node) if self._program.tensors[name].shape]
+        update_info(node, shards=dict.fromkeys(names, int(is_embedding)), state=State.FEATURES)
+
+    def _plain(self, node: fx.Node, place: LayerPlacement | None) -> None:
+        """A node that runs on features where its inputs lie so and it can, else in the state of its layer."""
+        tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
+        states = {info(n).state for n in tensors if n.op != "get_attr" and info(n).state is not None}
+        fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
+        if states == {State.FEATURES} and (fits or keeps_features(node)):
+            update_info(node, state=State.FEATURES)
+            if node.target is comm_ops.dropout:
+                node.update_kwarg("features", _features(node))
+            return
+        asked = place.state if place is not None else None
+        state = State.BATCH if asked == State.BATCH else State.REPLICATE
+        self._read(node, state)
+        if not (states or isinstance(info(node).spec, SizeSpec)):
+            return
+        if node.target not in comm_ops.DENOMINATORS:  # which are equal on all ranks
+            update_info(node, state=state)
+        if state is State.BATCH:
+            if node.target in comm_ops.OF_EXAMPLES:
+                node.update_kwarg("own", True)
+            self._sum_over_role(tensors_of_node(self._program, node))
+
+    def _sum_over_role(self, names: Iterable[str]) -> None:
+        """Note parameters that each rank uses on its own examples: their gradients are summed over all of the role."""
+        tensors = self._program.tensors
+        self._own_sums |= dict.fromkeys(name for name in names if tensors[name].trainable)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _read(self, node: fx.Node, state: State) -> None:
+        """Let a node read all its inputs in one state."""
+        for value in node.all_input_nodes:
+            spec = info(value).spec
+            if isinstance(spec, SizeSpec) and info(value).state not in (None, state):
+                raise PlacementError(
+                    f"{node.name} ({info(node).source}) computes in state {state} with {value.name}, a size of a value "
+                    f"in state {info(value).state}; give the layers of both the same state"
+                )
+            if isinstance(spec, TensorSpec) and info(value).state is not None:
+                node.replace_input_with(value, self._in(value, state))
+
+    def _in(self, value: fx.Node, state: State) -> fx.Node:
+        """A value in another state."""
+        own = info(value).state or State.REPLICATE
+        if own is state:
+            return value
+        if (value, state) not in self._moved:
+            name = f"{value.name}_{'group' if value.target is comm_ops.recv else _WORDS[state]}"
+            self._moved[value, state] = self._transition(value, own, state, name)
+            if own is State.REPLICATE:
+                self._dividing.setdefault(value, []).append(self._moved[value, state])
+        return self._moved[value, state]
+
+    def _settle(self, node: fx.Node, state: State) -> None:
+        """Let the readers of a node's result have it in the state that its layer asks for."""
+        own = info(node).state
+        if own is not state:
+            moved = self._in(node, state)
+            node.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
+
+    def _transition(self, value: fx.Node, source: State, target: State, name: str) -> fx.Node:
+        spec = tensor_spec(value)
+        if spec.batch_dim is None:
+            raise PlacementError(
+                f"{value.name} ({info(value).source}) is {source}, and has no examples of which a rank could have its "
+                f"own; give all layers that the loss reads the same state"
+            )
+        node, options = options_of(Transition(source, target), spec.shape[-1], spec.batch_dim, spec.rows)
+        return insert_after(self._graph, value, node, (value,), name, value, options, state=target, shards={}, cut=None)
+
+    def _sum_own(self) -> None:
+        """Let the gradients of parameters that ranks use on their own examples be summed over all ranks of the role."""
+        own, others = tuple(self._own_sums), tuple[str, ...]()
+        for node in list(self._graph.nodes):
+            if node.target is comm_ops.all_reduce and info(node).role == self._role:
+                others = tuple(name for name in node.kwargs["parameters"] if name not in own)
+                self._graph.erase_node(node)
+        at_the_end(self._graph, self._role, comm_ops.all_reduce, (*others, *own), own=own)
+
+    def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:
+        """Let the gradients of the readers that compute a part each be summed: in the transition before, or apart.
+
+        Slices compute parts too, where columns are among the readers; alone, their gradients are gathered.
+        """
+        parts = [reader for reader in readers if transition_of(reader) is None]
+        if not tensor_spec(value).requires_grad or not parts:
+            return
+        before = transition_of(value)
+        if set(value.users) == set(readers) and before is not None and before.target is State.REPLICATE:
+            self._change(value, Transition(before.source, State.DIVIDED))
+            for reader in readers:
+                if (own := transition_of(reader)) is not None:
+                    self._change(reader, Transition(State.DIVIDED, own.target))
+            return
+        entered = self._transition(value, State.REPLICATE, State.DIVIDED, f"{value.name}_enter")
+        for reader in parts:
+            reader.replace_input_with(value, entered)
+
+    def _change(self, node: fx.Node, transition: Transition) -> None:
+        """Make a transition another one of the same node."""
+        spec = tensor_spec(node)
+        _, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
+        node.kwargs = options
+        update_info(node, state=transition.target)
+
+    def _hoist_entries(self) -> None:
+        """Make entries of transitions of what was received, where nothing else reads it."""
+        for node in list(self._graph.nodes):
+            if node.target is not comm_ops.recv or info(node).role != self._role:
+                continue
+            entry = next(iter(node.users), node)
+            if len(node.users) != 1 or entry.target not in (modulo, all_to_all):
+                if info(node).state and self._program.plan.grouping(self._role).num_microbatches > 1:
+                    raise PlacementError(
+                        f"{node.name} ({info(node).source}) is read in several states, which is not possible in "
+                        f"microbatches of a group; use scheme=BK"
+                    )
+                continue
+            cut = replace(cut_of(node), entry=transition_of(entry))
+            for each in (entry, *self._graph.nodes):
+                own = info(each).cut
+                if each is entry or (own is not None and (own.name, own.consumer) == (cut.name, self._role)):
+                    update_info(each, cut=cut)
+
+
+def _first(program: Program, name: str | None) -> str:
+    """The first name of a tensor that may have several."""
+    return next(h.name for h in program.tensors.values() if name in (h.name, *h.names))
+
+
+def _features(node: fx.Node) -> int:
+    return int(tensor_spec(node).shape[-1])
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    spec = info(node).spec
+    return spec.shape if isinstance(spec, TensorSpec) else ()

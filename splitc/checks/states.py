@@ -1,0 +1,129 @@
+"""Checks of states in roles with groups: every node reads its inputs in a state that it can compute with (LAYOUTS 3).
+
+They follow the graph by the kinds of nodes and the parameters that are divided, not by what the pass that inserted the
+transitions noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from splitc.ir import comm_ops
+from splitc.ir.elementwise import is_elementwise, keeps_features
+from splitc.ir.graph import info
+from splitc.ir.linears import as_linear
+from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.program import PlacedProgram, TensorSpec
+from splitc.ir.transitions import transition_of
+from splitc.runtime.collectives.layouts import State
+
+_WHOLE = (State.REPLICATE, State.DIVIDED)
+
+
+def values_are_in_their_states(program: PlacedProgram) -> list[str]:
+    """Every node reads each value in a state that it needs: none reads a part or a term where it needs all."""
+    return [problem for role in program.plan.groups for problem in _values(program, role)]
+
+
+def gradients_reach_their_states(program: PlacedProgram) -> list[str]:
+    """The gradient of every value of which ranks compute a part each is summed over the group exactly once."""
+    return [problem for role in program.plan.groups for problem in _gradients(program, role)]
+
+
+def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
+    """The state of every value of a role that depends on examples."""
+    found: dict[fx.Node, State] = {}
+    for node in _nodes(program, role):
+        spec, transition = info(node).spec, transition_of(node)
+        reads = {found[value] for value in node.all_input_nodes if value in found}
+        if node.op == "placeholder" or node.target is comm_ops.recv:
+            if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
+                found[node] = State.BATCH
+        elif transition is not None:
+            found[node] = transition.target
+        elif _divides(program, node) == "columns" or (_is_by_features(program, node)):
+            found[node] = State.FEATURES
+        elif _divides(program, node) == "rows":
+            found[node] = State.PARTIAL
+        elif reads and node.target not in comm_ops.DENOMINATORS:
+            found[node] = State.REPLICATE if reads == {State.DIVIDED} else min(reads)
+    return found
+
+
+def _values(program: PlacedProgram, role: str) -> Iterator[str]:
+    states = states_of(program, role)
+    for node in _nodes(program, role):
+        reads = [(value, states[value]) for value in node.all_input_nodes if value in states]
+        for value, state in reads:
+            if state not in (needed := _needed(program, node, {state for _, state in reads})):
+                wanted = " or ".join(each for each in needed if each is not State.DIVIDED)
+                yield (
+                    f"role {role}: {node.name} ({info(node).source}) needs {value.name} in state {wanted}, but it is "
+                    f"{state}"
+                )
+        if any(user.op == "output" for user in node.users) and states.get(node) not in (*_WHOLE, State.BATCH, None):
+            yield f"role {role}: {node.name} ({info(node).source}) is the loss, but it is {states[node]}"
+
+
+def _needed(program: PlacedProgram, node: fx.Node, reads: set[State]) -> tuple[State, ...]:
+    """Return the states that a node takes its inputs in, which it reads in the states `reads`."""
+    transition, divides = transition_of(node), _divides(program, node)
+    if transition is not None:
+        return _WHOLE if transition.source in _WHOLE else (transition.source,)
+    if node.target is comm_ops.send:
+        return (State.BATCH,)
+    if divides:
+        return _WHOLE if divides == "columns" else (State.FEATURES,)
+    if _is_by_features(program, node):
+        return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
+    if reads == {State.FEATURES} and (is_elementwise(node) or keeps_features(node)):
+        return (State.FEATURES,)
+    return (State.BATCH,) if reads == {State.BATCH} else _WHOLE
+
+
+def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
+    states = states_of(program, role)
+    for node in _nodes(program, role):
+        spec = info(node).spec
+        if states.get(node) not in _WHOLE or not isinstance(spec, TensorSpec) or not spec.requires_grad:
+            continue
+        parts = [user for user in node.users if _computes_a_part(program, user)]
+        others = [user for user in node.users if user not in parts]
+        divided = states[node] is State.DIVIDED
+        if parts and not divided:
+            yield (
+                f"role {role}: {parts[0].name} ({info(parts[0]).source}) computes a part of what follows from "
+                f"{node.name}, whose gradient is never summed over the group"
+            )
+        if divided and others:
+            yield (
+                f"role {role}: the gradient of {node.name} ({info(node).source}) is summed over the group, but "
+                f"its reader {others[0].name} computes all of it on every rank"
+            )
+
+
+def _computes_a_part(program: PlacedProgram, node: fx.Node) -> bool:
+    transition = transition_of(node)
+    return transition.source is State.DIVIDED if transition is not None else _divides(program, node) == "columns"
+
+
+def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:
+    for node in program.graph.nodes:
+        is_value = node.op not in ("get_attr", "output") and node.target not in (comm_ops.all_reduce, comm_ops.push)
+        if info(node).role == role and is_value:
+            yield node
+
+
+def _divides(program: PlacedProgram, node: fx.Node) -> str:
+    """Return along what a linear layer's weight is divided, "columns" or "rows"; "" for any other node."""
+    linear = as_linear(program, node)
+    names = {} if linear is None else info(node).shards
+    return {0: "columns", 1: "rows"}[names[linear.weight]] if linear is not None and linear.weight in names else ""
+
+
+def _is_by_features(program: PlacedProgram, node: fx.Node) -> bool:
+    """Whether a node has parameters of its own features: an embedding, or a normalisation over examples."""
+    kind = embedding_weight(program, node) is not None or is_batch_norm(program, node)
+    return kind and bool(info(node).shards)
