@@ -15,10 +15,6 @@ What comes from other roles is in state batch, and so is what goes there.
     loss = cross_entropy(fc7, target)               fc7 = classifier_4(relu1_whole)                (b, 1000/2)
                                                     fc7_whole = shard(fc7, features=1000, partial=False)
                                                     loss = cross_entropy(fc7_whole, target)
-
-A value is moved once for each state that its readers need.  Where each rank computes a part of what follows from a
-whole value, it is divided, and its gradients are terms of a sum; where other nodes read it too, `copy_to_group` is
-between.  A transition of what just arrived, which all its readers need, is an entry: an action before the stage runs.
 """
 
 from __future__ import annotations
@@ -39,9 +35,7 @@ from splitc.ir.elementwise import is_elementwise, keeps_features
 from splitc.ir.graph import (
     at_the_end,
     copy_graph,
-    cut_of,
     info,
-    insert_after,
     put_in_place,
     rename,
     set_info,
@@ -54,11 +48,8 @@ from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
-from splitc.ir.transitions import all_to_all, modulo, options_of, transition_of
-from splitc.runtime.collectives.layouts import State, Transition
-
-_WORDS = {State.REPLICATE: "whole", State.FEATURES: "part", State.BATCH: "own"}
-"""What ends the name of a value in another state."""
+from splitc.passes.insert_transitions import Transitions
+from splitc.runtime.collectives.layouts import State
 
 
 @dataclass(frozen=True)
@@ -84,17 +75,14 @@ class _Walk:
     def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role
         self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
-        self._moved: dict[tuple[fx.Node, State], fx.Node] = {}
-        self._dividing: dict[fx.Node, list[fx.Node]] = {}  # a whole value -> readers that compute a part each
+        self._transitions = Transitions(program, graph, role)
         self._own_sums: dict[str, None] = {}  # parameters that each rank uses on its own examples
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
             if info(node).role == self._role and node.op not in ("get_attr", "output"):
                 self._visit(node)
-        for value, readers in self._dividing.items():
-            self._sum_gradients(value, readers)
-        self._hoist_entries()
+        self._transitions.finish()
         if self._own_sums:
             self._sum_own()
 
@@ -119,23 +107,23 @@ class _Walk:
             self._plain(node, place)
 
     def _columns(self, linear: Linear, place: LayerPlacement) -> None:
-        whole = self._in(linear.value, State.REPLICATE)
+        whole = self._transitions.moved(linear.value, State.REPLICATE)
         linear.node.replace_input_with(linear.value, whole)
-        self._dividing.setdefault(whole, []).append(linear.node)
+        self._transitions.divides(whole, linear.node)
         shards = {linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0})
         update_info(linear.node, shards=shards, state=State.FEATURES)
-        self._settle(linear.node, State(place.state or State.FEATURES))
+        self._transitions.settle(linear.node, State(place.state or State.FEATURES))
 
     def _rows(self, linear: Linear, place: LayerPlacement) -> None:
         """y = x W^T + b  ->  y = reduce_from_group(linear(x's features, W's part)) + b."""
         node, graph, target = linear.node, self._graph, State(place.state or State.REPLICATE)
-        value = self._in(linear.value, State.FEATURES)
+        value = self._transitions.moved(linear.value, State.FEATURES)
         weight, bias = parameter_nodes(graph, linear)
         with graph.inserting_before(node):
             product = graph.call_function(F.linear, (value, weight))
         set_info(product, info(node), shards={linear.weight: 1}, state=State.PARTIAL)
         rename(graph, product, f"{node.name}_part")
-        result = self._transition(product, State.PARTIAL, target, f"{node.name}_sum")
+        result = self._transitions.insert(product, State.PARTIAL, target, f"{node.name}_sum")
         if bias is not None:
             with graph.inserting_before(node):
                 if self._program.tensors[_first(self._program, linear.bias)].dtype != tensor_spec(node).dtype:
@@ -202,36 +190,7 @@ class _Walk:
                     f"in state {info(value).state}; give the layers of both the same state"
                 )
             if isinstance(spec, TensorSpec) and info(value).state is not None:
-                node.replace_input_with(value, self._in(value, state))
-
-    def _in(self, value: fx.Node, state: State) -> fx.Node:
-        """A value in another state."""
-        own = info(value).state or State.REPLICATE
-        if own is state:
-            return value
-        if (value, state) not in self._moved:
-            name = f"{value.name}_{'group' if value.target is comm_ops.recv else _WORDS[state]}"
-            self._moved[value, state] = self._transition(value, own, state, name)
-            if own is State.REPLICATE:
-                self._dividing.setdefault(value, []).append(self._moved[value, state])
-        return self._moved[value, state]
-
-    def _settle(self, node: fx.Node, state: State) -> None:
-        """Let the readers of a node's result have it in the state that its layer asks for."""
-        own = info(node).state
-        if own is not state:
-            moved = self._in(node, state)
-            node.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
-
-    def _transition(self, value: fx.Node, source: State, target: State, name: str) -> fx.Node:
-        spec = tensor_spec(value)
-        if spec.batch_dim is None:
-            raise PlacementError(
-                f"{value.name} ({info(value).source}) is {source}, and has no examples of which a rank could have its "
-                f"own; give all layers that the loss reads the same state"
-            )
-        node, options = options_of(Transition(source, target), spec.shape[-1], spec.batch_dim, spec.rows)
-        return insert_after(self._graph, value, node, (value,), name, value, options, state=target, shards={}, cut=None)
+                node.replace_input_with(value, self._transitions.moved(value, state))
 
     def _sum_own(self) -> None:
         """Let the gradients of parameters that ranks use on their own examples be summed over all ranks of the role."""
@@ -241,51 +200,6 @@ class _Walk:
                 others = tuple(name for name in node.kwargs["parameters"] if name not in own)
                 self._graph.erase_node(node)
         at_the_end(self._graph, self._role, comm_ops.all_reduce, (*others, *own), own=own)
-
-    def _sum_gradients(self, value: fx.Node, readers: list[fx.Node]) -> None:
-        """Let the gradients of the readers that compute a part each be summed: in the transition before, or apart.
-
-        Slices compute parts too, where columns are among the readers; alone, their gradients are gathered.
-        """
-        parts = [reader for reader in readers if transition_of(reader) is None]
-        if not tensor_spec(value).requires_grad or not parts:
-            return
-        before = transition_of(value)
-        if set(value.users) == set(readers) and before is not None and before.target is State.REPLICATE:
-            self._change(value, Transition(before.source, State.DIVIDED))
-            for reader in readers:
-                if (own := transition_of(reader)) is not None:
-                    self._change(reader, Transition(State.DIVIDED, own.target))
-            return
-        entered = self._transition(value, State.REPLICATE, State.DIVIDED, f"{value.name}_enter")
-        for reader in parts:
-            reader.replace_input_with(value, entered)
-
-    def _change(self, node: fx.Node, transition: Transition) -> None:
-        """Make a transition another one of the same node."""
-        spec = tensor_spec(node)
-        _, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
-        node.kwargs = options
-        update_info(node, state=transition.target)
-
-    def _hoist_entries(self) -> None:
-        """Make entries of transitions of what was received, where nothing else reads it."""
-        for node in list(self._graph.nodes):
-            if node.target is not comm_ops.recv or info(node).role != self._role:
-                continue
-            entry = next(iter(node.users), node)
-            if len(node.users) != 1 or entry.target not in (modulo, all_to_all):
-                if info(node).state and self._program.plan.grouping(self._role).num_microbatches > 1:
-                    raise PlacementError(
-                        f"{node.name} ({info(node).source}) is read in several states, which is not possible in "
-                        f"microbatches of a group; use scheme=BK"
-                    )
-                continue
-            cut = replace(cut_of(node), entry=transition_of(entry))
-            for each in (entry, *self._graph.nodes):
-                own = info(each).cut
-                if each is entry or (own is not None and (own.name, own.consumer) == (cut.name, self._role)):
-                    update_info(each, cut=cut)
 
 
 def _first(program: Program, name: str | None) -> str:
