@@ -199,7 +199,7 @@ class _Walk:
             if node.target is comm_ops.all_reduce and info(node).role == self._role:
                 others = tuple(name for name in node.kwargs["parameters"] if name not in own)
                 self._graph.erase_node(node)
-        at_the_end(self._graph, self._role, comm_ops.all_reduce, (*others, *own), own=own)
+        at_the_end(self._graph, self._role, comm_ops.all_reduce, (*own, *others), own=own)
 
 
 def _first(program: Program, name: str | None) -> str:

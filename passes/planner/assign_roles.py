@@ -87,8 +87,8 @@ def assign_roles(
             groups[role] = Grouping(size, scheme, updates) if in_turns else Grouping(size, "BK")
     placements = {}
     for name, choice in choices.items():
-        whole = choice.state != State.BATCH  # all ranks of a group compute its gradient alike, or a part each
-        alone = choice.where == ONE or (choice.group == (rounds.unit if rounds else world) and whole)
+        apart = choice.holding == "replicated" and choice.state == State.BATCH  # on each rank's own examples
+        alone = choice.where == ONE or (choice.group == (rounds.unit if rounds else world) and not apart)
         sync = choice.sync if not alone else "average" if rounds else "none"
         placements[name] = LayerPlacement(
             names[levels[name], choice.place],

@@ -6,11 +6,12 @@ from torch import fx
 
 from splitc.checks.servers import servers_fit
 from splitc.ir import comm_ops
-from splitc.ir.graph import info
+from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
 from splitc.ir.server_rows import pushable
+from splitc.runtime.collectives.layouts import State
 
 
 def has_costs(program: Program) -> list[str]:
@@ -116,6 +117,8 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
             if node.target is comm_ops.late_multiply
             for parameter in node.args[1:]
         ]
+        on_own = [node for node in stage.graph.nodes if info(node).state is State.BATCH]
+        own = {name for node in on_own for name in tensors_of_node(program, node)}
         for layer in program.layers:
             place = plan.placements[layer.name]
             if place.role != stage.role:
@@ -130,7 +133,9 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 }
                 alone = not plan.trains_copies(stage.role)
                 found = {way: times for way, times in ways.items() if times}
-                if place.sync in ("none", "average"):
+                if name in own:
+                    wrong = found != {"all_reduce": 1} or name not in stage.own_sums
+                elif place.sync in ("none", "average"):
                     wrong = bool(found) or not alone
                 elif place.sync == "parameter_server" and name not in served:
                     wrong = bool(found)  # the loss does not depend on it

@@ -94,7 +94,8 @@ class CutLines:
 
     def _entry(self, stage: Stage, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
-        value = self.received(cut) + ("" if cut.sent or not cut.gradient else ".detach()")
+        is_made = not cut.sent and cut.gradient and self._training
+        value = self.received(cut) + (".detach()" if is_made else "")
         if stage.role in self._microbatched:
             value = f"{comm}.piece({value}{_layout(cut.spec)})"
         leaf = ".requires_grad_()" if cut.gradient and self._training else ""

@@ -16,18 +16,21 @@ Line = tuple[str, str]
 
 
 def aligned(body: Sequence[Line], indent: str) -> list[str]:
-    """Statements with their comments in one column; one that is longer is broken inside its longest brackets."""
+    """Statements with their comments in one column, beyond it where a line has room, else above.
+
+    One that is longer than a line is broken inside its longest brackets.
+    """
     body = [(text, printable(note)) for text, note in body]
     room = WIDTH - len(indent)
-    longest = max((len(note) for _, note in body), default=0)
-    column = min(max((len(text) for text, note in body if note), default=0), room - len(_GAP) - longest)
+    fitting = [(text, note) for text, note in body if note and len(text) + len(_GAP) + len(note) <= room]
+    column = max((len(text) for text, _ in fitting), default=0)
     lines: list[str] = []
     for text, note in body:
-        first, *rest = wrapped(text, column if note else room)
-        if note and len(first) > column:
-            lines += [f"# {note}", *wrapped(text, room)]
+        if (text, note) in fitting:
+            own = min(column, room - len(_GAP) - len(note))
+            lines.append(f"{text:<{own}}{_GAP}{note}")
         else:
-            lines += [f"{first:<{column}}{_GAP}{note}" if note else first, *rest]
+            lines += [*([f"# {note}"] if note else []), *wrapped(text, room)]
     return [f"{indent}{line}" for line in lines]
 
 

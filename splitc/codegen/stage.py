@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
+from splitc.ir.actions import Action
 from splitc.ir.graph import assigned, cut_of, info, is_entry, op_name
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
-from splitc.ir.wire import numel_on
+from splitc.ir.transitions import transition_of
+from splitc.ir.wire import inside, numel_on
+from splitc.ir.wire_op import WireOp
 from splitc.runtime.collectives.layouts import State
 
 _STATEMENT = 72
@@ -150,6 +154,13 @@ class _ForwardWriter:
     ) -> None:
         self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
         self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
+        plan, role = program.plan, stage.role
+        self._moved: dict[fx.Node, list[WireOp]] = defaultdict(list)  # what the first rank of a group sends in forward
+        if role in plan.groups:
+            for node, op in inside(program, stage, plan.roles[role][0], Action("forward", role=role)):
+                self._moved[node].append(op)
+        own = {plan.batch(role, rank) for rank in plan.roles.get(role, ())}
+        self._own_batch = own.pop() if len(own) == 1 else None
 
     def lines(self) -> list[Line]:
         """Every statement with its comment: the shape, and the user's line where it is another one than above."""
@@ -214,15 +225,18 @@ class _ForwardWriter:
         spec, source = info(node).spec, info(node).source
         if not isinstance(spec, TensorSpec):
             return "", source
-        shape = shape_text(spec, self._batch)
+        shape = shape_text(spec, self._own_batch if info(node).state is State.BATCH else self._batch)
         if info(node).state is State.FEATURES and self._group_size > 1:
             shape = f"{shape.removesuffix(')')}/{self._group_size})"  # a shard of the features
+        if (transition := transition_of(node)) is not None:
+            sent = [units.nbytes(op.sent) for op in self._moved.get(node, ())]
+            source = ", ".join([str(transition), *sent])
         return shape, source
 
 
 def _folds(node: fx.Node, text: str) -> bool:
     """Whether a value is written inside its only reader, so that one line holds one layer."""
-    if len(node.users) != 1 or len(text) > _FOLDED or info(node).side_effect:
+    if len(node.users) != 1 or len(text) > _FOLDED or info(node).side_effect or transition_of(node) is not None:
         return False
     (user,) = node.users
     changed = user.target is assigned and user.args[0] is node

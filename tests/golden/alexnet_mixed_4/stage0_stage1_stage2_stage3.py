@@ -53,16 +53,16 @@ class Stage(nn.Module):
         return classifier_0
 
     def forward_stage1(self, comm, cut0):
-        classifier_2 = F.relu(self.classifier["1"](cut0))                            # (8, 1024/2)  alexnet.py:51
-        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1, features=1024)        # (8, 1024/2)
-        classifier_3_whole = comm.shard(classifier_3, features=1024, partial=False)  # (8, 1024)
-        return classifier_3_whole
+        classifier_2 = F.relu(self.classifier["1"](cut0))                      # (8, 1024/2)  alexnet.py:51
+        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1, features=1024)  # (8, 1024/2)
+        # (4, 1024)    features -> batch, 8.19 kB
+        classifier_3_own = comm.all_to_all(classifier_3, to="batch", features=1024)
+        return classifier_3_own
 
     def forward_stage2(self, comm, cut1):
-        classifier_4 = comm.late_multiply(                                                    # (4, 1024)  alexnet.py:51
-            cut1, self.classifier["4"].weight, self.classifier["4"].bias
-        )
-        classifier_5 = F.relu(classifier_4)                                                   # (4, 1024)
+        # (4, 1024)  alexnet.py:51
+        classifier_4 = comm.late_multiply(cut1, self.classifier["4"].weight, self.classifier["4"].bias)
+        classifier_5 = F.relu(classifier_4)  # (4, 1024)
         return classifier_5
 
     def forward_stage3(self, comm, target, cut2):
@@ -96,30 +96,26 @@ STAGE1_BUCKETS = (  # gradients all-reduced together, in the order of backward
 
 def step(stage0, stage1, stage2, stage3, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
-    stage0.send(target, "stage3")                                   # -> stage3  32 B
-    target_stage3 = stage3.recv("stage0", (-1,), torch.int64)       # <- stage0  128 B
+    stage0.send(target, "stage3")                                                    # -> stage3  32 B
+    target_stage3 = stage3.recv("stage0", (-1,), torch.int64)                        # <- stage0  128 B
     cut0 = stage.forward_stage0(stage0, images)
-    cut0_group = stage1.modulo(cut0).requires_grad_()               # all-gather: the examples of all ranks of the group
+    cut0_group = stage1.modulo(cut0.detach()).requires_grad_()      # all-gather: the examples of all ranks of the group
     cut1 = stage.forward_stage1(stage1, cut0_group)
-    cut1_slice = stage1.slice_batch(cut1)                           # this rank's own examples
-    cut1_stage2 = cut1_slice.detach().requires_grad_()
+    cut1_stage2 = cut1.detach().requires_grad_()
     cut2 = stage.forward_stage2(stage2, cut1_stage2)
-    stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
-    cut2_stage3 = stage3.recv(                                      # <- stage2  65.5 kB
-        "stage2", (-1, 1024), torch.float32
-    ).requires_grad_()
+    stage2.send(cut2, "stage3")                                                      # -> stage3  16.4 kB
+    cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32).requires_grad_()  # <- stage2  65.5 kB
     loss = stage.forward_stage3(stage3, target_stage3, cut2_stage3)
-    total = stage3.sum_loss(loss)                                   # the global loss
+    total = stage3.sum_loss(loss)                                                    # the global loss
     loss.backward()
-    stage3.send(cut2_stage3.grad, "stage2")                         # -> stage2  65.5 kB
-    d_cut2 = stage2.recv("stage3", (-1, 1024), torch.float32)       # <- stage3  16.4 kB
+    stage3.send(cut2_stage3.grad, "stage2")                                          # -> stage2  65.5 kB
+    d_cut2 = stage2.recv("stage3", (-1, 1024), torch.float32)                        # <- stage3  16.4 kB
     cut2.backward(d_cut2)
-    stage2.multiply()                                               # late-multiplied gradients, W' = E^T X
-    d_cut1_group = stage1.all_gather_grad(cut1_stage2.grad)         # all-gather over the group
-    with stage1.all_reduce(stage, STAGE1_BUCKETS):                  # 4.72 MB in 1 bucket, during backward
-        cut1.backward(d_cut1_group)
-    d_cut0 = stage1.modulo_grad(cut0_group.grad)                    # reduce-scatter over the group
-    with stage0.all_reduce(stage, STAGE0_BUCKETS):                  # 636 kB in 1 bucket, during backward
+    stage2.multiply()                                                            # late-multiplied gradients, W' = E^T X
+    with stage1.all_reduce(stage, STAGE1_BUCKETS):                                # 4.72 MB in 1 bucket, during backward
+        cut1.backward(cut1_stage2.grad)
+    d_cut0 = stage1.reduce_scatter(cut0_group.grad, to="batch")                      # reduce-scatter over the group
+    with stage0.all_reduce(stage, STAGE0_BUCKETS):                                 # 636 kB in 1 bucket, during backward
         cut0.backward(d_cut0)
     return total.wait()
 
@@ -131,8 +127,7 @@ def evaluate(stage0, stage1, stage2, stage3, stage, images, target):
     cut0 = stage.forward_stage0(stage0, images)
     cut0_group = stage1.modulo(cut0)                                # all-gather: the examples of all ranks of the group
     cut1 = stage.forward_stage1(stage1, cut0_group)
-    cut1_slice = stage1.slice_batch(cut1)                           # this rank's own examples
-    cut2 = stage.forward_stage2(stage2, cut1_slice)
+    cut2 = stage.forward_stage2(stage2, cut1)
     stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
     cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32)  # <- stage2  65.5 kB
     loss = stage.forward_stage3(stage3, target_stage3, cut2_stage3)

@@ -36,8 +36,8 @@ class Stage(nn.Module):
     def forward_head(self, comm, target, cut0, cut1):
         relu_1 = F.relu(self.hidden["1"](cut0))                                  # (4, 33/2)  mlp.py:31
         output_part = F.linear(relu_1, self.output.weight)                       # (4, 10)    mlp.py:32
-        output_sum = comm.reduce_from_group(output_part)                         # (4, 10)
-        output = output_sum + self.output.bias                                   # (4, 10)
+        output_sum = comm.reduce_from_group(output_part)                        # (4, 10)    partial -> replicate, 160 B
+        output = output_sum + self.output.bias                                   # (4, 10)    mlp.py:32
         loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")  # ()         loss
         loss_1 = loss / cut1                                                     # ()
         return loss_1
@@ -65,16 +65,17 @@ def step(trunk, head, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
     cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses, d_cut0 = [], []
-    for _ in head.microbatches(2):                        # 1/2 of every rank's examples
-        target_group = head.modulo(target)                # all-gather: a microbatch of all ranks of the group
-        cut0_group = head.modulo(cut0).requires_grad_()   # all-gather: a microbatch of all ranks of the group
+    for _ in head.microbatches(2):                                       # 1/2 of every rank's examples
+        target_group = head.modulo(head.piece(target))              # all-gather: a microbatch of all ranks of the group
+    # all-gather: a microbatch of all ranks of the group
+        cut0_group = head.modulo(head.piece(cut0.detach())).requires_grad_()
         loss = stage.forward_head(head, target_group, cut0_group, cut1)
-        with head.all_reduce(stage, HEAD_BUCKETS):        # 1.88 kB in 1 bucket, in the last microbatch
+        with head.all_reduce(stage, HEAD_BUCKETS):                       # 1.88 kB in 1 bucket, in the last microbatch
             loss.backward()
-        d_cut0.append(head.modulo_grad(cut0_group.grad))  # reduce-scatter over the group
+        d_cut0.append(head.reduce_scatter(cut0_group.grad, to="batch"))  # reduce-scatter over the group
         losses.append(loss.detach())
-    total = head.sum_loss(sum(losses))                    # the global loss
-    with trunk.all_reduce(stage, TRUNK_BUCKETS):          # 1.34 kB in 1 bucket, during backward
+    total = head.sum_loss(sum(losses))                                   # the global loss
+    with trunk.all_reduce(stage, TRUNK_BUCKETS):                         # 1.34 kB in 1 bucket, during backward
         cut0.backward(torch.cat(d_cut0))
     return total.wait()
 
@@ -83,10 +84,10 @@ def evaluate(trunk, head, stage, images, target):
     """The loss of one batch, forward only."""
     cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses = []
-    for _ in head.microbatches(2):          # 1/2 of every rank's examples
-        target_group = head.modulo(target)  # all-gather: a microbatch of all ranks of the group
-        cut0_group = head.modulo(cut0)      # all-gather: a microbatch of all ranks of the group
+    for _ in head.microbatches(2):                      # 1/2 of every rank's examples
+        target_group = head.modulo(head.piece(target))  # all-gather: a microbatch of all ranks of the group
+        cut0_group = head.modulo(head.piece(cut0))      # all-gather: a microbatch of all ranks of the group
         loss = stage.forward_head(head, target_group, cut0_group, cut1)
         losses.append(loss.detach())
-    total = head.sum_loss(sum(losses))      # the global loss
+    total = head.sum_loss(sum(losses))                  # the global loss
     return total.wait()

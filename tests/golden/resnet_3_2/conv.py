@@ -94,52 +94,46 @@ class Stage(nn.Module):
 
     def forward(self, comm, images):
         conv1 = self.conv1(images)                                                        # (b, 4, 32, 32)  resnet.py:55
-        relu = F.relu(self.bn1(conv1))                                                    # (b, 4, 32, 32)
+        relu = F.relu(self.bn1(conv1))                                                      # (b, 4, 32, 32)
         layer1_0_conv1 = self.layer1["0"]["conv1"](relu)                                  # (b, 4, 32, 32)  resnet.py:36
-        relu_1 = F.relu(self.layer1["0"]["bn1"](layer1_0_conv1))                          # (b, 4, 32, 32)
+        relu_1 = F.relu(self.layer1["0"]["bn1"](layer1_0_conv1))                            # (b, 4, 32, 32)
         layer1_0_conv2 = self.layer1["0"]["conv2"](relu_1)                                # (b, 4, 32, 32)  resnet.py:37
         relu_2 = F.relu(self.layer1["0"]["bn2"](layer1_0_conv2) + relu)                   # (b, 4, 32, 32)  resnet.py:38
         layer1_1_conv1 = self.layer1["1"]["conv1"](relu_2)                                # (b, 4, 32, 32)  resnet.py:36
-        relu_3 = F.relu(self.layer1["1"]["bn1"](layer1_1_conv1))                          # (b, 4, 32, 32)
+        relu_3 = F.relu(self.layer1["1"]["bn1"](layer1_1_conv1))                            # (b, 4, 32, 32)
         layer1_1_conv2 = self.layer1["1"]["conv2"](relu_3)                                # (b, 4, 32, 32)  resnet.py:37
         relu_4 = F.relu(self.layer1["1"]["bn2"](layer1_1_conv2) + relu_2)                 # (b, 4, 32, 32)  resnet.py:38
         layer2_0_conv1 = self.layer2["0"]["conv1"](relu_4)                                # (b, 8, 16, 16)  resnet.py:36
-        relu_5 = F.relu(self.layer2["0"]["bn1"](layer2_0_conv1))                          # (b, 8, 16, 16)
+        relu_5 = F.relu(self.layer2["0"]["bn1"](layer2_0_conv1))                            # (b, 8, 16, 16)
         layer2_0_conv2 = self.layer2["0"]["conv2"](relu_5)                                # (b, 8, 16, 16)  resnet.py:37
-        layer2_0_bn2 = self.layer2["0"]["bn2"](layer2_0_conv2)                            # (b, 8, 16, 16)
+        layer2_0_bn2 = self.layer2["0"]["bn2"](layer2_0_conv2)                              # (b, 8, 16, 16)
         layer2_0_downsample_0 = self.layer2["0"]["downsample"]["0"](relu_4)               # (b, 8, 16, 16)  resnet.py:38
-        layer2_0_downsample_1 = self.layer2["0"]["downsample"]["1"](                      # (b, 8, 16, 16)
-            layer2_0_downsample_0
-        )
-        relu_6 = F.relu(layer2_0_bn2 + layer2_0_downsample_1)                             # (b, 8, 16, 16)
+        layer2_0_downsample_1 = self.layer2["0"]["downsample"]["1"](layer2_0_downsample_0)  # (b, 8, 16, 16)
+        relu_6 = F.relu(layer2_0_bn2 + layer2_0_downsample_1)                               # (b, 8, 16, 16)
         layer2_1_conv1 = self.layer2["1"]["conv1"](relu_6)                                # (b, 8, 16, 16)  resnet.py:36
-        relu_7 = F.relu(self.layer2["1"]["bn1"](layer2_1_conv1))                          # (b, 8, 16, 16)
+        relu_7 = F.relu(self.layer2["1"]["bn1"](layer2_1_conv1))                            # (b, 8, 16, 16)
         layer2_1_conv2 = self.layer2["1"]["conv2"](relu_7)                                # (b, 8, 16, 16)  resnet.py:37
         relu_8 = F.relu(self.layer2["1"]["bn2"](layer2_1_conv2) + relu_6)                 # (b, 8, 16, 16)  resnet.py:38
         layer3_0_conv1 = self.layer3["0"]["conv1"](relu_8)                                # (b, 16, 8, 8)   resnet.py:36
-        relu_9 = F.relu(self.layer3["0"]["bn1"](layer3_0_conv1))                          # (b, 16, 8, 8)
+        relu_9 = F.relu(self.layer3["0"]["bn1"](layer3_0_conv1))                            # (b, 16, 8, 8)
         layer3_0_conv2 = self.layer3["0"]["conv2"](relu_9)                                # (b, 16, 8, 8)   resnet.py:37
-        layer3_0_bn2 = self.layer3["0"]["bn2"](layer3_0_conv2)                            # (b, 16, 8, 8)
+        layer3_0_bn2 = self.layer3["0"]["bn2"](layer3_0_conv2)                              # (b, 16, 8, 8)
         layer3_0_downsample_0 = self.layer3["0"]["downsample"]["0"](relu_8)               # (b, 16, 8, 8)   resnet.py:38
-        layer3_0_downsample_1 = self.layer3["0"]["downsample"]["1"](                      # (b, 16, 8, 8)
-            layer3_0_downsample_0
-        )
-        relu_10 = F.relu(layer3_0_bn2 + layer3_0_downsample_1)                            # (b, 16, 8, 8)
+        layer3_0_downsample_1 = self.layer3["0"]["downsample"]["1"](layer3_0_downsample_0)  # (b, 16, 8, 8)
+        relu_10 = F.relu(layer3_0_bn2 + layer3_0_downsample_1)                              # (b, 16, 8, 8)
         layer3_1_conv1 = self.layer3["1"]["conv1"](relu_10)                               # (b, 16, 8, 8)   resnet.py:36
-        relu_11 = F.relu(self.layer3["1"]["bn1"](layer3_1_conv1))                         # (b, 16, 8, 8)
+        relu_11 = F.relu(self.layer3["1"]["bn1"](layer3_1_conv1))                           # (b, 16, 8, 8)
         layer3_1_conv2 = self.layer3["1"]["conv2"](relu_11)                               # (b, 16, 8, 8)   resnet.py:37
         relu_12 = F.relu(self.layer3["1"]["bn2"](layer3_1_conv2) + relu_10)               # (b, 16, 8, 8)   resnet.py:38
         layer4_0_conv1 = self.layer4["0"]["conv1"](relu_12)                               # (b, 32, 4, 4)   resnet.py:36
-        relu_13 = F.relu(self.layer4["0"]["bn1"](layer4_0_conv1))                         # (b, 32, 4, 4)
+        relu_13 = F.relu(self.layer4["0"]["bn1"](layer4_0_conv1))                           # (b, 32, 4, 4)
         layer4_0_conv2 = self.layer4["0"]["conv2"](relu_13)                               # (b, 32, 4, 4)   resnet.py:37
-        layer4_0_bn2 = self.layer4["0"]["bn2"](layer4_0_conv2)                            # (b, 32, 4, 4)
+        layer4_0_bn2 = self.layer4["0"]["bn2"](layer4_0_conv2)                              # (b, 32, 4, 4)
         layer4_0_downsample_0 = self.layer4["0"]["downsample"]["0"](relu_12)              # (b, 32, 4, 4)   resnet.py:38
-        layer4_0_downsample_1 = self.layer4["0"]["downsample"]["1"](                      # (b, 32, 4, 4)
-            layer4_0_downsample_0
-        )
-        relu_14 = F.relu(layer4_0_bn2 + layer4_0_downsample_1)                            # (b, 32, 4, 4)
+        layer4_0_downsample_1 = self.layer4["0"]["downsample"]["1"](layer4_0_downsample_0)  # (b, 32, 4, 4)
+        relu_14 = F.relu(layer4_0_bn2 + layer4_0_downsample_1)                              # (b, 32, 4, 4)
         layer4_1_conv1 = self.layer4["1"]["conv1"](relu_14)                               # (b, 32, 4, 4)   resnet.py:36
-        relu_15 = F.relu(self.layer4["1"]["bn1"](layer4_1_conv1))                         # (b, 32, 4, 4)
+        relu_15 = F.relu(self.layer4["1"]["bn1"](layer4_1_conv1))                           # (b, 32, 4, 4)
         layer4_1_conv2 = self.layer4["1"]["conv2"](relu_15)                               # (b, 32, 4, 4)   resnet.py:37
         relu_16 = F.relu(self.layer4["1"]["bn2"](layer4_1_conv2) + relu_14)               # (b, 32, 4, 4)   resnet.py:38
         mean = relu_16.mean(dim=(2, 3))                                                   # (b, 32)         resnet.py:57
