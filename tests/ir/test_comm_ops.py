@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from splitc.ir.actions import VERBS
-from splitc.ir.comm_ops import NODES, OPS, Collective, CommOp, op_of
+from splitc.ir.comm_ops import NODES, OPS, CommOp, Over, op_of
+from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
+from splitc.ir.transitions import TRANSITIONS, Collective, transition_of
 from splitc.ir.wire import inside, of_action
 from tests.support.every_strategy import every_strategy, planned
 
 COMMUNICATING = {name for name, op in OPS.items() if op.collective is not Collective.NONE}
-DONE_IN_BACKWARD = {"shard_grad": "shard", "gather_errors": "late_multiply"}
+DONE_IN_BACKWARD = {"gather_errors": "late_multiply"}
 """Operations that are neither nodes nor actions -> the node whose backward they are."""
 
 
@@ -20,20 +22,19 @@ def test_the_adjoint_of_the_adjoint_is_the_operation(op: CommOp) -> None:
     assert op.adjoint is not None
     adjoint = OPS[op.adjoint]
     assert adjoint.adjoint == op.name
-    assert (adjoint.over, adjoint.dim) == (op.over, op.dim)
-    assert (op.backward(), adjoint.backward()) == (adjoint.collective, op.collective)
-
-
-def test_only_a_reduce_scatter_is_saved_where_all_ranks_have_the_same_gradient() -> None:
-    for op in OPS.values():
-        saved = op.backward() is Collective.REDUCE_SCATTER
-        assert op.backward(partial=False) is (Collective.NONE if saved else op.backward())
+    assert adjoint.over == op.over
+    assert (op.backward, adjoint.backward) == (adjoint.collective, op.collective)
 
 
 def test_every_operation_is_a_node_an_action_or_the_backward_of_a_node() -> None:
     nodes = {op.name for op in NODES.values()}
     assert OPS.keys() == nodes | (OPS.keys() & VERBS.keys()) | DONE_IN_BACKWARD.keys()
     assert all(function.__name__ == op.name for function, op in NODES.items())
+
+
+def test_every_transition_is_a_node_of_a_stage_over_its_group() -> None:
+    ops = [NODES[function] for function in TRANSITIONS]
+    assert all(op.in_stage and op.over is Over.GROUP and op.adjoint is None for op in ops)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def operations_of(program: LoweredProgram, rank: int) -> set[str]:
             for node, _ in inside(program, program.stage(action.role), rank, action):
                 op = op_of(node)
                 assert op is not None
-                done.add(op.name if action.verb == "forward" else str(op.adjoint))
+                backward = action.verb == "backward" and transition_of(node) is None
+                done.add(str(op.adjoint) if backward else op.name)
         elif any(True for _ in of_action(program, rank, action)):
             done.add(action.verb)
     return done
@@ -67,6 +69,7 @@ def operations_of(program: LoweredProgram, rank: int) -> set[str]:
 
 def test_every_communicating_operation_is_done_by_a_strategy() -> None:
     """`test_wire` counts the bytes of such programs at a transport, which holds each row of the table to account."""
+    own = {layer: Placement(holding="sharded", group=2, split="rows", state="batch") for layer in ("fc6", "fc7")}
     strategies = (
         "late_multiply of all",
         "sharded, late, one rank",
@@ -77,6 +80,7 @@ def test_every_communicating_operation_is_done_by_a_strategy() -> None:
     asked = [each for each in every_strategy(4) if str(each) in strategies or "with rows" in str(each)]
     assert len(asked) == 6
     programs = [planned(4, each).program for each in asked]
+    programs.append(planned(2, "auto", pins={"fc8": Placement(group=2, state="batch"), **own}).program)
     programs.append(planned(3, "data_parallel(sync_batchnorm=True)", norm=True).program)
     done = {name for program in programs for rank in range(program.plan.world) for name in operations_of(program, rank)}
     assert done | {"all_reduce_scalar", "all_reduce_tied"} >= COMMUNICATING, COMMUNICATING - done

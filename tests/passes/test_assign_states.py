@@ -8,24 +8,22 @@ from dataclasses import replace
 from inspect import cleandoc
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
-from splitc.errors import PlacementError
-from splitc.ir import comm_ops
+from splitc.ir.graph import is_entry
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
-from splitc.ir.transitions import copy_to_group, reduce_from_group, shard
+from splitc.ir.transitions import copy_to_group, name_of, reduce_from_group, transition_of
 from splitc.passes.assign_states import AssignStates
+from splitc.runtime.collectives.layouts import State, Transition
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
 from tests.support.printed import placed, printed, program_after, program_before, two_layers
 from tests.support.sampling import sampled
 
-INSERTED = (shard, copy_to_group, reduce_from_group)
 COLUMNS = Placement(holding="sharded", group=2, split="columns")
 ROWS = Placement(holding="sharded", group=2, split="rows")
 GROUPED = Placement(group=2)
@@ -47,19 +45,22 @@ def divided(run: Run, *shape: int, loss: Any = F.cross_entropy, **pins: Placemen
 
 
 def inserted(program: CompiledProgram) -> dict[str, str]:
-    """Node -> what was inserted there, with its flag."""
-    found = {}
-    for node in program.program.graph.nodes:
-        if node.target in INSERTED:
-            name = comm_ops.NODES[node.target].name
-            found[node.name] = f"{name} partial" if node.kwargs.get("partial") else name
-    return found
+    """Node -> the transition that was inserted there; entries aside."""
+    nodes = program.program.graph.nodes
+    found = {node.name: transition_of(node) for node in nodes if not is_entry(node)}
+    return {name: _word(transition) for name, transition in found.items() if transition is not None}
 
 
-def returns(program: CompiledProgram) -> list[bool]:
-    """Of what the groups gather, whether its gradients are parts of a sum."""
+def entries(program: CompiledProgram) -> list[str]:
+    """How the groups bring to their states what arrives and has a gradient."""
     (stage,) = (stage for stage in program.program.stages if stage.role in program.plan.groups)
-    return [cut.partial for cut in stage.receives if cut.gradient]
+    return [_word(cut.entry) for cut in stage.receives if cut.gradient and cut.entry is not None]
+
+
+def _word(transition: Transition) -> str:
+    """The node of a transition; "partial" where its gradients are summed."""
+    divided = transition.target is State.DIVIDED and transition.source is not State.REPLICATE
+    return f"{name_of(transition)} partial" if divided else name_of(transition)
 
 
 # -- what reads parts --------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def test_a_divided_and_a_whole_reader_of_one_value_part_at_an_enter() -> None:
     found = inserted(program)
     assert sorted(found.values()) == ["copy_to_group", "shard", "shard"], found
     graph = program.program.graph
-    (enter,) = (n for n in graph.nodes if n.target is comm_ops.copy_to_group)
+    (enter,) = (n for n in graph.nodes if n.target is copy_to_group)
     assert [str(user.target) for user in enter.users] == ["fc"]
 
 
@@ -136,7 +137,7 @@ def test_an_input_that_only_divided_layers_read_is_summed_where_it_returns_and_n
         return scores
 
     program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
-    assert list(inserted(program).values()) == ["shard"] and returns(program) == [True]
+    assert list(inserted(program).values()) == ["shard"] and entries(program) == ["modulo partial"]
 
 
 def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
@@ -145,13 +146,13 @@ def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
         return scores
 
     program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
-    assert list(inserted(program).values()) == ["copy_to_group", "shard"] and returns(program) == [False]
+    assert list(inserted(program).values()) == ["copy_to_group", "shard"] and entries(program) == ["modulo"]
 
 
 def test_what_needs_no_gradient_is_not_summed() -> None:
     program = divided(lambda m, x: m.fc(F.relu(m.a(x))), a=COLUMNS)
     assert "copy_to_group" not in inserted(program).values(), "the images train nothing"
-    assert returns(program) == []
+    assert entries(program) == []
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_rows_after_columns_need_one_sum_and_no_gather() -> None:
 
 def test_the_bias_of_rows_is_added_once_after_the_sum() -> None:
     program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
-    (total,) = (n for n in program.program.graph.nodes if n.target is comm_ops.reduce_from_group)
+    (total,) = (n for n in program.program.graph.nodes if n.target is reduce_from_group)
     (after,) = total.users
     assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
 
@@ -217,14 +218,12 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
         target = input                                                        # f32[b, 5]  trunk
         sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
         target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
         sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
         input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
-        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
+        fc1 = self.fc1(input_1_head)                                          # f32[b, 6]  head
         middle = relu(fc1)                                                    # f32[b, 6]  head
         fc2 = self.fc2(middle)                                                # f32[b, 5]  head
-        mse_loss = mse_loss(fc2, target_head_group, reduction='mean')         # f32[]  head
+        mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
         mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
         return mse_loss_scale_by_share
     """)
@@ -234,13 +233,13 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
         target = input                                                        # f32[b, 5]  trunk
         sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
         target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
+        target_head_group = modulo(target_head, partial=False)                # f32[b, 5]  head
         sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
         input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
+        input_1_head_group = modulo(input_1_head, partial=False)              # f32[b, 8]  head
         fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
         middle = relu(fc1)                                                    # f32[b, 6]  head
-        middle_whole = shard(middle, features=6, partial=True)                # f32[b, 6]  head
+        middle_whole = shard(middle, features=6)                              # f32[b, 6]  head
         fc2 = self.fc2(middle_whole)                                          # f32[b, 5]  head
         fc2_whole = shard(fc2, features=5, partial=False)                     # f32[b, 5]  head
         mse_loss = mse_loss(fc2_whole, target_head_group, reduction='mean')   # f32[]  head
@@ -257,10 +256,10 @@ def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> Non
         target = input                                                        # f32[b, 5]  trunk
         sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
         target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        target_head_group = modulo(target_head, cut='target')                 # f32[b, 5]  head
+        target_head_group = modulo(target_head, partial=False)                # f32[b, 5]  head
         sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
         input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = modulo(input_1_head, cut='input_1')              # f32[b, 8]  head
+        input_1_head_group = modulo(input_1_head, partial=False)              # f32[b, 8]  head
         fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
         middle = relu(fc1)                                                    # f32[b, 6]  head
         fc2_weight = self.fc2.weight                                          # head
@@ -274,12 +273,34 @@ def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> Non
     """)
 
 
-def test_a_layer_divided_by_rows_cannot_read_a_replicated_value_that_has_a_gradient() -> None:
-    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
-    rows = {name: replace(place, split="rows") for name, place in program.plan.placements.items()}
-    broken = program.placed(replace(program.plan, placements=rows))  # the input of fc1 has no gradient, so it is sliced
-    with pytest.raises(PlacementError, match=r"fc2 .* is to be divided by rows, but its ranks have the whole"):
-        program_after(AssignStates, broken)
+def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_for() -> None:
+    program = placed(two_layers(), 2, "auto", pins={"fc1": ROWS, "fc2": replace(ROWS, state="batch")})
+    assert printed(program_after(AssignStates, program)) == cleandoc("""
+    def Sequential(input, target):
+        input_1 = input                                                       # f32[b, 8]  trunk
+        target = input                                                        # f32[b, 5]  trunk
+        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
+        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
+        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
+        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
+        input_1_head_group = all_to_all(input_1_head, to='features', features=8)  # f32[b, 8]  head
+        fc1_weight = self.fc1.weight                                          # head
+        fc1_bias = self.fc1.bias                                              # head
+        fc1_part = linear(input_1_head_group, fc1_weight)                     # f32[b, 6]  head
+        fc1_sum = reduce_from_group(fc1_part)                                 # f32[b, 6]  head
+        fc1 = add(fc1_sum, fc1_bias)                                          # f32[b, 6]  head
+        middle = relu(fc1)                                                    # f32[b, 6]  head
+        middle_part = slice_features(middle, features=6)                      # f32[b, 6]  head
+        fc2_weight = self.fc2.weight                                          # head
+        fc2_bias = self.fc2.bias                                              # head
+        fc2_part = linear(middle_part, fc2_weight)                            # f32[b, 5]  head
+        fc2_sum = reduce_scatter(fc2_part, to='batch')                        # f32[b, 5]  head
+        fc2 = add(fc2_sum, fc2_bias)                                          # f32[b, 5]  head
+        mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
+        mse_loss_scale_by_share = scale_by_share(mse_loss, own=True)          # f32[]  head
+        all_reduce_1 = all_reduce(role='head', parameters=('fc2.weight', 'fc2.bias'), own=('fc2.bias',))  # head
+        return mse_loss_scale_by_share
+    """)
 
 
 def test_functional_linear_layers_are_divided_by_columns_and_rows() -> None:

@@ -36,7 +36,7 @@ def test_passes_run_in_reading_order() -> None:
     assert "\n".join(seen) == dedent("""\
         scale-loss
         insert-comm
-        shard-layers
+        assign-states
         late-multiply
         synchronise-norms
         split-ranks

@@ -167,7 +167,9 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
 
     def own(comm: RoleComm) -> Tensor:
         first, last = comm.examples
-        return comm.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
+        return comm.modulo(
+            comm.piece(value.narrow(dim, first * rows, (last - first) * rows), dim, rows), dim=dim, rows=rows
+        )
 
     gathered = in_turns(plan, sizes, own)
     seen = []
@@ -185,7 +187,7 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
 @sampled("sizes", SIZES, one_in=9)
 @pytest.mark.parametrize("partial", [True, False])
-def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Plan, sizes: Sizes, partial: bool) -> None:
+def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, sizes: Sizes, partial: bool) -> None:
     total = sum(sizes or plan.local_batches)
     whole = torch.randn(total, 2, dtype=torch.float64)
 
@@ -194,9 +196,10 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
         factor = members.index(comm._transport.rank) + 1 if partial else 1
         before = sent = comm.sent_bytes
         for _ in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(whole[first:last])
+            gathered = comm.modulo(comm.piece(whole[first:last]))
             before = comm.sent_bytes
-            back.append(comm.modulo_grad(gathered * factor, partial=partial))
+            gradient = gathered * factor
+            back.append(comm.reduce_scatter(gradient, to="batch") if partial else comm.slice_batch(gradient))
             sent += comm.sent_bytes - before
         return torch.cat(back), sent, last - first
 
@@ -212,7 +215,7 @@ def test_give_back_brings_each_member_the_gradient_of_its_own_examples(plan: Pla
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
 @sampled("sizes", SIZES, one_in=9)
 @pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 3)])
-def test_keep_takes_ones_own_examples_and_spread_gathers_their_gradients(
+def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
     plan: Plan, sizes: Sizes, dim: int, rows: int
 ) -> None:
     total = sum(sizes or plan.local_batches)
@@ -221,13 +224,15 @@ def test_keep_takes_ones_own_examples_and_spread_gathers_their_gradients(
     def run(comm: RoleComm) -> Tensor:
         kept, (first, last), position = [], comm.examples, comm.members.index(comm._transport.rank)
         for turn in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(value.narrow(dim, first * rows, (last - first) * rows), dim, rows)
+            gathered = comm.modulo(
+                comm.piece(value.narrow(dim, first * rows, (last - first) * rows), dim, rows), dim=dim, rows=rows
+            )
             before = comm.sent_bytes
-            kept.append(comm.slice_batch(gathered, dim, rows))
+            kept.append(comm.slice_batch(gathered, dim=dim, rows=rows))
             a, b = pieces(plan, sizes, comm._transport.rank, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
             assert comm.sent_bytes == before
-            assert torch.equal(comm.all_gather_grad(kept[-1], dim, rows), gathered)
+            assert torch.equal(comm.modulo(kept[-1], dim=dim, rows=rows), gathered)
             assert comm.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
@@ -387,7 +392,7 @@ def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan:
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
         first, last = comm.examples
         for _ in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(inputs[first:last])
+            gathered = comm.modulo(comm.piece(inputs[first:last]))
             with comm.all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
         assert stage.weight.grad is not None
@@ -410,7 +415,7 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
         first, last = comm.examples
         for _ in comm.microbatches(2):
             stage.zero_grad()
-            gathered = comm.modulo(inputs[first:last])
+            gathered = comm.modulo(comm.piece(inputs[first:last]))
             with comm.all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
             assert stage.weight.grad is not None
@@ -445,6 +450,6 @@ def test_a_missing_gradient_of_gathered_examples_names_rank_and_role() -> None:
         with pytest.raises(
             RuntimeError, match=f"rank {comm._transport.rank}: no gradient arrived for what role all gathered"
         ):
-            comm.modulo_grad(None)
+            comm.slice_batch(None)
 
     on_comms(grouped(2, "BK"), run)

@@ -71,11 +71,6 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
         "auto", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
     "subnets": (
         "auto", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
-    "rows of what comes whole": (
-        "modulo_shard", {"fc6": Placement(holding="sharded", split="rows")}, "fc6 is pinned to be divided by rows"),
-    "rows after rows": (
-        "auto", {"fc7": Placement(holding="sharded", split="rows"), "fc8": Placement(holding="sharded", split="rows"),
-                 "fc6": Placement(holding="sharded")}, "fc8 is pinned to be divided by rows, but no layer"),
     "a role that no strategy has with a holding": (
         "modulo_shard", {"fc6": "fc2"}, "role 'fc2' of fc6, but modulo_shard has only conv, fc"),
     "no sync of what many ranks train": (
@@ -109,6 +104,15 @@ def test_pins_that_cannot_be_followed_are_refused_by_name(name: str) -> None:
     strategy, pins, words = REFUSED[name]
     with pytest.raises(PlacementError, match=words):
         pinned(2, strategy, **pins)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "modulo_shard"])
+def test_rows_follow_whatever_there_is(strategy: str) -> None:
+    """Convolutions whose examples each rank has, rows, and rows again."""
+    rows = Placement(holding="sharded", split="rows")
+    program = planned(2, strategy, pins={"fc*": rows})
+    assert {p.split for layer, p in program.plan.placements.items() if layer != "conv"} == {"rows"}
+    assert program.verify().holds
 
 
 def test_pins_of_tied_layers_are_refused_by_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -42,6 +42,13 @@ def gradients(stage: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
 
 
+def gradients_of(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Of one process with the examples of one rank."""
+    alone = stage_like(model)
+    alone(inputs_of(rank)).backward()
+    return gradients(alone)
+
+
 def expected(model: nn.Module, world: int) -> dict[str, Tensor]:
     """Of one process with the examples of all ranks."""
     alone = stage_like(model)
@@ -53,8 +60,9 @@ def on_replicas(model: nn.Module, function: Callable[[Transport, nn.Module, Tens
     return on_ranks(world, lambda t: function(t, stage_like(model), inputs_of(t.rank)))
 
 
-def everyone(transport: Transport) -> tuple[int, ...]:
-    return tuple(range(transport.world))
+def everyone(transport: Transport, buckets: Sequence[Sequence[str]] = BUCKETS) -> list[tuple[int, ...]]:
+    """All ranks, for each bucket."""
+    return [tuple(range(transport.world))] * len(buckets)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_on_leaving_every_gradient_is_the_sum_over_the_replicas(buckets: tuple[t
         summing = GradientSum(stage, buckets)
         for _ in range(2):  # a second step starts anew
             stage.zero_grad()
-            with summing.while_backward(transport, everyone(transport)):
+            with summing.while_backward(transport, everyone(transport, buckets)):
                 stage(x).backward()
         return gradients(stage)
 
@@ -89,6 +97,23 @@ class Log:
         transport._all_reduce = logged  # type: ignore[method-assign]
         for name, parameter in stage.named_parameters():
             parameter.register_hook(lambda _, name=name: self.events.append(name))
+
+
+def test_each_bucket_is_summed_over_ranks_of_its_own() -> None:
+    """Those of parameters that every rank of a group uses on its own examples have more ranks than the others."""
+    model = Stage()
+
+    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        ranks = [tuple(range(4)), (transport.rank % 2, transport.rank % 2 + 2)]
+        with GradientSum(stage, BUCKETS).while_backward(transport, ranks):
+            stage(x).backward()
+        return gradients(stage)
+
+    alone = [gradients_of(model, rank) for rank in range(4)]
+    for rank, got in enumerate(on_replicas(model, run, world=4)):
+        for name, gradient in got.items():
+            summed = range(4) if name.startswith("last") else (rank % 2, rank % 2 + 2)
+            torch.testing.assert_close(gradient, sum(alone[other][name] for other in summed))
 
 
 def test_a_bucket_starts_before_backward_has_reached_the_layers_below_it() -> None:
@@ -146,7 +171,7 @@ def test_a_parameter_used_twice_is_summed_once_whole_under_either_name(name: str
     model = Tied()
 
     def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        with GradientSum(stage, ((name,),)).while_backward(transport, everyone(transport)):
+        with GradientSum(stage, ((name,),)).while_backward(transport, everyone(transport, ((name,),))):
             stage(x).backward()
         return gradients(stage)
 
@@ -200,8 +225,9 @@ def test_gradients_are_parts_of_their_buckets_sum_so_that_no_second_copy_of_them
 
 def test_a_role_sends_what_a_ring_sends() -> None:
     summing = GradientSum(Stage(), BUCKETS)
-    assert {summing.sent_bytes(index, 4) for index in range(4)} == {2 * 3 * (10 + 16) * 4 // 4}
-    assert summing.sent_bytes(0, 1) == 0
+    assert {summing.sent_bytes(rank, [(0, 1, 2, 3)] * 2) for rank in range(4)} == {2 * 3 * (10 + 16) * 4 // 4}
+    assert summing.sent_bytes(2, [(0, 1, 2, 3), (2, 3)]) == 2 * 3 * 10 * 4 // 4 + 2 * 16 * 4 // 2
+    assert summing.sent_bytes(0, [(0,)] * 2) == 0
 
 
 def test_a_rank_that_is_given_another_stage_sums_that_ones_gradients() -> None:
