@@ -3,7 +3,8 @@
 This pass rewrites the stages: it fills `Stage.buckets`, `Stage.served` with the gradients that go to servers, and
 `Stage.averaged` with what units average after a round.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
-them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.
+them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.  Buckets are small, so
+that the first starts early and little is left to travel when backward ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
 
-    nbytes: int = 16_000_000
+    nbytes: int = 4_000_000
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
         fragments = _fragments(program)

@@ -2,7 +2,7 @@
 
 in       images  (8, 3, 224, 224)       float32
 in       target  (8,)                   int64
-sends    244 MB a step, 6 operations on the wire
+sends    244 MB a step, 7 operations on the wire
 run      torchrun --nproc-per-node 2 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
