@@ -1,8 +1,9 @@
 """Every linear layer divided by rows: rank r has the columns of W that multiply its slice of the input features.
 
-The features of the convolutions go from examples to slices by an all-to-all.  A product with a slice is a summand of
-the whole product; between two layers a reduce-scatter (an all-to-all and a local sum) adds the summands up and leaves
-each rank its slice of the features, after the last layer its examples.  No gradient of a matrix travels.
+The channels of the convolutions go from examples to slices by an all-to-all, before `avgpool`, which may make more of
+their values.  A product with a slice is a summand of the whole product; between two layers a reduce-scatter (an
+all-to-all and a local sum) adds the summands up and leaves each rank its slice of the features, after the last layer
+its examples.  No gradient of a matrix travels.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ class Rows:
         self._model, self._examples = model, list(examples)
         linears = {k: layer for k, layer in enumerate(model.classifier) if isinstance(layer, nn.Linear)}
         self._last = max(linears)
-        self._weights = {k: _own(layer.weight, 1) for k, layer in linears.items()}
+        channels = [layer.out_channels for layer in model.features if isinstance(layer, nn.Conv2d)][-1]
+        of_channel = linears[min(linears)].in_features // channels
+        self._weights = {
+            k: _own(layer.weight, 1, of_channel if k == min(linears) else 1) for k, layer in linears.items()
+        }
         self._biases = {k: layer.bias if k == self._last else _own(layer.bias, 0) for k, layer in linears.items()}
         self._summed = [*model.features.parameters(), self._biases[self._last]]
         own = [*self._weights.values(), *self._biases.values()]
@@ -91,8 +96,11 @@ class Rows:
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on this rank's examples of a global batch."""
         self._optimizer.zero_grad()
-        x = self._model.avgpool(self._model.features(images)).flatten(1)
-        x = ToSlices.apply(x, self._examples, _columns(x.shape[1]))  # type: ignore[no-untyped-call]
+        x = self._model.features(images)
+        channel = x.shape[2:]
+        columns = [channels * channel.numel() for channels in _columns(x.shape[1])]
+        x = ToSlices.apply(x.flatten(1), self._examples, columns)  # type: ignore[no-untyped-call]
+        x = self._model.avgpool(x.view(len(x), -1, *channel)).flatten(1)
         for k, layer in enumerate(self._model.classifier):
             if k not in self._weights:
                 x = layer(x)
@@ -126,6 +134,7 @@ def _columns(features: int) -> list[int]:
     return parts(features, dist.get_world_size())
 
 
-def _own(parameter: Tensor, dim: int) -> nn.Parameter:
-    """This rank's slice of a parameter."""
-    return nn.Parameter(parameter.detach().split(_columns(parameter.shape[dim]), dim)[dist.get_rank()].clone())
+def _own(parameter: Tensor, dim: int, of_channel: int = 1) -> nn.Parameter:
+    """This rank's slice of a parameter, of whole channels with `of_channel` features each."""
+    sizes = [channels * of_channel for channels in _columns(parameter.shape[dim] // of_channel)]
+    return nn.Parameter(parameter.detach().split(sizes, dim)[dist.get_rank()].clone())

@@ -1,8 +1,8 @@
 """Layer separation with microbatches: all ranks but the last train the convolutions, the last one the classifier.
 
-A trunk rank computes and sends its pieces one after the other, then takes their gradients back in the same order; the
-head trains each piece as soon as all of it is there.  Receives are posted before anything is computed, and sends are
-waited for at the end.
+They part before `avgpool`, which may make more values of them.  A trunk rank computes and sends its pieces one after
+the other, then takes their gradients back in the same order; the head trains each piece as soon as all of it is there.
+Receives are posted before anything is computed, and sends are waited for at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.by_hand.common import FlatSum, MakeOptimizer, parts
 from examples.alexnet import AlexNet
@@ -33,26 +33,28 @@ class Separation:
         self._head = dist.get_world_size() - 1
         self._trunk = dist.new_group(list(range(self._head)))
         self._pieces = [parts(count, microbatches) for count in examples[: self._head]]
-        first = next(layer for layer in model.classifier if isinstance(layer, nn.Linear))
-        self._width, self._dtype = first.in_features, first.weight.dtype
+        self._one: Tensor | None = None  # what travels of an example
         self._is_head = dist.get_rank() == self._head
         self._optimizer = optimizer((model.classifier if self._is_head else model.features).parameters())
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on this rank's examples of a global batch; the head has none."""
         self._optimizer.zero_grad()
-        sends = self._classify() if self._is_head else self._convolve(images, labels)
+        if self._one is None:
+            with torch.no_grad():
+                self._one = self._model.features(images.new_zeros(1, *images.shape[1:]))[0]
+        sends = self._classify(self._one) if self._is_head else self._convolve(self._one, images, labels)
         self._optimizer.step()
         for send in sends:
             send.wait()
 
-    def _convolve(self, images: Tensor, labels: Tensor) -> list[Any]:
+    def _convolve(self, one: Tensor, images: Tensor, labels: Tensor) -> list[Any]:
         pieces = self._pieces[dist.get_rank()]
-        gradients = [torch.empty(count, self._width, dtype=self._dtype) for count in pieces]
+        gradients = [one.new_empty(count, *one.shape) for count in pieces]
         receives = [_irecv(gradient, self._head, k) for k, gradient in enumerate(gradients)]
         sends, outputs = [], []
         for k, (some, classes) in enumerate(zip(images.split(pieces), labels.split(pieces), strict=True)):
-            outputs.append(self._model.avgpool(self._model.features(some)).flatten(1))
+            outputs.append(self._model.features(some))
             sends += [_isend(outputs[k].detach(), self._head, 2 * k), _isend(classes, self._head, 2 * k + 1)]
         for receive, output, gradient in zip(receives, outputs, gradients, strict=True):
             receive.wait()
@@ -60,10 +62,10 @@ class Separation:
         FlatSum(self._model.features.parameters(), self._trunk).wait()
         return sends
 
-    def _classify(self) -> list[Any]:
+    def _classify(self, one: Tensor) -> list[Any]:
         arriving = []
         for k, counts in enumerate(zip(*self._pieces, strict=True)):
-            x = torch.empty(sum(counts), self._width, dtype=self._dtype)
+            x = one.new_empty(sum(counts), *one.shape)
             labels = torch.empty(sum(counts), dtype=torch.long)
             receives = [
                 _irecv(part, rank, tag)
@@ -75,7 +77,7 @@ class Separation:
         for k, (x, labels, counts, receives) in enumerate(arriving):
             for receive in receives:
                 receive.wait()
-            output = self._model.classifier(x.requires_grad_())
+            output = self._model.classifier(self._model.avgpool(x.requires_grad_()).flatten(1))
             (F.cross_entropy(output, labels, reduction="sum") / self._total).backward()
             assert x.grad is not None
             sends += [_isend(part, rank, k) for rank, part in enumerate(x.grad.split(counts))]
