@@ -160,7 +160,7 @@ class Place(Pass[Program, PlacedProgram]):
             SingleDevice.name: lambda: single_device(request),
             DataParallel.name: lambda: data_parallel(request),
             ParameterServer.name: lambda: parameter_server(request, servers),
-            LayerSeparation.name: lambda: layer_separation(request, separation),
+            LayerSeparation.name: lambda: layer_separation(request, separation, by_name=separation is asked),
             HybridSingle.name: lambda: hybrid_single(request),
             ModuloShard.name: lambda: modulo_shard(request, groups, by_name=groups is asked),
             LateMultiply.name: lambda: late_multiply(request, late),

@@ -87,19 +87,27 @@ def assign_roles(
             groups[role] = Grouping(size, scheme, updates) if in_turns else Grouping(size, "BK")
     placements = {}
     for name, choice in choices.items():
-        apart = choice.holding == "replicated" and choice.state == State.BATCH  # on each rank's own examples
-        alone = choice.where == ONE or (choice.group == (rounds.unit if rounds else world) and not apart)
-        sync = choice.sync if not alone else "average" if rounds else "none"
-        placements[name] = LayerPlacement(
-            names[levels[name], choice.place],
-            choice.holding,
-            sync if request.gradient_of(name) else "none",
-            choice.group if choice.holding == "sharded" else None,
-            choice.split,
-            choice.state if choice.group > 1 else None,
-        )
+        role = names[levels[name], choice.place]
+        placements[name] = layer_placement(request, name, role, choice, rounds.unit if rounds else world, bool(rounds))
     plan = Plan(strategy, world, roles, placements, offsets, groups=groups, all_reduce=request.all_reduce, exact=exact)
     return replace(plan, rounds=rounds)
+
+
+def layer_placement(
+    request: Request, layer: str, role: str, choice: LayerChoice, ranks: int, in_rounds: bool = False
+) -> LayerPlacement:
+    """The placement that a choice makes in a role in which so many ranks train together."""
+    apart = choice.holding == "replicated" and choice.state == State.BATCH  # on each rank's own examples
+    alone = choice.where == ONE or (choice.group == ranks and not apart)
+    sync = choice.sync if not alone else "average" if in_rounds else "none"
+    return LayerPlacement(
+        role,
+        choice.holding,
+        sync if request.gradient_of(layer) else "none",
+        choice.group if choice.holding == "sharded" else None,
+        choice.split,
+        choice.state if choice.group > 1 else None,
+    )
 
 
 def _levels(

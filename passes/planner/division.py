@@ -13,6 +13,7 @@ from splitc.cost_models.memory.memory import cut_nbytes
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
 from splitc.ir.shares import serve
 from splitc.passes.planner.cuts import Crossing, CutRules
+from splitc.passes.planner.group_roles import asks_for_groups
 from splitc.passes.planner.pin_checks import unsummed
 from splitc.passes.planner.priced_plan import PricedPlan
 from splitc.passes.planner.request import Request, largest
@@ -133,6 +134,8 @@ def _allowed_stages(request: Request, rules: CutRules, layer: str, sizes: tuple[
     stages = {0, 1}
     if layer in rules.reader_only:
         stages -= {1}
+    if asks_for_groups(pin):
+        stages -= {0}
     if pin is not None and pin.stage is not None:
         stages &= {pin.stage}
     if unsummed(request, [layer]):

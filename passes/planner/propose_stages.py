@@ -18,9 +18,8 @@ from itertools import combinations, pairwise
 
 from splitc.cost_models.network.alpha_beta import many_to_one, one_to_many
 from splitc.ir.shares import serve
-from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import Crossing, CutRules, cut_rules, uncut
-from splitc.passes.planner.pin_checks import contradictions
+from splitc.passes.planner.group_roles import asks_for_groups
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, only_plan, shortage
 from splitc.passes.planner.request import Request, largest, smallest
 
@@ -37,11 +36,8 @@ class _Roles:
     bounds: tuple[tuple[int, ...], ...]
 
 
-def propose_stages(request: Request, options: LayerSeparation) -> PricedPlan:
-    """The fastest cut of the layers for the roles asked for, or why there is none."""
-    sizes = options.sizes
-    if why := contradictions(request, NAME) or _impossible(request, sizes):
-        return infeasible(NAME, why)
+def propose_stages(request: Request, sizes: Sequence[int]) -> PricedPlan:
+    """The fastest cut of the layers for roles of these sizes, or why there is none."""
     roles = _roles(request, sizes)
     if not all(smallest(bounds) for bounds in roles.bounds):
         return idle(NAME, roles.bounds[0][-1], request.world)
@@ -77,7 +73,8 @@ def _search(request: Request, roles: _Roles, rules: CutRules) -> PricedPlan:
     return only_plan(request.replicated_plan(NAME, ranks, bounds, named), seconds, [])
 
 
-def _impossible(request: Request, sizes: Sequence[int]) -> list[str]:
+def impossible_stages(request: Request, sizes: Sequence[int]) -> list[str]:
+    """Why the layers cannot be divided over roles of these sizes."""
     why = []
     if sum(sizes) != request.world:
         why.append(f"roles of {' + '.join(map(str, sizes))} ranks are {sum(sizes)}, but the world has {request.world}")
@@ -134,7 +131,8 @@ def _crossing_nbytes(rules: CutRules, position: dict[str, int], boundary: int) -
 def _allowed(request: Request, roles: _Roles, layer: str, role: int) -> bool:
     pin = request.pins.get(layer)
     alone = len(roles.ranks[role]) == 1 or not request.gradient_of(layer)
-    return pin is None or (pin.stage in (None, role) and (pin.sync != "none" or alone))
+    reads = role == 0 and asks_for_groups(pin)
+    return pin is None or (pin.stage in (None, role) and (pin.sync != "none" or alone) and not reads)
 
 
 def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str, int]) -> float:

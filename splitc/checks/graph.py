@@ -25,7 +25,7 @@ def has_costs(program: Program) -> list[str]:
 def every_layer_placed(program: PlacedProgram) -> list[str]:
     """Every layer is placed in a role that has ranks, and all ranks, groups and batch bounds are valid."""
     plan = program.plan
-    problems = _tied_are_replicated(program)
+    problems = tied_are_replicated(program)
     problems += [
         f"layer {layer.name} ({layer.source}) has no placement"
         for layer in program.layers
@@ -38,7 +38,7 @@ def every_layer_placed(program: PlacedProgram) -> list[str]:
     return problems
 
 
-def _tied_are_replicated(program: PlacedProgram) -> list[str]:
+def tied_are_replicated(program: PlacedProgram) -> list[str]:
     """A parameter that several roles use is replicated in all of them, and all-reduced over them."""
     plan = program.plan
     if any(layer.name not in plan.placements for layer in program.layers):

@@ -1,0 +1,78 @@
+"""Make groups of the ranks of a separation's roles, where pins ask for them; the planner makes none itself.
+
+With the pin `{"classifier*": Placement(group=2, split="columns")}`:
+
+    roles {conv: 0 to 5, fc: 6 7}   ->   roles {conv: 0 to 5, fc: 6 7}, groups {fc: Grouping(2, "BK")}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from splitc.checks.graph import tied_are_replicated
+from splitc.errors import PlacementError
+from splitc.ir.placements import Grouping, LayerPlacement
+from splitc.passes.planner.assign_roles import LayerChoice, apply_pins, layer_placement
+from splitc.passes.planner.pin_checks import shard_only_linear, unmet
+from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible
+from splitc.passes.planner.request import Request
+from splitc.passes.planner.wire_price import step_seconds
+from splitc.passes.rewriting import lower_unchecked
+from splitc.runtime.collectives.layouts import State
+
+
+def asks_for_groups(pin: Pin | None) -> bool:
+    """Whether a pin asks for what only ranks in groups have."""
+    return pin is not None and bool((pin.group or 1) > 1 or pin.holding == "sharded" or pin.split or pin.state)
+
+
+def group_size(pins: Iterable[Pin], ranks: int) -> int:
+    """The size of the groups that pins of a role of so many ranks ask for: all of it where none says one."""
+    return next((pin.group for pin in pins if pin.group is not None and pin.group > 1), ranks)
+
+
+def divides(size: int, ranks: int) -> bool:
+    """Whether so many ranks form groups of several."""
+    return 1 < size <= ranks and ranks % size == 0
+
+
+def in_groups(request: Request, priced: PricedPlan) -> PricedPlan:
+    """The separation with the groups that pins ask for, priced by its wire; infeasible where it cannot have them.
+
+    Layers of such a role that no pin names run alike on all ranks of a group.
+    """
+    plan = priced.plan
+    if plan is None or not priced.feasible or not any(map(asks_for_groups, request.pins.values())):
+        return priced
+    groups: dict[str, Grouping] = {}
+    placements: dict[str, LayerPlacement] = {}
+    why: list[str] = []
+    for role, ranks in plan.roles.items():
+        layers = [layer for layer, place in plan.placements.items() if place.role == role]
+        pins = {layer: request.pins[layer] for layer in layers if layer in request.pins}
+        if not any(map(asks_for_groups, pins.values())):
+            placements |= {layer: plan.placements[layer] for layer in layers}
+            continue
+        if role == plan.reader:
+            why.append(f"{role} reads the data, which no group does; pin the layers in groups to a role after it")
+        size = group_size(pins.values(), len(ranks))
+        part, grouped = replace(request, world=len(ranks), pins=pins), LayerChoice(group=size)
+        choices = apply_pins(part, dict.fromkeys(layers, grouped), grouped)
+        why += unmet(part, choices, size)
+        for layer, choice in shard_only_linear(request, choices).items():
+            if choice.group == 1:  # as the pin says: each rank of a group by itself
+                choice = replace(choice, group=size, state=State.BATCH)
+            placements[layer] = layer_placement(request, layer, role, choice, len(ranks))
+        groups[role] = Grouping(size, "BK")
+    plan = replace(plan, groups=groups, placements=placements)
+    program = request.program.placed(plan)
+    why += tied_are_replicated(program)
+    try:
+        seconds = 0.0 if why else step_seconds(request, lower_unchecked(program))
+    except PlacementError as error:
+        why = [str(error)]
+    if why:
+        return infeasible(plan.strategy, why)
+    return replace(priced, plan=plan, seconds=seconds, bound=plan.global_batch / seconds, proved=False, separation=None)
