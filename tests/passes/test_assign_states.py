@@ -298,7 +298,7 @@ def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_f
         fc2 = add(fc2_sum, fc2_bias)                                          # f32[b, 5]  head
         mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
         mse_loss_scale_by_share = scale_by_share(mse_loss, own=True)          # f32[]  head
-        all_reduce_1 = all_reduce(role='head', parameters=('fc2.weight', 'fc2.bias'), own=('fc2.bias',))  # head
+        all_reduce = all_reduce(role='head', parameters=('fc2.bias',), own=('fc2.bias',))  # head
         return mse_loss_scale_by_share
     """)
 
