@@ -17,6 +17,8 @@ from splitc.ir import comm_ops
 from splitc.ir.graph import copy_graph, info, put_in_place, set_info
 from splitc.ir.linears import as_linear, parameter_nodes
 from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram
 
 
@@ -30,16 +32,23 @@ class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         placements = program.plan.placements
         late = {name for name, place in placements.items() if place.sync == "late_multiply"}
-        if not late:
+        alone = {name for name, place in placements.items() if self._is_alone(program.plan, place)}
+        if not late | alone:
             return program
         graph, _ = copy_graph(program.graph)
         for node in list(graph.nodes):
             linear = as_linear(program, node)
-            if linear is None or info(node).layer not in late:
+            if linear is None or info(node).layer not in late | alone:
                 continue
             weight, bias = parameter_nodes(graph, linear)
             with graph.inserting_before(node):
-                new = graph.call_function(comm_ops.late_multiply, (linear.value, weight, bias)[: 3 if bias else 2])
+                function = comm_ops.late_multiply if info(node).layer in late else comm_ops.linear
+                new = graph.call_function(function, (linear.value, weight, bias)[: 3 if bias else 2])
             set_info(new, info(node))
             put_in_place(graph, node, new)
         return replace(program, graph=graph)
+
+    @staticmethod
+    def _is_alone(plan: Plan, place: LayerPlacement) -> bool:
+        """Whether each rank has a part of the layer that no other one trains."""
+        return place.holding == "sharded" and plan.grouping(place.role).size > 1 and not plan.trains_copies(place.role)

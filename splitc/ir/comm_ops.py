@@ -39,6 +39,11 @@ def late_multiply(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear(value, weight, bias)
 
 
+def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Apply a linear layer of which only this rank has a part; its gradient is computed while others travel."""
+    return torch.nn.functional.linear(value, weight, bias)
+
+
 def batch_norm(value: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
     """Apply the BatchNorm `module` with statistics over all ranks of the role."""
     normalised: torch.Tensor = module(value)
@@ -174,6 +179,7 @@ OPS = {
         *(CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS),
         CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", in_stage=True),
         CommOp("gather_errors", Collective.ALL_GATHER, Over.REPLICAS, "late_multiply", in_stage=True),
+        CommOp("linear", Collective.NONE, in_stage=True),
         CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", in_stage=True),
         CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
         CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
@@ -200,6 +206,7 @@ NODES: dict[Callable[..., Any], CommOp] = {
         recv,
         *TRANSITIONS,
         late_multiply,
+        linear,
         batch_norm,
         pull,
         push,

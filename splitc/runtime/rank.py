@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .collectives.meanwhile import Meanwhile
 from .errors import LaunchError
 from .role_comm import RoleComm
 from .spec import RankSpec, RoleSpec, StepContext, microbatch_examples, refused_batch
@@ -20,6 +21,7 @@ class Rank:
     """A rank that takes part in training.
 
     spec: what its generated file says of it.  comms: a communicator for each of its roles, in their order.
+    meanwhile: what is computed while transfers travel, at the latest at the end of a step.
 
     Constructing it is collective: the ranks create their communicators, and learn each other's examples.
     Raises LaunchError when the transport is that of another rank or world.
@@ -38,12 +40,12 @@ class Rank:
         ]
         transport.connect([self.everyone, *groups])
         self._examples = self._gather_examples()
-        self._messages = Messages(transport)
+        self._messages, self.meanwhile = Messages(transport), Meanwhile()
         first = StepContext(spec.batch_offsets, spec.batch_offsets)
 
         def comm(role: RoleSpec) -> RoleComm:
             own = {rank: examples for (rank, name), examples in self._examples.items() if name == role.role}
-            return RoleComm(role, self._messages, first, own, update)
+            return RoleComm(role, self._messages, first, own, update, self.meanwhile)
 
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms

@@ -18,6 +18,7 @@ from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.layouts import Extents, State, Transition
 from .collectives.loss import Loss, sum_loss, target_weight
+from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
@@ -39,14 +40,16 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         context: StepContext,
         role_examples: Mapping[int, tuple[int, int]],
         update: Callable[[str], None],
+        meanwhile: Meanwhile,
     ) -> None:
-        """role_examples: rank of this role -> its examples of the compiled batch.  update: see `Rank`."""
+        """role_examples: rank of this role -> its examples of the compiled batch.  update, meanwhile: see `Rank`."""
         transport = messages.transport
         self.role, self.members = spec.role, spec.group or (transport.rank,)
         self._spec, self._messages, self._transport = spec, messages, transport
         self._context, self._role_examples, self._update = context, role_examples, update
         self._microbatch, self._in_last_microbatch = 0, True
-        self._group, self._replicas = Group(transport, self.members), Group(transport, spec.replicas)
+        self._group = Group(transport, self.members, meanwhile)
+        self._replicas, self._meanwhile = Group(transport, spec.replicas), meanwhile
         self._role = Group(transport, spec.ranks or spec.replicas)
         self._position = self._group.index
         self._late = LateMultiply(transport, spec.replicas)
@@ -206,6 +209,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         ranks = [self._role.ranks if bucket[0] in own else self._replicas.ranks for bucket in buckets]
         with self._gradient_sums[stage].while_backward(self._transport, ranks):
             yield
+            self._meanwhile.finish()
         self._messages.count(self._gradient_sums[stage].sent_bytes(self._transport.rank, ranks))
 
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
@@ -220,6 +224,10 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         intervals = [self._context.interval(self._role_examples[rank]) for rank in self._spec.replicas]
         rows = [(b - a) * per_example for a, b in intervals]
         return self._late.linear(value, weight, bias, rows=rows, microbatch=self._microbatch)
+
+    def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer whose weight's gradient is computed while gradients of values travel."""
+        return self._meanwhile.linear(value, weight, bias)
 
     def multiply(self) -> None:
         """Compute the gradients of late-multiplied layers: W' = E^T X."""
@@ -278,6 +286,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""
+        self._meanwhile.finish()
         self._update(self.role)
 
 

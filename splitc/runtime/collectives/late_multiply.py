@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..transport.base import Transport, Work, describe
+from .meanwhile import add_to_grad
 
 
 class LateMultiply:
@@ -134,9 +135,9 @@ class _Use:
         """Multiply the factors of all replicas."""
         *inputs, errors = factors
         if inputs:
-            _add_to_grad(self.weight, errors.t() @ inputs[0].conj())
+            add_to_grad(self.weight, errors.t() @ inputs[0].conj())
         if self.bias is not None:
-            _add_to_grad(self.bias, errors.sum(0, dtype=self.bias.dtype))
+            add_to_grad(self.bias, errors.sum(0, dtype=self.bias.dtype))
 
 
 class _WatchError(torch.autograd.Function):
@@ -160,11 +161,3 @@ class _WatchError(torch.autograd.Function):
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         ctx.arrived(*ctx.saved_tensors, error)
         return error, None, None, None
-
-
-def _add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
-    gradient = gradient.to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient

@@ -36,10 +36,7 @@ class State(StrEnum):
 
 
 class Move(StrEnum):
-    """What the ranks of a group do to bring a tensor from one state to another.
-
-    Every one but the last three communicates.
-    """
+    """What the ranks of a group do to bring a tensor from one state to another."""
 
     GATHER = "gather"  # all-gather of the ranks' parts
     EXCHANGE = "exchange"  # all-to-all: parts along one dim become parts along the other
@@ -48,6 +45,11 @@ class Move(StrEnum):
     SLICE = "slice"  # this rank's part of what all have
     PAD = "pad"  # its part as a term of a sum, zeros elsewhere
     SAME = "same"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether anything travels."""
+        return self in (Move.GATHER, Move.EXCHANGE, Move.SUM, Move.SCATTER_SUM)
 
 
 _B, _F, _R, _D, _P = State

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..transport.base import CompletedWork, Transport, Work, describe
 from .layouts import Extents, Move, Transition
+from .meanwhile import Meanwhile
 
 
 class Moving:
@@ -41,13 +42,15 @@ class Group:
     Raises ValueError when `ranks` do not hold this one.
     """
 
-    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int], meanwhile: Meanwhile | None = None) -> None:
+        """meanwhile: what is computed while transitions travel."""
         self.ranks = tuple(ranks)
         if transport.rank not in self.ranks:
             raise ValueError(f"rank {transport.rank} is not one of the group's ranks {self.ranks}")
         self.index = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
         self.sent_bytes = 0
+        self.meanwhile = meanwhile or Meanwhile()
         self._transport = transport
 
     def transition(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
@@ -68,6 +71,13 @@ class Group:
             self._transport.all_reduce(total, self.ranks).wait()
             self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
         return total
+
+    def moved(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
+        """A value, or a gradient, in another state, without autograd."""
+        moving = self.start(x, transition, extents)
+        if transition.move.communicates:
+            self.meanwhile.one()
+        return moving.wait()
 
     def start(self, x: Tensor, transition: Transition, extents: Extents) -> Moving:
         """Start to bring a value, or a gradient, to another state, without autograd."""
@@ -141,12 +151,12 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, transition: Transition, extents: Extents) -> Tensor:
         ctx.group, ctx.adjoint, ctx.extents = group, transition.adjoint, extents
-        return group.start(x, transition, extents).wait()
+        return group.moved(x, transition, extents)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.start(grad, ctx.adjoint, ctx.extents).wait(), None, None, None
+        return ctx.group.moved(grad, ctx.adjoint, ctx.extents), None, None, None
 
 
 def feature_widths(features: int, size: int) -> list[int]:
