@@ -17,17 +17,16 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from torch import fx
-
 from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation, Transfer, Wait
 from splitc.cost_models.simulation.prices import Prices
+from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import Collective
 from splitc.ir.dealt import share_of
-from splitc.ir.graph import info, is_entry
-from splitc.ir.program import PlacedProgram, Program, Stage, TensorSpec
-from splitc.ir.wire import inside, nbytes_trained, of_action, wire
+from splitc.ir.graph import info, tensor_spec
+from splitc.ir.program import Stage, TensorSpec
+from splitc.ir.wire import inside, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 from splitc.runtime.collectives.layouts import State
 
@@ -50,6 +49,7 @@ class _Step:
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
         self._counts: dict[tuple[str, Payload, int], int] = defaultdict(int)
+        self._meanwhile: list[Operation] = []  # gradients of weights that nothing waits for
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
         self._late: list[tuple[str, float]] = []  # layer, seconds to multiply its factors
@@ -64,6 +64,7 @@ class _Step:
             own = tuple(each for each in actions if each.verb not in (*BEGIN_ROUND, *END_ROUND))
             for k, action in enumerate(own):
                 self._action(action, own[k + 1 :])
+            self._finish()
             self._done.append(Wait(tuple(self._sends)))
             self._update(self._trained())
             self._between([a for a in actions if a.verb in END_ROUND and (a.update or self.last) == self.update])
@@ -79,10 +80,11 @@ class _Step:
             case "multiply":
                 self._multiply()
             case "all_reduce" | "push":  # begun in backward
+                self._finish()
                 self._done.append(Wait(tuple(self._buckets)))
                 self._buckets = []
             case "update":
-                self._update(_trainable(self.program, self.program.stage(action.role), self.rank))
+                self._update(trainable(self.program, self.program.stage(action.role), self.rank))
             case "pull":
                 self._pull(action)
             case "reduce_gradients":
@@ -118,7 +120,7 @@ class _Step:
     # -- a stage -------------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        exchanged, first = self._exchanged(stage, action), _first_nodes(stage)
+        exchanged, first = self._exchanged(stage, action), first_nodes(stage)
         for node in stage.graph.nodes:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
@@ -132,8 +134,9 @@ class _Step:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""
         this = (action.role, action.microbatch)
         waiting = [each for each in later if each.bucket is not None and (each.role, each.microbatch) == this]
-        exchanged, first, users = self._exchanged(stage, action), _first_nodes(stage), _users(self.program, stage)
-        late, done = set[str](), set[str]()
+        exchanged, first = self._exchanged(stage, action), first_nodes(stage)
+        readers = users(self.program, stage)
+        late, done, alone = set[str](), set[str](), set[str]()
         for node in reversed(list(stage.graph.nodes)):
             layer, ops = info(node).layer, exchanged.get(node.name, ())
             if node.target is comm_ops.late_multiply:
@@ -141,15 +144,20 @@ class _Step:
                 self._gathers += zip(ops, self._begin(ops), strict=True)
             else:
                 self._block(ops)
+            if node.target is comm_ops.linear and tensor_spec(node.args[0]).requires_grad:
+                alone.add(layer)
             if first.get(layer) is not node:
                 continue
             seconds = self._layer(stage, layer, action)[1]
+            if layer in alone:  # its weight's gradient waits for something that travels
+                seconds /= 2
+                self._meanwhile.append(Compute(f"multiply {layer}", seconds))
             if layer in late:
                 seconds, later_seconds = self._split(stage, layer, seconds)
                 self._late.append((layer, later_seconds))
             self._done.append(Compute(f"d_{layer}", seconds))
             done.add(layer)
-            while waiting and all(users[name] <= done for name in stage.bucket(waiting[0])):
+            while waiting and all(readers[name] <= done for name in stage.bucket(waiting[0])):
                 self._start(waiting.pop(0))
         for left_over in waiting:
             self._start(left_over)
@@ -161,6 +169,11 @@ class _Step:
             self._copy(f"bucket{action.bucket}", ops[0].nbytes)
         for transfer, op in zip(self._begin(ops), ops, strict=True):
             (self._sends if op.kind == "send" and self.plan.overlap else self._buckets).append(transfer)
+
+    def _finish(self) -> None:
+        """Compute the gradients of weights that are left."""
+        self._done += self._meanwhile
+        self._meanwhile = []
 
     def _multiply(self) -> None:
         self._done.append(Wait(tuple(transfer for _, transfer in self._gathers)))
@@ -234,7 +247,7 @@ class _Step:
             if self.rank in self.plan.servers:
                 nbytes += sum(self.program.tensors[name].nbytes for name in served) / len(self.plan.servers)
             if self.rank in self.plan.roles[stage.role] and self.plan.grouping(stage.role).updates == "once":
-                nbytes += _trainable(self.program, stage, self.rank, served)
+                nbytes += trainable(self.program, stage, self.rank, served)
         return nbytes
 
     def _update(self, nbytes: float) -> None:
@@ -258,35 +271,9 @@ class _Step:
         """Begin transfers and wait for them; a copy joins the parts of a gather or a reduce-scatter."""
         ops = list(ops)
         if begun := self._begin(ops):
+            if ops[0].kind == "collective" and self._meanwhile:
+                self._done.append(self._meanwhile.pop(0))
             self._done.append(Wait(tuple(begun)))
         for op in ops:
             if op.algorithm in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
                 self._copy(str(op.payload), op.nbytes)
-
-
-def _first_nodes(stage: Stage) -> dict[str, fx.Node]:
-    """Return layer -> its first node that computes, where its forward begins and its backward ends."""
-    found: dict[str, fx.Node] = {}
-    for node in stage.graph.nodes:
-        layer = info(node).layer
-        computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
-        if layer in stage.layers and computes:
-            found.setdefault(layer, node)
-    return found
-
-
-def _users(program: Program, stage: Stage) -> dict[str, set[str]]:
-    """Return parameter -> the layers of the stage whose backward adds to its gradient."""
-    first = _first_nodes(stage)
-    users: dict[str, set[str]] = defaultdict(set)
-    for layer in program.layers:
-        if layer.name in first:
-            for name in layer.tensors:
-                users[name].add(layer.name)
-    return users
-
-
-def _trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
-    """Return the bytes of a stage's parameters that a rank trains.  but: parameters to leave out."""
-    names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
-    return float(sum(nbytes_trained(program, stage, name, rank) for name in names))

@@ -1,0 +1,40 @@
+"""Where a stage's layers begin in its graph, and what of them a rank trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import fx
+
+from splitc.ir.graph import info, is_entry
+from splitc.ir.program import PlacedProgram, Program, Stage
+from splitc.ir.wire import nbytes_trained
+
+
+def first_nodes(stage: Stage) -> dict[str, fx.Node]:
+    """Return layer -> its first node that computes, where its forward begins and its backward ends."""
+    found: dict[str, fx.Node] = {}
+    for node in stage.graph.nodes:
+        layer = info(node).layer
+        computes = node.op not in ("placeholder", "output", "get_attr") and not is_entry(node)
+        if layer in stage.layers and computes:
+            found.setdefault(layer, node)
+    return found
+
+
+def users(program: Program, stage: Stage) -> dict[str, set[str]]:
+    """Return parameter -> the layers of the stage whose backward adds to its gradient."""
+    first = first_nodes(stage)
+    users: dict[str, set[str]] = defaultdict(set)
+    for layer in program.layers:
+        if layer.name in first:
+            for name in layer.tensors:
+                users[name].add(layer.name)
+    return users
+
+
+def trainable(program: PlacedProgram, stage: Stage, rank: int, but: Iterable[str] = ()) -> float:
+    """Return the bytes of a stage's parameters that a rank trains.  but: parameters to leave out."""
+    names = [name for name in stage.tensors if program.tensors[name].trainable and name not in but]
+    return float(sum(nbytes_trained(program, stage, name, rank) for name in names))
