@@ -22,10 +22,10 @@ from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
-from splitc.ir.comm_ops import Collective
 from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
+from splitc.ir.transitions import Collective
 from splitc.ir.wire import inside, of_action, wire
 from splitc.ir.wire_op import Payload, WireOp
 from splitc.runtime.collectives.layouts import State

@@ -199,25 +199,23 @@ OPS = {
 }
 """Every operation, by the name of its node or action."""
 
-NODES: dict[Callable[..., Any], CommOp] = {
-    function: OPS[function.__name__]
-    for function in (
-        send,
-        recv,
-        *TRANSITIONS,
-        late_multiply,
-        linear,
-        batch_norm,
-        pull,
-        push,
-        all_reduce,
-        all_reduce_scalar,
-        global_weight,
-        scale_by_share,
-        *DRAWS,
-        store_buffer,
-    )
-}
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    send,
+    recv,
+    *TRANSITIONS,
+    late_multiply,
+    linear,
+    batch_norm,
+    pull,
+    push,
+    all_reduce,
+    all_reduce_scalar,
+    global_weight,
+    scale_by_share,
+    *DRAWS,
+    store_buffer,
+)
+NODES = {function: OPS[function.__name__] for function in _FUNCTIONS}
 """The operations that are nodes of a graph, by their function."""
 
 
