@@ -23,6 +23,7 @@ from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.passes.planner.request import Request
+from splitc.runtime.collectives.layouts import State
 
 
 def step_seconds(request: Request, program: LoweredProgram) -> float:
@@ -39,7 +40,8 @@ def compute_seconds(request: Request, plan: Plan) -> float:
 def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     """Compute of a layer on the busiest rank of its role in one step.
 
-    Groups of K compute on the examples of all members: a layer they share takes 1/K of it, another one all of it.
+    Groups of K compute on the examples of all members: a layer they share takes 1/K of it, another one all of it, but
+    one in state batch on a rank's own.
     A late-multiplied layer computes the weight gradient, a third of its work, of all ranks' examples.
     """
     place = plan.placements[layer]
@@ -47,7 +49,7 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
     ranks = plan.roles[place.role]
     grouping = plan.groups.get(place.role)
     batch = max(plan.peak_batch(place.role, rank) for rank in (ranks[0], ranks[-1]))
-    if grouping is None:
+    if grouping is None or (place.holding == "replicated" and place.state == State.BATCH):
         batch = plan.largest_batch(place.role)
     seconds = request.seconds(layer, batch, busy)
     if grouping is not None:
