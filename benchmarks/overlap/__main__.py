@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError
 from benchmarks.machine import machine
 from benchmarks.overlap.figures import Figures, report
-from benchmarks.overlap.measure import Measuring, Settings, estimate
+from benchmarks.overlap.measure import Measuring, Settings
 from benchmarks.overlap.sides import BASE, PLACES, SIDES, Place, Side
 from splitc.cli.options import positive
 from splitc.errors import SplitcError
@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, and print the table; 2 when it could not be run."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = _parser().parse_args(arguments)
-    settings = Settings(args.alternations, args.batch, args.warm_up, args.steps, args.cpus, args.budget, args.foreign)
+    settings = Settings(
+        args.alternations, args.batch, args.image, args.warm_up, args.steps, args.cpus, args.budget, args.foreign
+    )
     try:
         figures, sides = Figures(args.output), all_sides(args.strategy, args.plan)
         for name in args.forget:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chosen = {place: at(place, sides, args.sides) for place in places}
             measuring = Measuring(chosen, settings, figures, lambda line: print(line, file=sys.stderr, flush=True))
             if args.estimate:
-                minutes = {place: estimate(place, measuring.rounds(place), settings) / 60 for place in places}
+                minutes = {place: measuring.estimate(place) / 60 for place in places}
                 print("\n".join(f"{place}: {each:.0f} min" for place, each in minutes.items()))
                 print(f"in all: {sum(minutes.values()):.0f} min")
                 return 0
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--forget", action="append", default=[], metavar="NAME", help="a side to be measured again")
     parser.add_argument("--alternations", type=positive, default=usual.alternations, metavar="N")
     parser.add_argument("--batch", type=positive, default=usual.batch, metavar="N", help="examples of a rank")
+    parser.add_argument("--image", type=positive, default=usual.image, metavar="N", help="pixels a side")
     parser.add_argument("--warm-up", type=positive, default=usual.warm_up, metavar="N", help="steps of a run")
     parser.add_argument("--steps", type=positive, default=usual.steps, metavar="N", help="of a run, that count")
     parser.add_argument("--cpus", type=float, default=usual.cpus, metavar="N", help="processors of all ranks")

@@ -35,15 +35,16 @@ Alternation = Mapping[str, Run]
 class Measured:
     """A place as far as it came.
 
-    batch: examples of a rank.  cpus: processors that the ranks share.  foreign: the limit that disturbed runs exceed.
-    cluster: as calibrated, TOML.  plans, predicted: of splitc's sides, their JSON and simulated step seconds.
-    missing: why a side was not measured.  alternations: runs by side.
+    batch: examples of a rank; image: their pixels a side.  cpus: processors that the ranks share.  foreign: the limit
+    that disturbed runs exceed.  cluster: as calibrated, TOML.  plans, predicted: of splitc's sides, their JSON and
+    simulated step seconds.  missing: why a side was not measured.  alternations: runs by side.
     """
 
     place: Place
     batch: int
     cpus: float
     foreign: float
+    image: int = 224
     cluster: str = ""
     plans: Mapping[str, str] = field(default_factory=dict)
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -123,9 +124,9 @@ def report(figures: Figures, against: Mapping[str, str]) -> str:
     """A section for each place.  against: side -> the script that it is compared with, besides DDP."""
     sections = [f"{what}: {words}" for what, words in figures.about.items()]
     for place, measured in sorted(figures.places.items()):
-        mbits = place.bandwidth * 8e-6
-        title = f"### {place.world} ranks, {mbits:g} Mbit/s, {measured.batch} examples a rank"
-        sections += [title, _table(measured, against)]
+        examples = f"{measured.batch} examples a rank, {measured.image} x {measured.image}"
+        sections.append(f"### {place.world} ranks, {place.bandwidth * 8e-6:g} Mbit/s, {examples}")
+        sections.append(_table(measured, against))
         sections += [f"- not measured: {side}: {why.splitlines()[0]}" for side, why in measured.missing.items()]
     return "\n\n".join(sections)
 

@@ -26,7 +26,8 @@ from splitc.errors import SplitcError
 from splitc.ir.cluster_file import parse_cluster
 from splitc.ir.plan import Plan
 
-PARAMETERS, COMPUTING = 4.6e6, 0.6e-3  # of the model; seconds of an example on one core of 2026
+PARAMETERS = 4.6e6  # of the model
+CLASSIFIER, CONVOLUTIONS = 0.4e-3, 2.3e-3  # seconds of an example on one core of 2026; of 224 pixels a side
 LAUNCH, AROUND = 45.0, 1.0  # seconds to launch and compile at a place, and around each run
 
 Say = Callable[[str], None]
@@ -36,13 +37,15 @@ Say = Callable[[str], None]
 class Settings:
     """How sides are measured.
 
-    alternations: pairs of each side that count.  batch: examples of a rank.  warm_up, steps: of a run.  cpus: shared by
+    alternations: pairs of each side that count.  batch: examples of a rank, of `image` pixels a side; the defaults keep
+    AlexNet's ratios of parameters, activations and computing at batch 128.  warm_up, steps: of a run.  cpus: shared by
     the ranks, by a quota.  budget: seconds of each calibration, about.  foreign: fraction of the processors above which
     other processes disturb a run.
     """
 
     alternations: int = 15
-    batch: int = 64
+    batch: int = 32
+    image: int = 224
     warm_up: int = 1
     steps: int = 2
     cpus: float = 2.0
@@ -59,15 +62,12 @@ def wanted(measured: Measured, sides: Sequence[Side], alternations: int) -> list
     return [[*base, *(side for side in others if short[side.name] > k)] for k in range(most)]
 
 
-def estimate(place: Place, rounds: Sequence[Sequence[Side]], settings: Settings) -> float:
-    """Seconds of a place: DDP by its bytes and its computing, every other side as if it took 0.6 of that."""
-    if not rounds:
-        return 0.0
+def guess(place: Place, side: Side, settings: Settings) -> float:
+    """Seconds of a step before any was measured: DDP by its bytes and its computing; the others take 0.4 of that."""
+    computing = CLASSIFIER + CONVOLUTIONS * (settings.image / 224) ** 2
     sent = 2 * (place.world - 1) / place.world * 4 * PARAMETERS
-    ddp = sent / (0.955 * place.bandwidth) + settings.batch * COMPUTING * place.world / settings.cpus
-    steps = settings.warm_up + settings.steps
-    runs = [AROUND + steps * ddp * (1 if side.name == BASE else 0.6) for each in rounds for side in each]
-    return LAUNCH + settings.budget + sum(runs)
+    ddp = sent / (0.955 * place.bandwidth) + settings.batch * computing * place.world / settings.cpus
+    return ddp if side.script == "ddp" or side.strategy == "data_parallel" else 0.4 * ddp
 
 
 class Measuring:
@@ -76,10 +76,13 @@ class Measuring:
     def __init__(self, sides: Mapping[Place, Sequence[Side]], settings: Settings, figures: Figures, say: Say) -> None:
         self._sides, self._settings, self._figures, self._say = sides, settings, figures, say
         for place in sides:
-            found = figures.places.setdefault(place, Measured(place, settings.batch, settings.cpus, settings.foreign))
-            if (found.batch, found.cpus) != (settings.batch, settings.cpus):
+            found = figures.places.setdefault(
+                place, Measured(place, settings.batch, settings.cpus, settings.foreign, settings.image)
+            )
+            if (found.batch, found.image, found.cpus) != (settings.batch, settings.image, settings.cpus):
                 raise BenchmarkError(
-                    f"{place} was measured with --batch {found.batch} --cpus {found.cpus:g}; measure into another file"
+                    f"{place} was measured with --batch {found.batch} --image {found.image} --cpus {found.cpus:g}; "
+                    "measure into another file"
                 )
             figures.places[place] = replace(found, foreign=settings.foreign, missing={})
 
@@ -87,12 +90,26 @@ class Measuring:
         """What is missing at a place."""
         return wanted(self._figures.places[place], self._sides[place], self._settings.alternations)
 
+    def estimate(self, place: Place) -> float:
+        """Seconds that a place will take, by what was measured before where there is something."""
+        found, rounds = self._figures.places[place], self.rounds(place)
+        steps = self._settings.warm_up + self._settings.steps
+        sides = {side.name: side for each in rounds for side in each}
+        each = {
+            name: found.seconds(name) if found.runs(name) else guess(place, side, self._settings)
+            for name, side in sides.items()
+        }
+        runs = [AROUND + steps * each[side.name] for some in rounds for side in some]
+        return LAUNCH + self._settings.budget + sum(runs) if runs else 0.0
+
     def run(self) -> None:
         """Measure what is missing.  Raises BenchmarkError when there can be no testbed, or a rank fails."""
-        guesses = {place: estimate(place, self.rounds(place), self._settings) for place in self._sides}
+        guesses = {place: self.estimate(place) for place in self._sides}
         said = ", ".join(f"{place}: {seconds / 60:.0f} min" for place, seconds in guesses.items())
         self._say(f"about {sum(guesses.values()) / 60:.0f} min ({said})")
-        case = Case("alexnet", f"{self._settings.batch}x3x64x64")
+        case = Case(
+            "alexnet", "x".join(map(str, (self._settings.batch, 3, self._settings.image, self._settings.image)))
+        )
         for place in self._sides:
             if self.rounds(place):
                 self._place(place, case)
@@ -135,7 +152,8 @@ class Measuring:
         """Open a side on all ranks, or write down why it is missing; without a rate, for DDP sends all weights."""
         total = place.world * self._settings.batch
         if side.script:
-            session.do("script", name=side.name, script=side.script, options=dict(side.options), total=total)
+            image, options = self._settings.image, dict(side.options)
+            session.do("script", name=side.name, script=side.script, options=options, total=total, image=image)
             return
         found = self._figures.places[place]
         self._say(f"{place}: compiling {side.name}")

@@ -9,19 +9,20 @@ import torch
 from benchmarks.by_hand import SCRIPTS, examples
 from benchmarks.models import alexnet_quarter
 from benchmarks.session_rank import SessionRank, Training, serve, sgd
+from examples import alexnet
 from splitc.runtime.launch.main import guarded
 
 
 class OverlapRank(SessionRank):
     """What a rank has at hand between commands."""
 
-    def script(self, name: str, script: str, options: dict[str, int], total: int) -> dict[str, Any]:
-        """Open a script, and draw this rank's part of a global batch of `total` examples."""
+    def script(self, name: str, script: str, options: dict[str, int], total: int, image: int) -> dict[str, Any]:
+        """Open a script, and draw this rank's part of a global batch of `total` images, `image` pixels a side."""
         torch.manual_seed(0)
         model = alexnet_quarter.model()
         shares = examples(script, total, self._transport.world)
         own = shares[self._transport.rank]
-        batch = (*alexnet_quarter.example(own), alexnet_quarter.target(own))
+        batch = (*alexnet.example(own, image), alexnet.target(own))
         self._trainings[name] = Training(SCRIPTS[script](model, sgd, shares, **options).step, batch)
         return {}
 

@@ -32,7 +32,7 @@ def run(seconds: float, foreign: float = 0.0) -> Run:
 
 
 def measured(*alternations: dict[str, Run], cpus: float = 2.0) -> Measured:
-    return Measured(PLACE, 64, cpus, 0.05, alternations=alternations)
+    return Measured(PLACE, 32, cpus, 0.05, alternations=alternations)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, text: str) -> None:
 def test_other_batches_do_not_go_into_one_file(tmp_path: Path) -> None:
     figures = Figures(tmp_path / "overlap.json")
     figures.put(measured({BASE: run(1.0)}))
-    with pytest.raises(BenchmarkError, match="2@80Mbit was measured with --batch 64 --cpus 2; measure into another"):
-        Measuring({PLACE: OTHERS}, Settings(batch=32), figures, print)
+    with pytest.raises(BenchmarkError, match="2@80Mbit was measured with --batch 32 --image 224 --cpus 2; measure"):
+        Measuring({PLACE: OTHERS}, Settings(batch=64), figures, print)
 
 
 # -- sides -------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,10 @@ def test_the_table_has_ratios_with_intervals_bounds_and_what_is_missing(
     assert rows[3] == [
         "mine", "500 ms", "4.000 [4.000, 4.000]", "0.800 [0.800, 0.800]", "200 ms", "2.50", "+10.0%", "2"
     ]  # fmt: skip
-    assert "### 2 ranks, 80 Mbit/s, 64 examples a rank" in text and "- not measured: rows: pins have no state" in text
+    assert (
+        "### 2 ranks, 80 Mbit/s, 32 examples a rank, 224 x 224" in text
+        and "- not measured: rows: pins have no state" in text
+    )
     assert main(["--table", "-o", str(file)]) == 0 and "500 ms" in capsys.readouterr().out
 
 
