@@ -73,7 +73,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
     @property
     def sent_bytes(self) -> int:
         """Payload bytes that this role's groups have sent."""
-        return self._group.sent_bytes + self._replicas.sent_bytes + self._late.sent_bytes
+        return sum(each.sent_bytes for each in (self._group, self._replicas, self._role, self._late))
 
     @property
     def examples(self) -> tuple[int, int]:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.transitions import transition_of
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp
+from splitc.runtime.collectives.layouts import Transition
 from splitc.runtime.spec import Rounds
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
@@ -23,6 +25,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, Small, everywhere, images, planned
 from tests.support.ranks import on_workers, part_of
 from tests.support.sampling import sampled
+from tests.support.transitions import TRANSITIONS
 
 LOSS = 8  # bytes of the loss, which is summed in float64
 
@@ -35,9 +38,10 @@ class Seen:
     collectives: float = 0.0
 
     def watch(self, transport: Transport) -> None:
-        """Count from now on; a sum as on a ring, a gather once to each of the others, a scatter what is not its own."""
+        """Count from now on; a sum as on a ring, a gather once to each of the others, else what is not its own."""
         isend, all_reduce = transport._isend, transport._all_reduce
         all_gather, reduce_scatter = transport._all_gather, transport._reduce_scatter
+        exchange = transport._exchange
 
         def sent(tensor: Tensor, dst: int, tag: int) -> Any:
             self.messages[dst] += tensor.nbytes
@@ -55,7 +59,15 @@ class Seen:
             self.collectives += sum(piece.nbytes for piece in pieces) - pieces[ranks.index(transport.rank)].nbytes
             return reduce_scatter(output, pieces, ranks)
 
+        def exchanged(sends: Any, receives: Any, ranks: tuple[int, ...], tag: int) -> Any:
+            messages = Counter(self.messages)
+            work = exchange(sends, receives, ranks, tag)
+            self.collectives += (self.messages - messages).total()
+            self.messages = messages
+            return work
+
         for name, watched in (
+            ("_exchange", exchanged),
             ("_isend", sent),
             ("_all_reduce", summed),
             ("_all_gather", gathered),
@@ -137,6 +149,64 @@ def token_loss(scores: Tensor, target: Tensor) -> Tensor:
 
 def tokens(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (examples, 5)), torch.randint(7, (examples, 5))
+
+
+class Branches(nn.Module):
+    """Linear layers on (batch, time, features), of which two read one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7, bias=False)
+        self.left, self.right = nn.Linear(7, 6), nn.Linear(7, 6, bias=False)
+        self.last = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        scores: Tensor = self.last(torch.tanh(self.left(h)) * torch.sigmoid(self.right(h)))
+        return scores.mean(1)
+
+
+COLUMNS, ROWS = Placement(holding="sharded", split="columns"), Placement(holding="sharded", split="rows")
+BATCH, WHOLE = Placement(state="batch"), Placement(state="replicate")
+OF_STATES = {  # of first, left, right and last
+    "batch then features then batch": (BATCH, COLUMNS, COLUMNS, replace(ROWS, state="batch")),
+    "rows of own examples": (BATCH, replace(ROWS, state="batch"), replace(ROWS, state="batch"), BATCH),
+    "a whole value in parts of both kinds": (replace(ROWS, state="replicate"), COLUMNS, ROWS, ROWS),
+    "features that are own examples": (replace(COLUMNS, state="batch"), BATCH, COLUMNS, WHOLE),
+    "sums of features": (replace(ROWS, state="features"), replace(ROWS, state="features"), COLUMNS, COLUMNS),
+    "gathered and read in parts": (COLUMNS, COLUMNS, ROWS, WHOLE),
+    "a sum in parts and own": (replace(ROWS, state="replicate"), COLUMNS, BATCH, BATCH),
+    "divided and own": (BATCH, COLUMNS, BATCH, BATCH),
+    "whole, then own": (WHOLE, replace(COLUMNS, state="replicate"), WHOLE, BATCH),
+    "own, then whole": (BATCH, WHOLE, BATCH, WHOLE),
+}
+
+
+def of_states(name: str, size: int, **options: Any) -> CompiledProgram:
+    pins = dict(zip(("first", "left", "right", "last"), OF_STATES[name], strict=True))
+    pins = {layer: replace(pin, holding=pin.holding or "replicated", group=size) for layer, pin in pins.items()}
+    x, y = timed(4)
+    return compiled(Branches(), (x,), y, F.cross_entropy, 2 * size, "auto", pins=pins, **options)
+
+
+def timed(examples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(examples, 3, 5), torch.randint(4, (examples,))
+
+
+@pytest.mark.parametrize("name", OF_STATES)
+@sampled("options", [{}, {"global_batch": 11}], one_in=2)
+@sampled("size", [3, 2], one_in=2)
+def test_so_it_does_with_every_transition(name: str, size: int, options: dict[str, Any]) -> None:
+    program = of_states(name, size, **options)
+    assert_defined(program, timed(program.plan.global_batch))
+
+
+def test_those_are_all_transitions() -> None:
+    found: set[Transition] = set()
+    for name in OF_STATES:
+        for stage in of_states(name, 2).program.stages:
+            found |= {each for node in stage.graph.nodes if (each := transition_of(node)) is not None}
+    assert found == set(TRANSITIONS), set(TRANSITIONS) - found
 
 
 TIMED = [

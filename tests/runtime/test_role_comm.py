@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
+from splitc.ir.transitions import options_of
+from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
@@ -20,6 +22,7 @@ from splitc.runtime.spec import microbatch_examples
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
 from tests.support.sampling import sampled
+from tests.support.transitions import TRANSITIONS, Case
 
 Sizes = tuple[int, ...] | None
 
@@ -237,6 +240,31 @@ def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
         return torch.cat(kept, dim)
 
     assert torch.equal(torch.cat(on_comms(plan, run, sizes), dim), value)
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
+@sampled("sizes", SIZES, one_in=3)
+@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 3)])
+def test_the_method_of_every_transition_brings_a_value_to_its_state(
+    transition: Transition, sizes: Sizes, dim: int, rows: int
+) -> None:
+    """As generated code calls it, with the arguments of its node; what moves and how is the group's business."""
+    plan, width = grouped(2, "BK"), 5
+    function, options = options_of(transition, width, dim, rows)
+
+    def run(comm: RoleComm) -> None:
+        (examples,) = [comm._group_rows(rows) for _ in comm.microbatches(1)]
+        shape = (sum(examples), 2, width) if dim == 0 else (2, sum(examples), width)
+        case = Case(shape, Extents(tuple(examples), (3, 2), dim))
+        position = comm.members.index(comm._transport.rank)
+        x = case.held(case.value(1), transition.source, position).detach().requires_grad_()
+        value = getattr(comm, function.__name__)(x, **options)
+        torch.testing.assert_close(value, case.held(case.value(1), transition.target, position))
+        value.backward(case.held(case.value(2), transition.target.gradient, position))
+        if transition.source is not State.DIVIDED:
+            torch.testing.assert_close(x.grad, case.held(case.value(2), transition.source.gradient, position))
+
+    on_comms(plan, run, sizes)
 
 
 EMPTY = [

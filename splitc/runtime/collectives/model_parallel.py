@@ -87,23 +87,25 @@ class Group:
         dim, sizes = extents.sizes(transition.by_examples)
         match transition.move:
             case Move.GATHER:
-                self._check(x, transition, dim, sizes[self.index], sizes)
+                self._check(x, transition, dim, sizes)
                 return self._gather(x, dim, sizes)
             case Move.EXCHANGE:
-                self._check(x, transition, dim, sizes[self.index], sizes)
-                return self._exchange(x, dim, sizes, *extents.sizes(not transition.by_examples))
+                self._check(x, transition, dim, sizes)
+                other, others = extents.sizes(not transition.by_examples)
+                self._check(x, transition, other, others, whole=True)
+                return self._exchange(x, dim, sizes, other, others)
             case Move.SUM:
                 total = x.clone(memory_format=torch.contiguous_format)
                 self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
                 return Moving(self._transport.all_reduce(total, self.ranks), lambda: total)
             case Move.SCATTER_SUM:
-                self._check(x, transition, dim, sum(sizes), sizes)
+                self._check(x, transition, dim, sizes, whole=True)
                 return self._scatter_sum(x, dim, sizes)
             case Move.SLICE:
-                self._check(x, transition, dim, sum(sizes), sizes)
+                self._check(x, transition, dim, sizes, whole=True)
                 return Moving(CompletedWork(), lambda: x.narrow(dim, sum(sizes[: self.index]), sizes[self.index]))
             case Move.PAD:
-                self._check(x, transition, dim, sizes[self.index], sizes)
+                self._check(x, transition, dim, sizes)
                 padded = x.new_zeros(_resized(x, dim, sum(sizes)))
                 padded.narrow(dim, sum(sizes[: self.index]), sizes[self.index]).copy_(x)
                 return Moving(CompletedWork(), lambda: padded)
@@ -134,11 +136,11 @@ class Group:
         sends, receives = ([(tensors[k], rank) for k, rank in peers] for tensors in (pieces, received))
         return Moving(self._transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
 
-    def _check(self, x: Tensor, transition: Transition, dim: int, expected: int, sizes: Sequence[int]) -> None:
-        """Raise ValueError when the members' sizes along `dim` do not fit the group or `x`."""
+    def _check(self, x: Tensor, transition: Transition, dim: int, sizes: Sequence[int], whole: bool = False) -> None:
+        """Raise ValueError when the members' sizes along `dim`, of which `x` has all or its own, do not fit."""
         if len(sizes) != self.size:
             raise ValueError(f"{transition} with sizes {list(sizes)} in a group of {self.size} ranks")
-        if x.size(dim) != expected:
+        if x.size(dim) != (expected := sum(sizes) if whole else sizes[self.index]):
             raise ValueError(
                 f"{transition} of {describe(x)} on member {self.index}: by sizes {list(sizes)} dim {dim} should be "
                 f"{expected}"

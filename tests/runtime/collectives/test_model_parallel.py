@@ -1,4 +1,4 @@
-"""Groups that share layers: one process's values and gradients, adjoints, and the bytes that travel."""
+"""Groups that share layers: every transition is one process's value and gradient, and sends what the table says."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,41 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from splitc.ir.transitions import nbytes_sent
+from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import on_ranks
+from tests.support.transitions import TABLE, TRANSITIONS, Case, cases, count_sent, fractions_sent
 
-SIZES = [(2, 2), (3, 0, 1), (1, 4, 2, 2)]
-
-
-def count_sent(transport: Transport) -> list[int]:
-    """The payload of every operation that `transport` starts from now on; a sum counts as on a ring."""
-    sent: list[int] = []
-    counts: dict[str, Callable[..., int]] = {
-        "_isend": lambda tensor, dst, tag: tensor.nbytes,
-        "_all_reduce": lambda tensor, ranks: 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks),
-        "_all_gather": lambda outputs, tensor, ranks: (len(ranks) - 1) * tensor.nbytes,
-        "_reduce_scatter": lambda output, pieces, ranks: sum(
-            piece.nbytes for piece, rank in zip(pieces, ranks, strict=True) if rank != transport.rank
-        ),
-    }
-    for name, count in counts.items():
-        start = getattr(transport, name)
-
-        def counted(*arguments: Any, start: Any = start, count: Callable[..., int] = count) -> Any:
-            sent.append(count(*arguments))
-            return start(*arguments)
-
-        setattr(transport, name, counted)
-    return sent
-
-
-def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def own_of(whole: Tensor, sizes: Sequence[int], rank: int, dim: int) -> Tensor:
-    return whole.split(list(sizes), dim)[rank]
+EVERY = pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
+GROUPS = pytest.mark.parametrize("size", [2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (6, 8))])
+ENTER, REDUCE = Transition(State.REPLICATE, State.DIVIDED), Transition(State.PARTIAL, State.REPLICATE)
 
 
 def on_group(size: int, function: Callable[[Group], Any]) -> list[Any]:
@@ -52,17 +27,109 @@ def on_group(size: int, function: Callable[[Group], Any]) -> list[Any]:
         sent = count_sent(transport)
         group = Group(transport, range(size))
         result = function(group)
-        assert group.sent_bytes == sum(sent)
+        assert abs(group.sent_bytes - sum(sent)) <= len(sent), "which an all-reduce rounds"
         return result
 
     return on_ranks(size, member)
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    return float((a.detach() * b.detach()).sum())
+def own_of(whole: Tensor, sizes: Sequence[int], rank: int, dim: int) -> Tensor:
+    return whole.split(list(sizes), dim)[rank]
+
+
+def moved(group: Group, x: Tensor, source: State, target: State, extents: Extents) -> Tensor:
+    return group.transition(x, Transition(source, target), extents)
+
+
+# every row of the table
+
+
+@EVERY
+@GROUPS
+def test_value_and_gradient_are_those_of_one_process(transition: Transition, size: int) -> None:
+    """One process: loss = sum(value * gradient).  What a rank holds of both follows from their states."""
+    source, target = transition
+
+    def member(group: Group) -> list[tuple[Tensor, Tensor]]:
+        seen = []
+        for case in cases(size, transition):
+            whole, gradient = case.value(1), case.value(2)
+            x = case.held(whole, source, group.index).detach().requires_grad_()
+            value = group.transition(x, transition, case.extents)
+            assert_same(value, case.held(whole, target, group.index))
+            value.backward(case.held(gradient, target.gradient, group.index, seed=50))
+            assert x.grad is not None and x.grad.shape == x.shape
+            seen.append((x.grad, case.held(gradient, source.gradient, group.index)))
+        return seen
+
+    for each in zip(*on_group(size, member), strict=True):
+        gradients, expected = zip(*each, strict=True)
+        if source is State.DIVIDED:  # whose gradients are terms of a sum
+            assert_same(sum(gradients), expected[0] if size == 1 else sum(expected))
+        else:
+            assert_same(list(gradients), list(expected))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    first = got[0] if isinstance(got, list) else got
+    tolerance = 1e-9 if first.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@EVERY
+@GROUPS
+def test_the_backward_is_the_adjoint(transition: Transition, size: int) -> None:
+    """<A x, y> = <x, A* y>: summed over ranks, but once for a value that is alike on all, whose gradient is too."""
+    source, target = transition
+
+    def member(group: Group) -> list[tuple[float, float]]:
+        pairs = []
+        for case in cases(size, transition)[:-2]:  # those of float64
+            x = case.held(case.value(1), source, group.index).detach().requires_grad_()
+            value = group.transition(x, transition, case.extents)
+            y = case.held(case.value(2), target.gradient, group.index, seed=50)
+            value.backward(y)
+            assert x.grad is not None
+            pairs.append((float((value.detach() * y).sum()), float((x.detach() * x.grad).sum())))
+        return pairs
+
+    seen = on_group(size, member)
+    for each in zip(*seen, strict=True):
+        lefts, rights = zip(*each, strict=True)
+        left = lefts[0] if target is State.REPLICATE else sum(lefts)
+        right = rights[0] if source is State.REPLICATE else sum(rights)
+        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
+@EVERY
+@GROUPS
+def test_a_rank_sends_the_bytes_of_the_table(transition: Transition, size: int) -> None:
+    """As counted at the transport, in forward and in backward."""
+    source, target = transition
+
+    def member(transport: Transport) -> None:
+        sent, group = count_sent(transport), Group(transport, range(size))
+        for case in cases(size, transition):
+            sent.clear()
+            value, extents = case.value(1), case.extents
+            x = case.held(value, source, group.index).detach().requires_grad_()
+            y = group.transition(x, transition, extents)
+            forward = sum(sent)
+            y.backward(case.held(case.value(2), target.gradient, group.index))
+            backward = sum(sent) - forward
+            _, done, undone = TABLE[transition]
+            for seen, what, move in ((forward, done, transition), (backward, undone, transition.adjoint)):
+                assert seen == pytest.approx(fractions_sent(what, extents, group.index) * value.nbytes), what
+                assert seen == pytest.approx(nbytes_sent(move, value.nbytes, extents, group.index)), what
+
+    on_ranks(size, member)
 
 
 # what one process computes
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return Case(shape, Extents()).value(seed)
 
 
 def mlp() -> tuple[Tensor, ...]:
@@ -82,8 +149,9 @@ def test_a_column_split_then_a_row_split_layer_are_one_process() -> None:
         inputs = x.detach().clone().requires_grad_()
         up = own_of(first.detach(), widths, group.index, 0).clone().requires_grad_()
         down = own_of(second.detach(), widths, group.index, 1).clone().requires_grad_()
-        hidden = F.relu(F.linear(group.copy_to_group(inputs), up))
-        ours = F.cross_entropy(group.reduce_from_group(F.linear(hidden, down)) + bias.detach(), target)
+        hidden = F.relu(F.linear(group.transition(inputs, ENTER, Extents()), up))
+        scores = group.transition(F.linear(hidden, down), REDUCE, Extents()) + bias.detach()
+        ours = F.cross_entropy(scores, target)
         torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
         gotten = torch.autograd.grad(ours, [inputs, up, down])
         wholes = [expected[0], own_of(expected[1], widths, group.index, 0), own_of(expected[2], widths, group.index, 1)]
@@ -106,16 +174,18 @@ def test_modulo_and_shard_layers_are_one_process() -> None:
         up = own_of(first.detach(), hidden_widths, i, 0).clone().requires_grad_()
         down = own_of(second.detach(), widths, i, 0).clone().requires_grad_()
         shift = own_of(bias.detach(), widths, i, 0).clone().requires_grad_()
-        examples = group.gather_examples(own_of(x, rows, i, 0), rows).requires_grad_()
-        targets = group.gather_examples(own_of(target, rows, i, 0), rows)
+        own = own_of(x, rows, i, 0).detach().requires_grad_()
+        examples = moved(group, own, State.BATCH, State.DIVIDED, Extents(rows))
+        targets = moved(group, own_of(target, rows, i, 0), State.BATCH, State.REPLICATE, Extents(rows))
         assert torch.equal(targets, target)
-        hidden = group.gather_features(F.relu(F.linear(examples, up)), hidden_widths, partial=True)
-        scores = group.gather_features(F.linear(hidden, down, shift), widths, partial=False)
+        hidden = F.relu(F.linear(examples, up))
+        hidden = moved(group, hidden, State.FEATURES, State.DIVIDED, Extents((), hidden_widths))
+        scores = F.linear(hidden, down, shift)
+        scores = moved(group, scores, State.FEATURES, State.REPLICATE, Extents((), widths))
         ours = F.cross_entropy(scores, targets)
         torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
         ours.backward()
-        assert examples.grad is not None
-        gotten = [group.scatter_gradients(examples.grad, rows, partial=True), up.grad, down.grad, shift.grad]
+        gotten = [own.grad, up.grad, down.grad, shift.grad]
         cut = [(rows, 0), (hidden_widths, 0), (widths, 0), (widths, 0)]
         wholes = [own_of(whole, sizes, i, dim) for whole, (sizes, dim) in zip(expected, cut, strict=True)]
         torch.testing.assert_close(gotten, wholes, rtol=1e-12, atol=1e-12)
@@ -123,137 +193,118 @@ def test_modulo_and_shard_layers_are_one_process() -> None:
     on_group(3, member)
 
 
-@pytest.mark.parametrize("widths", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_features_are_gathered_and_their_gradients_summed_or_cut(widths: tuple[int, ...], dtype: torch.dtype) -> None:
-    size, whole = len(widths), random(1, 2, 3, sum(widths), dtype=dtype)
-    grads = [random(rank + 2, 2, 3, sum(widths), dtype=dtype) for rank in range(size)]
-    total = sum(grads[1:], start=grads[0].clone())
+def test_layers_divided_by_rows_are_one_process() -> None:
+    """An all-to-all before, a reduce-scatter to features between and one to examples after: nothing is whole."""
+    x, target, first, second, bias = mlp()
+    x.requires_grad_()
+    loss = F.cross_entropy(F.linear(F.relu(F.linear(x, first)), second, bias), target, reduction="sum")
+    expected = torch.autograd.grad(loss, [x, first, second, bias])
+    rows, widths, hidden_widths = (1, 3, 2), (2, 2, 1), (3, 0, 5)
+
+    def member(group: Group) -> tuple[Tensor, Tensor | None]:
+        i = group.index
+        up = own_of(first.detach(), widths, i, 1).clone().requires_grad_()
+        down = own_of(second.detach(), hidden_widths, i, 1).clone().requires_grad_()
+        shift = bias.detach().clone().requires_grad_()
+        own = own_of(x, rows, i, 0).detach().requires_grad_()
+        part = moved(group, own, State.BATCH, State.FEATURES, Extents(rows, widths))
+        hidden = moved(group, F.linear(part, up), State.PARTIAL, State.FEATURES, Extents((), hidden_widths))
+        scores = moved(group, F.linear(F.relu(hidden), down), State.PARTIAL, State.BATCH, Extents(rows)) + shift
+        ours = F.cross_entropy(scores, own_of(target, rows, i, 0), reduction="sum")
+        ours.backward()
+        cut = [(rows, 0), (widths, 1), (hidden_widths, 1)]
+        wholes = [own_of(whole, sizes, i, dim) for whole, (sizes, dim) in zip(expected[:3], cut, strict=True)]
+        torch.testing.assert_close([own.grad, up.grad, down.grad], wholes, rtol=1e-12, atol=1e-12)
+        return ours.detach(), shift.grad
+
+    losses, biases = zip(*on_group(3, member), strict=True)
+    torch.testing.assert_close(sum(losses), loss.detach())
+    torch.testing.assert_close(sum(biases), expected[3])  # each rank's is of its own examples
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_other_dtypes_travel_as_they_are(dtype: torch.dtype) -> None:
+    whole = torch.arange(12).reshape(4, 3).to(dtype)
+    extents = Extents((3, 1), (2, 1))
+    case = Case((4, 3), extents)
 
     def member(group: Group) -> None:
-        for partial, gradient in [(True, total), (False, grads[group.index])]:
-            x = own_of(whole, widths, group.index, -1).detach().requires_grad_()  # not contiguous
-            gathered = group.gather_features(x, widths, partial)
-            assert torch.equal(gathered, whole)
-            gathered.backward(grads[group.index])
-            assert x.grad is not None
-            assert torch.equal(x.grad, own_of(gradient, widths, group.index, -1))
-
-    on_group(size, member)
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("rows", SIZES)
-def test_examples_are_gathered_along_any_dim_and_returned(rows: tuple[int, ...], dim: int) -> None:
-    shape = [3, 2, 2]
-    shape[dim] = sum(rows)
-    whole = random(1, *shape)
-
-    def member(group: Group) -> None:
-        own = own_of(whole, rows, group.index, dim)
-        assert torch.equal(group.gather_examples(own, rows, dim), whole)
-        assert torch.equal(group.slice_examples(whole, rows, dim), own)
-        assert torch.equal(group.gather_gradients(own, rows, dim), whole)
-        summed = group.scatter_gradients(whole * (group.index + 1), rows, dim, partial=True)
-        torch.testing.assert_close(summed, own * (group.size * (group.size + 1) / 2))
-        assert torch.equal(group.scatter_gradients(whole, rows, dim, partial=False), own)
-
-    on_group(len(rows), member)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bool, torch.bfloat16])
-def test_examples_of_any_dtype_are_gathered_without_a_graph(dtype: torch.dtype) -> None:
-    whole = torch.tensor([[1, 0], [0, 1], [1, 1]]).to(dtype)
-
-    def member(group: Group) -> None:
-        own = own_of(whole, (1, 2), group.index, 0).clone()
-        gathered = group.gather_examples(own.requires_grad_(dtype.is_floating_point), (1, 2))
-        assert torch.equal(gathered, whole)
-        assert not gathered.requires_grad
+        for source, target in TABLE:
+            terms = [whole * 2, -whole] if source is State.PARTIAL else None
+            x = (terms[group.index] if terms else case.held(whole, source, group.index)).clone().requires_grad_()
+            value = moved(group, x, source, target, extents)
+            assert torch.equal(value, case.held(whole, target, group.index)) and value.requires_grad
+            (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value))
+            assert gradient.dtype == dtype and gradient.shape == x.shape
 
     on_group(2, member)
 
 
-# adjoints: <A x, y> = <x, A^T y>, summed over the members where a value differs between them
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bool])
+def test_values_without_a_gradient_move_too(dtype: torch.dtype) -> None:
+    case = Case((3, 4), Extents((1, 2), (3, 1)))
+    whole = torch.arange(12).reshape(3, 4).remainder(3).to(dtype)
 
+    def member(group: Group) -> None:
+        for source, target in TABLE:
+            if source is not State.PARTIAL:  # whose terms a product has made
+                value = moved(group, case.held(whole, source, group.index), source, target, case.extents)
+                assert torch.equal(value, case.held(whole, target, group.index)) and not value.requires_grad
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_backward_of_every_operation_is_its_adjoint(sizes: tuple[int, ...]) -> None:
-    n = len(sizes)
-    alike = random(0, 3, sum(sizes))  # the same on all members
-    different = [random(10 + rank, 3, sum(sizes)) for rank in range(n)]
-
-    def both(x: Tensor, operation: Callable[[Tensor], Tensor], y: Tensor) -> tuple[float, float]:
-        x = x.clone().requires_grad_()
-        value = operation(x)
-        value.backward(y)
-        assert x.grad is not None
-        return dot(value, y), dot(x, x.grad)
-
-    def member(group: Group) -> dict[str, tuple[float, float]]:
-        y = different[group.index]
-        part = own_of(random(7, 3, sum(sizes)), sizes, group.index, -1)
-        gathered = group.gather_examples(part, sizes, 1)
-        spread = group.gather_gradients(part, sizes, 1)
-        return {
-            "gather, each goes on": both(part, lambda x: group.gather_features(x, sizes, partial=True), y),
-            "gather, alike": both(part, lambda x: group.gather_features(x, sizes, partial=False), alike),
-            "enter": both(alike, group.copy_to_group, y),
-            "sum": both(y, group.reduce_from_group, alike),
-            "examples": (dot(gathered, y), dot(part, group.scatter_gradients(y, sizes, 1, partial=True))),
-            "own": (dot(group.slice_examples(alike, sizes, 1), part), dot(alike, spread)),
-        }
-
-    seen = on_group(n, member)
-    left = {name: sum(result[name][0] for result in seen) for name in seen[0]}
-    right = {name: sum(result[name][1] for result in seen) for name in seen[0]}
-    once = seen[0]  # a value that is alike on all members counts once
-    left["gather, alike"], left["sum"] = once["gather, alike"][0], once["sum"][0]
-    right["enter"], right["own"] = once["enter"][1], once["own"][1]
-    for name in left:
-        assert left[name] == pytest.approx(right[name], rel=1e-12, abs=1e-12), name
+    on_group(2, member)
 
 
 # the rest
 
 
-def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing() -> None:
+@EVERY
+def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing(transition: Transition) -> None:
     def alone(transport: Transport) -> None:
-        group = Group(transport, (transport.rank,))
-        x = random(1, 3, 4).requires_grad_()
-        for same in [group.copy_to_group(x), group.reduce_from_group(x), group.gather_features(x, [4], partial=True)]:
-            assert same is x
-        for same in [
-            group.gather_examples(x, [3]), group.scatter_gradients(x, [3], partial=True), group.slice_examples(x, [3]),
-            group.gather_gradients(x, [3]), group.all_reduce_scalar(x),
-        ]:  # fmt: skip
-            assert torch.equal(same, x)
-            assert not same.requires_grad
+        group, x = Group(transport, (transport.rank,)), random(1, 3, 4).requires_grad_()
+        assert group.transition(x, transition, Extents((3,), (4,))) is x
+        assert torch.equal(group.start(x, transition, Extents((3,), (4,))).wait(), x)
+        assert torch.equal(group.all_reduce_scalar(x), x) and not group.all_reduce_scalar(x).requires_grad
         assert (group.size, group.index, group.sent_bytes) == (1, 0, 0)
 
     on_ranks(2, alone)
+
+
+@EVERY
+def test_a_transition_that_is_started_early_is_the_same_without_a_graph(transition: Transition) -> None:
+    """Two are under way at once, and what they bring is waited for in the other order."""
+    source, target = transition
+
+    def member(group: Group) -> None:
+        case = cases(3, transition)[1]
+        wholes = [case.value(1), case.value(2)]
+        held = [case.held(whole, source, group.index).requires_grad_() for whole in wholes]
+        moving = [group.start(x, transition, case.extents) for x in held]
+        for whole, each in reversed(list(zip(wholes, moving, strict=True))):
+            value = each.wait()
+            assert_same(value, case.held(whole, target, group.index))
+            assert not value.requires_grad
+
+    on_group(3, member)
 
 
 def test_groups_of_some_ranks_leave_the_others_alone() -> None:
     def action(transport: Transport) -> Tensor:
         group = Group(transport, (0, 2) if transport.rank % 2 == 0 else (1, 3))
         assert group.index == transport.rank // 2
-        return group.gather_examples(torch.tensor([transport.rank]), [1, 1])
+        return moved(group, torch.tensor([transport.rank]), State.BATCH, State.REPLICATE, Extents((1, 1)))
 
     assert [gathered.tolist() for gathered in on_ranks(4, action)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def test_a_second_derivative_is_refused() -> None:
+@EVERY
+def test_a_second_derivative_is_refused(transition: Transition) -> None:
     def member(group: Group) -> None:
-        for operation in (
-            group.copy_to_group,
-            group.reduce_from_group,
-            lambda x: group.gather_features(x, [2, 2], partial=True),
-        ):
-            x = random(1, 3, 2).requires_grad_()
-            (grad,) = torch.autograd.grad(operation(x).square().sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                grad.sum().backward()
+        case = cases(2, transition)[0]
+        x = case.held(case.value(1), transition.source, group.index).detach().requires_grad_()
+        value = group.transition(x, transition, case.extents)
+        (grad,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
 
     on_group(2, member)
 
@@ -261,12 +312,14 @@ def test_a_second_derivative_is_refused() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     def member(group: Group) -> None:
         x = random(1, 3, 2)
-        with pytest.raises(ValueError, match=r"gather_features with sizes \[2\] in a group of 2 ranks"):
-            group.gather_features(x, [2], partial=True)
+        with pytest.raises(ValueError, match=r"features -> divided with sizes \[2\] in a group of 2 ranks"):
+            moved(group, x, State.FEATURES, State.DIVIDED, Extents((), (2,)))
         with pytest.raises(ValueError, match=r"\(3, 2\) float64 .* by sizes \[4, 4\] dim 0 should be 4"):
-            group.gather_examples(x, [4, 4])
-        with pytest.raises(ValueError, match=r"scatter_gradients .* should be 8"):
-            group.scatter_gradients(x, [4, 4], partial=False)
+            moved(group, x, State.BATCH, State.REPLICATE, Extents((4, 4)))
+        with pytest.raises(ValueError, match=r"replicate -> batch .* should be 8"):
+            moved(group, x, State.REPLICATE, State.BATCH, Extents((4, 4)))
+        with pytest.raises(ValueError, match=r"batch -> features .*by sizes \[4, 1\] dim -1 should be 5"):
+            moved(group, x, State.BATCH, State.FEATURES, Extents((3, 3), (4, 1)))
 
     on_group(2, member)
 
