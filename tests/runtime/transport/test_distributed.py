@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from splitc.errors import LaunchError
 from splitc.runtime.collectives.late_multiply import LateMultiply
+from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.collectives.sync_batch_norm import batch_norm
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.transport.simulated import run_ranks
+from tests.support.transitions import TRANSITIONS, Case
 
 WORLD = 3
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
@@ -198,11 +200,6 @@ def exercise_group(t: Transport) -> dict[str, Any]:
     """Gather, scatter, normalise and multiply late with everyone: in whole numbers, whose sum has any order."""
     group, late, rows = Group(t, (0, 1, 2)), LateMultiply(t, (0, 1, 2)), (2, 0, 3)
     own = (torch.arange(8.0)[: rows[t.rank] * 2].reshape(-1, 2) + t.rank).double()
-    examples = group.gather_examples(own, rows).requires_grad_()
-    features = group.gather_features(group.copy_to_group(examples) * (t.rank + 1), [2, 2, 2], partial=True)
-    loss = group.reduce_from_group((features * (t.rank + 1)).sum())
-    loss.backward()
-    assert examples.grad is not None
     weight, bias = (torch.ones(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 2), (3,)))
     late.linear(own, weight, bias, rows=rows).square().sum().backward()
     late.finish()
@@ -210,12 +207,31 @@ def exercise_group(t: Transport) -> dict[str, Any]:
     batch_norm(group, own, mean, var, training=True)
     assert weight.grad is not None and bias.grad is not None
     return {
-        "loss": loss.item(),
-        "gradient": group.scatter_gradients(examples.grad, rows, partial=False).tolist(),
+        "transitions": [exercise_transition(group, transition) for transition in TRANSITIONS],
         "late": (weight.grad.tolist(), bias.grad.tolist()),
         "statistics": [round(value, 12) for value in (*mean.tolist(), *var.tolist())],
         "bytes": (group.sent_bytes, late.sent_bytes),
     }
+
+
+def exercise_transition(group: Group, transition: Transition) -> list[Any]:
+    """Value and gradient of whole numbers, all at a time or begun and waited for; two dtypes."""
+    case, seen = Case((5, 4, 7), Extents((2, 0, 3), (1, 6, 0))), list[Any]()
+    for dtype in (torch.float64, torch.float32):
+        whole = torch.arange(140).reshape(case.shape).to(dtype)
+        if transition.source is State.PARTIAL:
+            whole = whole * (group.index + 1)
+        x = (
+            case.held(whole, transition.source, group.index).clone()
+            if transition.source is not State.PARTIAL
+            else whole
+        )
+        x.requires_grad_()
+        begun = group.start(x, transition, case.extents)
+        value = group.transition(x, transition, case.extents)
+        (gradient,) = torch.autograd.grad(value, x, value.detach() + 1)
+        seen += [value.tolist(), begun.wait().tolist(), gradient.tolist()]
+    return seen
 
 
 def assert_pieces_travel_once(t: Transport) -> None:
@@ -261,10 +277,13 @@ def assert_group_equals_dtensor(t: Transport) -> None:
         for name, dim in (("0.weight", 0), ("2.weight", 1), ("4.weight", 0))
     )
     ours = inputs.clone().requires_grad_()
-    hidden = F.relu(F.linear(group.copy_to_group(ours), up, state["0.bias"].chunk(WORLD)[t.rank]))
-    hidden = F.relu(group.reduce_from_group(F.linear(hidden, down)) + state["2.bias"])
-    scores = F.linear(group.copy_to_group(hidden), last, state["4.bias"].chunk(WORLD)[t.rank])
-    F.cross_entropy(group.gather_features(scores, [1, 1, 1], partial=False), target).backward()
+    enter, shard = Transition(State.REPLICATE, State.DIVIDED), Transition(State.FEATURES, State.REPLICATE)
+    extents = Extents((), (1, 1, 1))
+    hidden = F.relu(F.linear(group.transition(ours, enter, extents), up, state["0.bias"].chunk(WORLD)[t.rank]))
+    total = group.transition(F.linear(hidden, down), Transition(State.PARTIAL, State.REPLICATE), extents)
+    entered = group.transition(F.relu(total + state["2.bias"]), enter, extents)
+    scores = F.linear(entered, last, state["4.bias"].chunk(WORLD)[t.rank])
+    F.cross_entropy(group.transition(scores, shard, extents), target).backward()
 
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     for weight, name in ((up, "0.weight"), (down, "2.weight"), (last, "4.weight")):
