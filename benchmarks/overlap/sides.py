@@ -77,7 +77,7 @@ _LATE, _BY_ROWS, _APART = "late multiply, by hand", "rows, by hand", "separation
 
 SIDES = [
     Side(BASE, script="ddp"),
-    Side("data_parallel", strategy="data_parallel"),
+    Side("data_parallel", strategy="data_parallel", places=(*_FEW, *_SLOW, "8@105Mbit")),
     Side(_LATE, script="late_multiply", places=_FEW),
     Side("late_multiply", strategy="late_multiply", against=_LATE, places=_FEW),
     Side(_BY_ROWS, script="rows", places=_SLOW),
