@@ -162,7 +162,7 @@ class _Walk:
                 node.update_kwarg("features", _features(node))
             return
         asked = place.state if place is not None else None
-        state = State.BATCH if asked == State.BATCH else State.REPLICATE
+        state = State.BATCH if asked == State.BATCH or info(node).once else State.REPLICATE
         self._read(node, state)
         if not (states or isinstance(info(node).spec, SizeSpec)):
             return

@@ -77,9 +77,9 @@ def _synchronised(program: PlacedProgram, role: str, sync: str) -> tuple[str, ..
 
 def _role(program: PlacedProgram, node: fx.Node) -> str:
     plan = program.plan
-    if node.op == "placeholder" or info(node).on_reader:
+    if node.op == "placeholder":
         return plan.reader
-    layer = info(program.loss).layer if node.op == "output" else info(node).layer
+    layer = info(program.loss if node.op == "output" or info(node).once else node).layer
     return plan.placements[layer].role
 
 
@@ -132,7 +132,7 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
     producer = info(value).role
     local = plan.is_local(producer, role)
-    if not isinstance(spec, TensorSpec) or (spec.batch_dim is None and not (local and info(value).on_reader)):
+    if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
         raise InternalError(
             f"{value.name} ({info(value).source}) was cut, but its examples cannot be told apart: {spec}"
         )

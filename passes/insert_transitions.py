@@ -105,8 +105,9 @@ class Transitions:
         for node in list(self._graph.nodes):
             if node.target is not comm_ops.recv or info(node).role != self._role:
                 continue
-            entry = next(iter(node.users), node)
-            if len(node.users) != 1 or entry.target not in (modulo, all_to_all):
+            users = [user for user in node.users if not info(user).once]
+            entry = users[0] if users else node
+            if len(users) != 1 or entry.target not in (modulo, all_to_all):
                 if info(node).state and self._program.plan.grouping(self._role).num_microbatches > 1:
                     raise PlacementError(
                         f"{node.name} ({info(node).source}) is read in several states, which is not possible in "

@@ -6,8 +6,8 @@ This pass rewrites.  After it every gradient synchronisation is a sum and nothin
     weighted  cross_entropy(out, target)    ->  cross_entropy(out, target, reduction="sum") / global_weight(target)
     quotient  masked.sum() / mask.sum()     ->  masked.sum() / all_reduce_scalar(mask.sum())
 
-Where one rank has the whole batch the loss stays as it is.  Where a role computes several microbatches, the ranks that
-read the data compute the denominators, before the first microbatch.
+Where one rank has the whole batch the loss stays as it is.  Where its role computes several microbatches, the
+denominators are computed once, of the whole batch, before the first one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import fx
 from splitc.checks.graph import graph_is_sound
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, insert_after, tensor_spec, update_info
+from splitc.ir.graph import copy_graph, info, insert_after, set_info, tensor_spec, update_info
 from splitc.ir.pass_manager import Check, Pass
-from splitc.ir.program import PlacedProgram, Program, TensorSpec
+from splitc.ir.program import PlacedProgram, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
         layer = info(program.loss).layer
-        microbatched = plan.grouping(plan.placements[layer].role).num_microbatches > 1
+        microbatched = plan.num_microbatches(plan.placements[layer].role) > 1
         if plan.sees_whole_batch(layer):
             return program
         graph, _ = copy_graph(program.graph)
@@ -46,27 +46,33 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
         for term in program.loss_terms:
             _RULES[term.kind](graph, nodes[term.node])
         if microbatched:
-            for node in graph.nodes:
+            for node in list(graph.nodes):
                 if node.target in (comm_ops.all_reduce_scalar, comm_ops.global_weight):
-                    _move_to_reader(program, node)
+                    _compute_once(graph, node, node)
         return replace(program, graph=graph)
 
 
-def _move_to_reader(program: Program, total: fx.Node) -> None:
-    """Let the reader compute a denominator: a microbatch has only some of the examples that it counts."""
-    todo = [total]
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder" or info(node).copied_to_each_stage or info(node).on_reader:
-            continue
-        spec = info(node).spec
-        if node.op in ("call_module", "get_attr") or (isinstance(spec, TensorSpec) and spec.requires_grad):
+def _compute_once(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
+    """Let a denominator be computed of the whole batch: a microbatch has only some of the examples that it counts.
+
+    What it is computed of is computed for it apart, since the loss may read it by microbatch too.
+    """
+    update_info(node, once=True, copied_to_each_stage=False)
+    for value in [value for value in node.all_input_nodes if value.op != "placeholder"]:
+        spec = info(value).spec
+        if value.op == "call_module" or not isinstance(spec, TensorSpec) or spec.requires_grad:
             raise PlacementError(
-                f"{info(total).source}: the loss divides by a sum that depends on {node.name} "
-                f"({info(node).source}), so it cannot be summed by microbatch; use scheme=BK"
+                f"{info(total).source}: the loss divides by a sum that depends on {value.name} "
+                f"({info(value).source}), so it cannot be summed by microbatch; use scheme=BK and microbatches=1"
             )
-        update_info(node, on_reader=True)
-        todo += node.all_input_nodes
+        if value.op != "get_attr":
+            with graph.inserting_before(node):
+                apart = graph.node_copy(value)
+            set_info(apart, info(value))
+            node.replace_input_with(value, apart)
+            if not value.users:
+                graph.erase_node(value)
+            _compute_once(graph, apart, total)
 
 
 def _mean(graph: fx.Graph, node: fx.Node) -> None:

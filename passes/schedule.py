@@ -8,8 +8,12 @@ and back; a rank in several roles does for each what a rank of that role alone d
            send_grad cut0 -> conv
 
 Inputs are sent before the role computes, so that they travel meanwhile.  An `all_reduce` after `backward` begins when
-backward has filled the bucket, and ends there; late-multiplied layers `multiply` meanwhile.  The role of the loss goes
-forward and backward once for each microbatch of its groups; gradients add up over the microbatches (SplitBrain 3.1):
+backward has filled the bucket, and ends there; late-multiplied layers `multiply` meanwhile.
+
+In microbatches the order is that of `grid`.  Inputs travel whole, before the first one; all other values travel and
+return by microbatch.  A receive is posted before the rank computes what stands before it, so that values travel
+meanwhile.  Gradients add up and are summed in the last microbatch.  The role of the loss may have microbatches of its
+groups alone (SplitBrain 3.1); what the others do once is then done before and after them:
 
     fc     modulo cut0 [k], modulo target [k], forward [k], backward [k], modulo_grad cut0 [k]    for each microbatch k
 """
@@ -20,29 +24,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from torch import fx
+
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
+from splitc.ir.graph import denominators, info
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
 from splitc.ir.transitions import name_of
+from splitc.passes.grid import grid
 
 
 @dataclass(frozen=True)
 class Schedule(Pass[LoweredProgram, LoweredProgram]):
-    """Schedule one batch at a time: forward through all roles, then backward."""
+    """Schedule one batch at a time, whole or in microbatches."""
 
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (actions_are_complete, sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        scheduled = (replace(each, actions=tuple(_actions(program, each))) for each in program.rank_programs)
+        plan = program.plan
+        together = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
+        whole = replace(program, plan=replace(plan, microbatches=1, groups=together))
+        scheduled = (
+            replace(each, actions=tuple(_actions(program, each)), whole=tuple(_actions(whole, each)))
+            for each in program.rank_programs
+        )
         return replace(program, rank_programs=tuple(scheduled))
 
 
@@ -50,73 +64,80 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     roles, plan = rank_program.roles, program.plan
     stages = [program.stage(role) for role in roles if role != SERVER]
     dedicated = roles == (SERVER,)  # a rank that is a worker too serves while it pulls and pushes
+    in_pieces = any(program.num_microbatches(stage) > 1 for stage in program.stages)
     if dedicated:
         yield Action("send_parameters", role=SERVER)
+        yield from [Action("reduce_gradients", role=SERVER)] * in_pieces  # the loss is known after the last push
     yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
     yield from (Action("fetch_ahead", role=stage.role) for stage in stages if fetches_ahead(stage))
     yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
-    for role in plan.roles:
-        yield from _forward(program, rank_program, role)
-    with_loss = next((stage for stage in stages if stage.has_loss), None)
-    yield Action("sum_loss", role=with_loss.role if with_loss else roles[-1])
-    for role in reversed(list(plan.roles)):
-        yield from _backward(program, rank_program, role)
+    yield from _posted_early(program, list(_cells(program, rank_program)))
     for name, ranks in program.tied.items():
         if set(rank_program.ranks) <= set(ranks):
             yield Action("all_reduce_tied", name, role=roles[0])
-    if dedicated:
+    if dedicated and not in_pieces:
         yield Action("reduce_gradients", role=SERVER)
     yield from (Action("collect", role=stage.role) for stage in stages if stage.dealt)
     yield from (action for stage in stages for action in exchanges(plan.rounds, stage))
 
 
-def _forward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:
-    """Yield what a rank does while `role` goes forward: as one of it, and as one of the roles that it sends to.
+def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
+    """Yield the cells of the grid; the loss is summed after the last of its role, or before it goes back once."""
+    roles, plan, names = rank_program.roles, program.plan, list(program.plan.roles)
+    programs = [[names.index(role) for role in each.roles if role != SERVER] for each in program.rank_programs]
+    numbers = [program.num_microbatches(program.stage(role)) for role in names]
+    order = plan.schedule if plan.microbatches > 1 else "all_forward"
+    own = next((role for role in roles if role != SERVER and program.stage(role).has_loss), roles[-1])
+    for cell in grid(programs, numbers, order):
+        stage = program.stage(names[cell.role])
+        yield from (_forward if cell.forward else _backward)(program, rank_program, stage, cell.microbatch)
+        if stage.has_loss and cell.microbatch == numbers[cell.role] - 1 and cell.forward == (numbers[cell.role] == 1):
+            yield Action("sum_loss", role=own)
+
+
+def _forward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int) -> Iterator[Action]:
+    """Yield what a rank does while a role goes forward: as one of it, and as one of the roles that it sends to.
 
     Every rank receives a value at the same point of its list, whatever else it does, so no two wait for each other.
     """
-    stage = program.stage(role)
-    yield from _cross(rank_program, (cut for cut in stage.sends if cut.value in stage.inputs))
-    if role in rank_program.roles:
-        yield from _run(program, stage)
-    yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs))
-
-
-def _cross(rank_program: RankProgram, cuts: Iterable[Cut]) -> Iterator[Action]:
-    """Bring cuts to their consumer's role; its groups gather them when they compute."""
-    for cut in cuts:
-        produces, consumes = (role in rank_program.roles for role in (cut.producer, cut.consumer))
-        if cut.sent and produces:
-            yield Action("send", cut.name, cut.consumer, cut.producer)
-        if cut.sent and consumes:
-            yield Action("recv", cut.name, cut.producer, cut.consumer)
-
-
-def _run(program: LoweredProgram, stage: Stage) -> Iterator[Action]:
-    """Yield a stage's forward; with several microbatches each one's backward follows its forward."""
-    number = program.num_microbatches(stage)
-    for k in range(number):
+    if k == 0:
+        yield from _cross(rank_program, (cut for cut in stage.sends if cut.value in stage.inputs), 0)
+    if stage.role in rank_program.roles:
+        if k == 0 and denominators(stage.graph):
+            yield Action("weigh", role=stage.role)
         for cut in stage.receives:
             if cut.entry is not None:
                 yield Action(name_of(cut.entry), cut.name, role=stage.role, microbatch=k)
         yield Action("forward", role=stage.role, microbatch=k)
-        if number > 1:
-            yield from _run_back(program, stage, k, last=k == number - 1)
+    yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs), k)
 
 
-def _backward(program: LoweredProgram, rank_program: RankProgram, role: str) -> Iterator[Action]:
-    """Yield what a rank does while `role` goes backward and the gradients of its cuts are returned."""
-    stage = program.stage(role)
-    if role in rank_program.roles:
+def _cross(rank_program: RankProgram, cuts: Iterable[Cut], k: int) -> Iterator[Action]:
+    """Bring cuts to their consumer's role; its groups gather them when they compute."""
+    for cut in cuts:
+        produces, consumes = (role in rank_program.roles for role in (cut.producer, cut.consumer))
+        if cut.sent and produces:
+            yield Action("send", cut.name, cut.consumer, cut.producer, k)
+        if cut.sent and consumes:
+            yield Action("recv", cut.name, cut.producer, cut.consumer, k)
+
+
+def _backward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int) -> Iterator[Action]:
+    """Yield what a rank does while a role goes backward and the gradients of its cuts are returned."""
+    last = k == program.num_microbatches(stage) - 1
+    if stage.role in rank_program.roles:
         gradients = [cut for cut in stage.sends if cut.gradient and cut.value not in stage.inputs]
-        if program.num_microbatches(stage) == 1 and (stage.has_loss or gradients):
-            yield from _run_back(program, stage, 0, last=True)
+        if stage.has_loss or gradients:
+            yield from _run_back(program, stage, k, last)
+    if program.plan.microbatches == 1 and not last:
+        return  # the producer runs once
     for cut in reversed(stage.receives):
         if cut.gradient and cut.sent:
-            if role in rank_program.roles:
-                yield Action("send_grad", cut.name, cut.producer, role)
+            number = k if program.plan.microbatches > 1 else 0
+            if stage.role in rank_program.roles:
+                yield Action("send_grad", cut.name, cut.producer, stage.role, number)
             if cut.producer in rank_program.roles:
-                yield Action("recv_grad", cut.name, role, cut.producer)
+                yield Action("recv_grad", cut.name, stage.role, cut.producer, number)
 
 
 def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool) -> Iterator[Action]:
@@ -138,3 +159,28 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
             yield Action(f"{name_of(cut.entry)}_grad", cut.name, role=role, microbatch=microbatch)
     if every and trains:
         yield Action("update", role=role, microbatch=microbatch)
+
+
+def _posted_early(program: LoweredProgram, actions: list[Action]) -> list[Action]:
+    """In microbatches, move each receive before what a rank computes alone: the order on the wire stays as it is."""
+    if program.plan.microbatches == 1:
+        return actions
+    joined = {stage.role for stage in program.stages if any(_joins(node) for node in stage.graph.nodes)}
+    moved: list[Action] = []
+    for action in actions:
+        place = len(moved)
+        while action.verb == "recv" and place and _is_alone(moved[place - 1], joined):
+            place -= 1
+        moved.insert(place, action)
+    return moved
+
+
+def _is_alone(action: Action, joined: set[str]) -> bool:
+    """Whether an action is a rank's own computation.  joined: the roles whose stages communicate."""
+    return action.verb in ("forward", "backward") and action.role not in joined
+
+
+def _joins(node: fx.Node) -> bool:
+    """Whether a node of a stage communicates in forward or backward."""
+    op = comm_ops.op_of(node)
+    return op is not None and op.in_stage and op.over is not None and not info(node).once

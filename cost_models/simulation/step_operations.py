@@ -184,12 +184,12 @@ class _Step:
 
     def _layer(self, stage: Stage, layer: str, action: Action) -> tuple[float, float]:
         """Return the forward and backward time of a layer, its shard or subnet, on this rank in a microbatch (s)."""
-        intervals = self.plan.microbatch_intervals(stage.role, self.rank, action.microbatch)
+        sizes = self.plan.microbatch_sizes(stage.role, self.rank, action.microbatch)
         holding, share = self.plan.placements[layer].holding, 1.0
         if holding == "replicated" and self.plan.placements[layer].state == State.BATCH:
             k = self.plan.group(stage.role, self.rank).index(self.rank)
-            intervals = intervals[k : k + 1]
-        batch = sum(b - a for a, b in intervals)
+            sizes = sizes[k : k + 1]
+        batch = sum(sizes)
         if not batch:
             return 0.0, 0.0
         forward, backward = self.prices.layer(layer, batch, self.device)

@@ -53,7 +53,7 @@ def layer_seconds(request: Request, plan: Plan, layer: str) -> float:
         batch = plan.largest_batch(place.role)
     seconds = request.seconds(layer, batch, busy)
     if grouping is not None:
-        seconds *= grouping.num_microbatches
+        seconds *= plan.num_microbatches(place.role)
         if place.holding == "sharded":
             seconds /= grouping.size
     if place.holding == "subnet":

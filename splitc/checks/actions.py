@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
+from splitc.ir.graph import denominators
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
@@ -71,10 +72,12 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
     backwards = tuple(Action("backward", role=role, microbatch=k) for k in range(number)) if runs_back else ()
     if stage.served:
         yield Need(Action("pull", role=role), before=forwards)
+    if denominators(stage.graph):
+        yield Need(Action("weigh", role=role), before=forwards)
     for cut in stage.receives:
-        yield from _received(stage, cut, forwards, backwards, every)
+        yield from _received(program, stage, cut, forwards, backwards)
     for cut in stage.sends:
-        yield from _sent(stage, cut, forwards, backwards)
+        yield from _sent(program, stage, cut, forwards, backwards)
     late = any(node.target is comm_ops.late_multiply for node in stage.graph.nodes)
     for k, forward in enumerate(forwards):
         yield Need(forward)
@@ -100,10 +103,10 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
 
 
 def _received(
-    stage: Stage, cut: Cut, forwards: tuple[Action, ...], backwards: tuple[Action, ...], every: bool
+    program: LoweredProgram, stage: Stage, cut: Cut, forwards: tuple[Action, ...], backwards: tuple[Action, ...]
 ) -> Iterator[Need]:
     """Yield what the consumer of a cut needs to receive it, gather it, and return its gradient."""
-    role = stage.role
+    role, every = stage.role, program.plan.grouping(stage.role).updates == "every"
     modulos: list[Action] = []
     returned: list[Action] = []
     if cut.entry is not None:
@@ -115,18 +118,29 @@ def _received(
         for k, action in enumerate(returned):
             before = (Action("update", role=role, microbatch=k),) if every else ()
             yield Need(action, after=(backwards[k],), before=before)
-    if cut.sent:
-        yield Need(Action("recv", cut.name, cut.producer, role), before=(*modulos, *forwards))
+    if not cut.sent:
+        return
+    for k, own in _pieces(program, cut):
+        yield Need(Action("recv", cut.name, cut.producer, role, k), before=(*modulos[own], *forwards[own]))
         if cut.gradient:
-            yield Need(Action("send_grad", cut.name, cut.producer, role), after=(*backwards, *returned))
+            after = (*backwards[own], *returned[own])
+            yield Need(Action("send_grad", cut.name, cut.producer, role, k), after=after)
 
 
-def _sent(stage: Stage, cut: Cut, forwards: tuple[Action, ...], backwards: tuple[Action, ...]) -> Iterator[Need]:
+def _sent(
+    program: LoweredProgram, stage: Stage, cut: Cut, forwards: tuple[Action, ...], backwards: tuple[Action, ...]
+) -> Iterator[Need]:
     """Yield what the producer of a cut needs to send it, and receive its gradient."""
     role, is_input = stage.role, cut.value in stage.inputs
-    after = () if is_input else forwards
-    gradient = cut.gradient and not is_input
-    if cut.sent:
-        yield Need(Action("send", cut.name, cut.consumer, role), after=after)
-        if gradient:
-            yield Need(Action("recv_grad", cut.name, cut.consumer, role), before=backwards)
+    for k, own in _pieces(program, cut) if cut.sent else ():
+        yield Need(Action("send", cut.name, cut.consumer, role, k), after=() if is_input else forwards[own])
+        if cut.gradient and not is_input:
+            yield Need(Action("recv_grad", cut.name, cut.consumer, role, k), before=backwards[own])
+
+
+def _pieces(program: LoweredProgram, cut: Cut) -> list[tuple[int, slice]]:
+    """The microbatches in which a cut travels, and of each those of its role: inputs travel whole."""
+    number = program.plan.microbatches
+    if number == 1 or cut.value in program.stage(cut.producer).inputs:
+        return [(0, slice(None))]
+    return [(k, slice(k, k + 1)) for k in range(number)]

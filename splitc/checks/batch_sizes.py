@@ -22,7 +22,6 @@ def _batch_sizes(plan: Plan) -> dict[int, str]:
     found = {plan.global_batch: "one process, with which training is to agree,"}
     for role, ranks in plan.roles.items():
         for rank in ranks:
-            for k in range(plan.grouping(role).num_microbatches):
-                size = sum(last - first for first, last in plan.microbatch_intervals(role, rank, k))
-                found.setdefault(size, f"rank {rank} ({role})")
+            for k in range(plan.num_microbatches(role)):
+                found.setdefault(sum(plan.microbatch_sizes(role, rank, k)), f"rank {rank} ({role})")
     return {size: who for size, who in found.items() if size}

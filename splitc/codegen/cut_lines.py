@@ -19,7 +19,8 @@ from splitc.runtime.collectives.layouts import Move, State, Transition
 class CutLines:
     """The variables that hold a cut on its way, and the lines that move it.
 
-    microbatched: the roles that run their stage once for each of several microbatches.
+    microbatched: the roles that run their stage once for each of several microbatches.  Where all roles do, values that
+    one action leaves to a later one are kept by microbatch: `cut0[k]`.
     """
 
     def __init__(
@@ -27,116 +28,187 @@ class CutLines:
     ) -> None:
         self._program, self._rank_program = program, rank_program
         self._training, self._microbatched = training, microbatched
+        self._in_pieces = bool(microbatched) and program.plan.microbatches > 1
         self.comms = [role for role in rank_program.roles if role != SERVER] or [SERVER]
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""
         return "comm" if len(self.comms) == 1 else role
 
+    def part(self, action: Action) -> str:
+        """The communicator of an action: that of its microbatch, or of the whole batch."""
+        return f"{self.comm(action.role)}[k]" if self.repeats(action) else self.comm(action.role)
+
+    def repeats(self, action: Action) -> bool:
+        """Whether an action is done once for each microbatch."""
+        if action.role not in self._microbatched or action.verb in ("weigh", "sum_loss", "pull", "all_reduce_tied"):
+            return False
+        if action.verb not in ("send", "recv", "send_grad", "recv_grad"):
+            return True
+        return self._in_pieces and not self._is_input(self._program.stage(action.role).cut(action))
+
+    def _is_input(self, cut: Cut) -> bool:
+        return cut.value in self._program.stage(cut.producer).inputs
+
     # -- variables -----------------------------------------------------------------------------------------------------
+
+    def kept(self, name: str) -> str:
+        """A value that a later action uses."""
+        return f"{name}[k]" if self._in_pieces else name
+
+    def last(self, name: str) -> str:
+        """The same, where nothing uses it after."""
+        return f"{name}.pop(k)" if self._in_pieces else name
+
+    def returned(self, cut: Cut) -> str:
+        """What the producer's stage returns."""
+        return self.kept(cut.name) if self._returns(cut) or not cut.sent else cut.name
+
+    def _returns(self, cut: Cut) -> bool:
+        """Whether its gradient comes back in this step."""
+        return cut.gradient and self._training
 
     def produced(self, cut: Cut) -> str:
         """The producer's own examples of a cut, or the input that it passes on."""
-        stage = self._program.stage(cut.producer)
-        if cut.value in stage.inputs:
-            names = {str(n.target): name for n, name in variables(stage.graph).items() if n.op == "placeholder"}
+        if self._is_input(cut):
+            graph = self._program.stage(cut.producer).graph
+            names = {str(n.target): name for n, name in variables(graph).items() if n.op == "placeholder"}
             return names[cut.value]
-        return cut.name
+        return self.returned(cut)
 
     def received(self, cut: Cut) -> str:
-        """The consumer's own examples of a cut."""
+        """The variable of the consumer's own examples of a cut, whole or by microbatch."""
         if not cut.sent:
             return self.produced(cut)
-        return cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
+        name = cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
+        return name if self._is_input(cut) else self.kept(name)
+
+    def _arrived(self, cut: Cut, comm: str) -> str:
+        """The consumer's own examples of a cut in the microbatch."""
+        name = self.received(cut)
+        if not self._in_pieces or self._is_input(cut):
+            whole = cut.consumer in self._microbatched and cut.spec.batch_dim is not None
+            return self.piece(name, cut.spec, comm) if whole else name
+        used_later = self._returns(cut) and (not cut.sent or cut.entry is None)
+        name = name if used_later else name.replace("[k]", ".pop(k)")
+        return f"{name}.wait()" if cut.sent else name
+
+    def piece(self, name: str, spec: TensorSpec, comm: str) -> str:
+        """The microbatch's part of a value that is there whole."""
+        return f"{comm}.piece({name}{_layout(spec)})" if comm.endswith("[k]") and spec.batch_dim is not None else name
+
+    def entry(self, cut: Cut, comm: str) -> list[Line]:
+        """The line that makes of a cut without groups the leaf whose gradient goes back, where one is needed."""
+        if cut.entry is not None:
+            return []
+        name, source = self.stage_input(cut), self.received(cut)
+        if self._in_pieces and cut.sent and self._returns(cut):
+            return [(f"{name} = {self._arrived(cut, comm)}.requires_grad_()", "")]
+        return [] if name == source else [(f"{name} = {source}.detach().requires_grad_()", "")]
+
+    def argument(self, cut: Cut, comm: str) -> str:
+        """What the call of the consumer's stage is given."""
+        if cut.entry is not None or self._returns(cut):
+            return self.stage_input(cut)
+        return self._arrived(cut, comm)
 
     def stage_input(self, cut: Cut) -> str:
-        """What the consumer's stage reads."""
+        """What the consumer's stage reads, where it is a variable of its own."""
         if cut.entry is not None:
-            return f"{cut.name}_group"
-        if not cut.sent and cut.gradient and self._training:
-            return f"{cut.name}_{cut.consumer}"
+            return self.kept(f"{cut.name}_group") if self._returns(cut) else f"{cut.name}_group"
+        if not cut.sent and self._returns(cut):
+            return self.kept(f"{cut.name}_{cut.consumer}")
         return self.received(cut)
 
     def input_gradient(self, cut: Cut) -> str:
         """The gradient of the consumer's own examples."""
         if cut.entry is None:
-            return f"{self.stage_input(cut)}.grad"
-        if cut.consumer in self._microbatched:
+            return f"{self.stage_input(cut).replace('[k]', '.pop(k)')}.grad"
+        if cut.consumer in self._microbatched and not self._in_pieces:
             return f"torch.cat(d_{cut.name}{f', dim={cut.spec.batch_dim}' if cut.spec.batch_dim else ''})"
-        return f"d_{cut.name}"
+        return f"d_{cut.name}_{cut.consumer}" if self._in_pieces and cut.sent else self.last(f"d_{cut.name}")
 
     def output_gradient(self, cut: Cut) -> str:
         """The gradient of what the producer's stage returns."""
-        return f"d_{cut.name}" if cut.sent else self.input_gradient(cut)
+        if not cut.sent:
+            return self.input_gradient(cut)
+        return self.last(f"d_{cut.name}") + ".wait()" * self._in_pieces
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def line(self, stage: Stage, action: Action) -> Line:
         """The line of an action that moves a cut of `stage`."""
-        role, cut, comm = action.peer, stage.cut(action), self.comm(action.role)
-        layout, size = _layout(cut.spec), self._size(cut, stage)
-        leaf = ".requires_grad_()" if cut.gradient and self._training else ""
+        role, cut, comm = action.peer, stage.cut(action), self.part(action)
+        layout, size = _layout(cut.spec), self._size(cut, stage, comm)
+        leaf = ".requires_grad_()" if self._returns(cut) else ""
         match action.verb:
             case "send":
                 return f'{comm}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}"
             case "recv":
-                call = _recv(comm, cut, role) + ("" if cut.entry is not None else leaf)
+                call = _recv(comm, cut, role) + ("" if cut.entry is not None or comm.endswith("[k]") else leaf)
                 return f"{self.received(cut)} = {call}", f"<- {role}  {size}"
             case "recv_grad":
-                return f"d_{cut.name} = {_recv(comm, cut, role)}", f"<- {role}  {size}"
+                return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role)}", f"<- {role}  {size}"
             case "send_grad":
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout})', f"-> {role}  {size}"
             case "modulo" | "all_to_all":
-                return self._entry(stage, cut, comm)
+                return self._entry(cut, comm)
             case "modulo_grad" | "all_to_all_grad":
-                return self._entry_grad(stage, cut, comm)
+                return self._entry_grad(cut, comm)
         raise InternalError(f"no line for the action {action}")
 
-    def _entry(self, stage: Stage, cut: Cut, comm: str) -> Line:
+    def _entry(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
-        is_made = not cut.sent and cut.gradient and self._training
-        value = self.received(cut) + (".detach()" if is_made else "")
-        if stage.role in self._microbatched:
-            value = f"{comm}.piece({value}{_layout(cut.spec)})"
-        leaf = ".requires_grad_()" if cut.gradient and self._training else ""
-        what = "a microbatch" if stage.role in self._microbatched else "the examples"
+        value = self._arrived(cut, comm) + (".detach()" if not cut.sent and self._returns(cut) else "")
+        leaf = ".requires_grad_()" if self._returns(cut) else ""
+        what = "a microbatch" if comm.endswith("[k]") else "the examples"
         note = f"all-gather: {what} of all ranks of the group" if cut.entry.move is Move.GATHER else str(cut.entry)
         without = Transition(cut.entry.source, State.DIVIDED) if cut.entry.move is Move.GATHER else cut.entry
-        return f"{cut.name}_group = {_moved(comm, value, cut.spec, without)}{leaf}", note
+        return f"{self.stage_input(cut)} = {_moved(comm, value, cut.spec, without)}{leaf}", note
 
-    def _entry_grad(self, stage: Stage, cut: Cut, comm: str) -> Line:
+    def _entry_grad(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
-        call = _moved(comm, f"{cut.name}_group.grad", cut.spec, cut.entry.adjoint)
+        call = _moved(comm, f"{self.last(f'{cut.name}_group')}.grad", cut.spec, cut.entry.adjoint)
         move = cut.entry.adjoint.move
         note = (
             "this rank's own examples"
             if move is Move.SLICE
             else f"{COLLECTIVES[move]} over the group".replace("_", "-")
         )
-        return (f"d_{cut.name}.append({call})" if stage.role in self._microbatched else f"d_{cut.name} = {call}"), note
+        if comm.endswith("[k]") and not self._in_pieces:
+            return f"d_{cut.name}.append({call})", note
+        name = self.input_gradient(cut) if cut.sent else self.kept(f"d_{cut.name}")
+        return f"{name} = {call}", note
 
     def _sent(self, cut: Cut) -> str:
         """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
         source = self.produced(cut)
-        is_made = cut.spec.dtype.is_floating_point and cut.value not in self._program.stage(cut.producer).inputs
+        is_made = cut.spec.dtype.is_floating_point and not self._is_input(cut)
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 
-    def _size(self, cut: Cut, stage: Stage) -> str:
-        batch = common_batch(self._program, self._rank_program, stage)
+    def _size(self, cut: Cut, stage: Stage, comm: str) -> str:
+        batch = common_batch(self._program, self._rank_program, stage, in_pieces=comm.endswith("[k]"))
         if batch is None:
             return f"{units.nbytes(cut.spec.nbytes(1))} an example"
         return units.nbytes(cut.spec.nbytes(batch))
 
 
-def common_batch(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> int | None:
-    """Examples that each rank of `rank_program` has in a role; None where they differ."""
-    batches = {program.plan.batch(stage.role, rank) for rank in rank_program.ranks}
+def common_batch(
+    program: PlacedProgram, rank_program: RankProgram, stage: Stage, in_pieces: bool = False
+) -> int | None:
+    """Examples that each rank of `rank_program` has in a role, of the batch or of each piece; None if they differ."""
+    plan, role = program.plan, stage.role
+    batches = {plan.batch(role, rank) for rank in rank_program.ranks}
+    if in_pieces:
+        pieces = [(plan.pieces(role, rank), plan.interval(role, rank)) for rank in rank_program.ranks]
+        batches = {b - a for p, own in pieces for k in range(p.number) for a, b in (p.positions(own, k),)}
     return batches.pop() if len(batches) == 1 else None
 
 
 def _recv(comm: str, cut: Cut, role: str) -> str:
     rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
-    return f'{comm}.recv("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
+    verb = "irecv" if comm.endswith("[k]") else "recv"
+    return f'{comm}.{verb}("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
 
 
 def _moved(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:

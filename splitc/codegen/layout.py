@@ -30,8 +30,9 @@ def aligned(body: Sequence[Line], indent: str) -> list[str]:
             own = min(column, room - len(_GAP) - len(note))
             lines.append(f"{text:<{own}}{_GAP}{note}")
         else:
-            lines += [*([f"# {note}"] if note else []), *wrapped(text, room)]
-    return [f"{indent}{line}" for line in lines]
+            inner = " " * (len(text) - len(text.lstrip()))
+            lines += [*([f"{inner}# {note}"] if note else []), *wrapped(text, room)]
+    return [f"{indent}{line}" if line else "" for line in lines]
 
 
 def wrapped(text: str, width: int) -> list[str]:
@@ -39,13 +40,14 @@ def wrapped(text: str, width: int) -> list[str]:
     if len(text) <= width or (span := _longest_brackets(text)) is None:
         return [text]
     start, end = span
-    inner: list[str] = []
+    indent = " " * (len(text) - len(text.lstrip()))
+    inner, room = list[str](), width - len(indent) - 4
     for item in _items(text[start + 1 : end]):
-        if inner and len(inner[-1]) + 1 + len(item) <= width - 4:
+        if inner and len(inner[-1]) + 1 + len(item) <= room:
             inner[-1] += f" {item}"
         else:
-            inner += wrapped(item, width - 4)
-    return [text[: start + 1], *(f"    {line}" for line in inner), text[end:]]
+            inner += wrapped(item, room)
+    return [text[: start + 1], *(f"{indent}    {line}" for line in inner), f"{indent}{text[end:]}"]
 
 
 def docstring(title: str, rest: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ _NOTES = {
     "replicas": "ranks that hold the same parameters and sum their gradients",
     "routes": "ranks of other roles, and the examples exchanged with each",
     "group": "ranks that share the parameters and compute each other's examples",
+    "microbatches": "parts of every reader's examples, which go through the ranks one after another",
     "updated_every_microbatch": "the optimizer steps in every microbatch",
     "shards": "this rank's part of each parameter",
     "all_reduce": "how gradients are summed",

@@ -82,6 +82,7 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         {other: tuple(Route(*route) for route in plan.routes(rank, role, other)) for other in dict.fromkeys(partners)},
         group,
         plan.groups[role].scheme if group else "BK",
+        plan.microbatches,
         trained_every_microbatch(program, stage),
         {name: Shard(*shard) for name, shard in shards if shard is not None},
         plan.all_reduce,

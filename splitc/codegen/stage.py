@@ -16,7 +16,7 @@ from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
-from splitc.ir.graph import assigned, cut_of, info, is_entry, op_name
+from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
@@ -52,12 +52,9 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
         f"    def __init__({parameters}):",
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
-    for stage in stages:
-        name = method_name(program, stage, alone=len(stages) == 1)
-        lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
-    for stage in evaluated:
-        name = method_name(program, stage, alone=len(stages) == 1, suffix=EVALUATING)
-        lines += ["", *_method(program, stage, tree, name, batches.get(stage.role))]
+    for each, suffix in ((stages, ""), (evaluated, EVALUATING)):
+        for stage in each:
+            lines += _methods(program, stage, tree, (len(stages) == 1, suffix), batches.get(stage.role))
     return lines
 
 
@@ -80,12 +77,12 @@ def own_evaluation(program: PlacedProgram, stage: Stage) -> Stage | None:
     return None if str(evaluated.graph) == str(stage.graph) else evaluated
 
 
-def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "") -> str:
+def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "", verb: str = "forward") -> str:
     """The method that runs a stage, alone in its class or one of several: not the name of something that it holds."""
     held = {name.partition(".")[0] for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)}
-    if alone and not suffix:
-        return "forward"
-    name = f"forward{suffix}" if alone else f"forward_{stage.role}{suffix}"
+    if alone and not suffix and verb == "forward":
+        return verb
+    name = f"{verb}{suffix}" if alone else f"{verb}_{stage.role}{suffix}"
     while name in held:
         name += "_"
     return name
@@ -96,13 +93,35 @@ def returned_cuts(stage: Stage) -> list[Cut]:
     return [cut for cut in stage.sends if cut.value not in stage.inputs]
 
 
-def _method(program: PlacedProgram, stage: Stage, tree: ModuleTree, name: str, batch: int | None) -> list[str]:
+def _methods(
+    program: PlacedProgram, stage: Stage, tree: ModuleTree, called: tuple[bool, str], batch: int | None
+) -> list[str]:
+    """A stage's forward, and before it what is computed once.  called: see `method_name`."""
     names = variables(stage.graph)
-    writer = _ForwardWriter(program, stage, Emitter(names, tree.access, tree.callee), names, batch)
-    inputs = [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
-    inputs += [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
-    header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
-    return [*wrapped(header, 120), *aligned(writer.lines(), "        ")]
+    received = [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
+    lines: list[str] = []
+    for once in (True, False) if denominators(stage.graph) else (False,):
+        emitter = Emitter(names, tree.access, tree.callee)
+        writer = _ForwardWriter(program, stage, emitter, names, None if once else batch, once)
+        inputs = [names[node] for node in weighed(stage)]
+        if not once:
+            inputs = [*forward_inputs(stage), *received, *computed_once(stage)]
+        name = method_name(program, stage, *called, "weigh" if once else "forward")
+        header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
+        lines += ["", *wrapped(header, 120), *aligned(writer.lines(), "        ")]
+    return lines
+
+
+def weighed(stage: Stage) -> list[fx.Node]:
+    """The whole values, inputs or received, of which a stage computes something once."""
+    arriving = (node for node in stage.graph.nodes if node.op == "placeholder" or node.target is comm_ops.recv)
+    return [node for node in arriving if any(info(user).once for user in node.users)]
+
+
+def computed_once(stage: Stage) -> list[str]:
+    """The variables of what a stage computes once, for its forward in each microbatch."""
+    names = variables(stage.graph)
+    return [names[node] for node in denominators(stage.graph)]
 
 
 def forward_inputs(stage: Stage) -> list[str]:
@@ -128,7 +147,7 @@ def variables(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _is_read(node: fx.Node) -> bool:
-    return any(user.target is not comm_ops.send for user in node.users)
+    return any(user.target is not comm_ops.send and not info(user).once for user in node.users)
 
 
 def _returned(stage: Stage, cut: Cut) -> fx.Node:
@@ -147,11 +166,18 @@ _Layer = tuple[str, tuple[str, str]]
 
 
 class _ForwardWriter:
-    """Writes the body of a stage's forward."""
+    """Writes the body of a stage's forward, or of what it computes once."""
 
     def __init__(
-        self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
+        self,
+        program: PlacedProgram,
+        stage: Stage,
+        emitter: Emitter,
+        names: dict[fx.Node, str],
+        batch: int | None,
+        once: bool,
     ) -> None:
+        self._once = once
         self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
         self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
         plan, role = program.plan, stage.role
@@ -170,6 +196,8 @@ class _ForwardWriter:
         for text, (shape, source) in layers:
             shown, above = source if source != above else "", source or above
             lines.append((text, f"{shape:{width}}  {shown}".strip()))
+        if self._once:
+            return [*lines, (f"return {', '.join(self._names[node] for node in denominators(self._stage.graph))}", "")]
         returned = [self._emitter.value(_returned(self._stage, cut)) for cut in returned_cuts(self._stage)]
         if self._stage.has_loss:
             output = next(node for node in self._stage.graph.nodes if node.op == "output")
@@ -178,9 +206,8 @@ class _ForwardWriter:
 
     def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
-        return (
-            node.op not in ("placeholder", "output", "get_attr") and (op is None or op.in_stage) and not is_entry(node)
-        )
+        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self._once
+        return is_here and (op is None or op.in_stage) and not is_entry(node)
 
     def _layer(self, node: fx.Node) -> list[_Layer]:
         """The statements of a node; none where it is written inside its reader."""
@@ -240,7 +267,8 @@ def _folds(node: fx.Node, text: str) -> bool:
         return False
     (user,) = node.users
     changed = user.target is assigned and user.args[0] is node
-    if user.op == "output" or user.target is comm_ops.send or changed or info(user).layer != info(node).layer:
+    apart = (info(user).layer, info(user).once) != (info(node).layer, info(node).once)
+    if user.op == "output" or user.target is comm_ops.send or changed or apart:
         return False
     uses = sum(arg is node for arg in user.args) + sum(arg is node for arg in user.kwargs.values())
     between = node.next

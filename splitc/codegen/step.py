@@ -7,23 +7,31 @@ from collections.abc import Collection, Sequence
 from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
-from splitc.codegen.stage import EVALUATING, forward_inputs, method_name, own_evaluation, returned_cuts, variables
+from splitc.codegen.microbatches import microbatched
+from splitc.codegen.stage import (
+    EVALUATING,
+    computed_once,
+    forward_inputs,
+    method_name,
+    own_evaluation,
+    returned_cuts,
+    variables,
+    weighed,
+)
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, VERBS, Action, RankProgram
-from splitc.ir.graph import info, tensor_spec
+from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
 
-_EVALUATED = ("send", "recv", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
+_EVALUATED = ("send", "recv", "weigh", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
 _DEALT = {
     "deal": "this rank's slices arrive",
     "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
     "collect": "back to their owners",
 }
-_ENTERING = (*ENTRY_VERBS, *(f"{verb}_grad" for verb in ENTRY_VERBS))
-_IN_A_MICROBATCH = (*_ENTERING, "forward", "backward", "all_reduce", "push", "multiply", "update")
 
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
@@ -87,7 +95,9 @@ class _StepWriter:
         self._program, self._plan, self._rank_program = program, program.plan, rank_program
         self._training, self._evaluated = evaluated is None, evaluated or ()
         self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
-        self._microbatched = {stage.role for stage in self.stages if program.num_microbatches(stage) > 1}
+        self._microbatched = {
+            stage.role for stage in self.stages if self._training and program.num_microbatches(stage) > 1
+        }
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
         self._cuts = CutLines(program, rank_program, self._training, self._microbatched)
 
@@ -95,7 +105,8 @@ class _StepWriter:
         """A whole function."""
         arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *self._inputs()])
         verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else _EVALUATED
-        actions = [a for a in self._rank_program.actions if a.verb in verbs]
+        actions = self._rank_program.actions if self._training else self._rank_program.whole
+        actions = tuple(a for a in actions if a.verb in verbs)
         loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
         body = [*self._body(actions), (f"return {loss}", "")]
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
@@ -127,39 +138,14 @@ class _StepWriter:
         return found
 
     def _body(self, actions: Sequence[Action]) -> list[Line]:
-        lines: list[Line] = []
-        k = 0
-        while k < len(actions):
-            role, end = actions[k].role, k
-            while end < len(actions) and self._is_microbatched(actions[end]) and actions[end].role == role:
-                end += 1
-            if end > k:
-                lines += self._loop(role, [a for a in actions[k:end] if a.microbatch == actions[end - 1].microbatch])
-                k = end
-            else:
-                lines += self._lines(actions[k])
-                k += 1
-        return lines
-
-    def _is_microbatched(self, action: Action) -> bool:
-        return action.role in self._microbatched and action.verb in _IN_A_MICROBATCH
-
-    def _loop(self, role: str, actions: Sequence[Action]) -> list[Line]:
-        """The actions of one microbatch, in a loop over the microbatches."""
-        stage, grouping = self._program.stage(role), self._plan.groups[role]
-        gradients = [cut for cut in stage.receives if cut.entry is not None and cut.gradient and self._training]
-        names = ["losses", *(f"d_{cut.name}" for cut in gradients)]
-        each = f"1/{grouping.size} of every rank's examples" if grouping.scheme == "B/K" else "one rank's examples"
-        inner = [line for action in actions for line in self._lines(action)]
-        return [
-            (f"{', '.join(names)} = {', '.join(['[]'] * len(names))}", ""),
-            (f"for _ in {self._cuts.comm(role)}.microbatches({grouping.num_microbatches}):", each),
-            *((f"    {text}", note) for text, note in (*inner, ("losses.append(loss.detach())", ""))),
-        ]
+        if not self._microbatched:
+            return [line for action in actions for line in self._lines(action)]
+        number = max(self._program.num_microbatches(stage) for stage in self.stages)
+        return microbatched(actions, number, self._cuts.repeats, self._lines, self._cuts.comm)
 
     def _lines(self, action: Action) -> list[Line]:
         """The lines of one action."""
-        comm = self._cuts.comm(action.role)
+        comm = self._cuts.part(action)
         match action.verb:
             case "sum_loss":
                 return self._sum_loss(action)
@@ -178,6 +164,8 @@ class _StepWriter:
                 return [(f"{comm}.{action.verb}(stage, {dealt_name(self._rank_program, stage)})", _DEALT[action.verb])]
             case "keep" | "average":
                 return self._exchange(action)
+            case "weigh":
+                return [self._weigh(stage, comm)]
             case "forward":
                 return self._forward(stage, comm)
             case "backward":
@@ -190,21 +178,30 @@ class _StepWriter:
                 return [(f"{comm}.update()", "unlike one process, in every microbatch")]
         return [self._cuts.line(stage, action)]
 
+    def _weigh(self, stage: Stage, comm: str) -> Line:
+        suffix = EVALUATING if stage.role in self._evaluated else ""
+        method = method_name(self._program, stage, len(self.stages) == 1, suffix, "weigh")
+        names = variables(stage.graph)
+        nodes = weighed(stage)
+        whole = [names[n] if n.op == "placeholder" else self._cuts.received(cut_of(n)) for n in nodes]
+        call = f"stage.{method}({', '.join([comm, *whole])})"
+        return f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by"
+
     def _forward(self, stage: Stage, comm: str) -> list[Line]:
-        lines: list[Line] = []
-        for cut in stage.receives:
-            value, received = self._cuts.stage_input(cut), self._cuts.received(cut)
-            if value != received and cut.entry is None:
-                lines.append((f"{value} = {received}.detach().requires_grad_()", ""))
+        lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
         suffix = EVALUATING if stage.role in self._evaluated else ""
         method = method_name(self._program, stage, len(self.stages) == 1, suffix)
         called = "stage" if method == "forward" else f"stage.{method}"
-        call = f"{called}({', '.join([comm, *forward_inputs(stage), *map(self._cuts.stage_input, stage.receives)])})"
-        returned = [cut.name for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
+        specs = {name: tensor_spec(node) for node, name in variables(stage.graph).items() if node.op == "placeholder"}
+        inputs = [self._cuts.piece(name, specs[name], comm) for name in forward_inputs(stage)]
+        received = [self._cuts.argument(cut, comm) for cut in stage.receives]
+        call = f"{called}({', '.join([comm, *inputs, *received, *computed_once(stage)])})"
+        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
         line = f"{', '.join(returned)} = {call}" if returned else call
+        lost = [("losses.append(loss.detach())", "")] if stage.has_loss and stage.role in self._microbatched else []
         if self._program.autocast is None:
-            return [*lines, (line, "")]
-        return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", "")]
+            return [*lines, (line, ""), *lost]
+        return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", ""), *lost]
 
     def _exchange(self, action: Action, waits: bool = True) -> list[Line]:
         """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
@@ -243,7 +240,9 @@ class _StepWriter:
         return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss}{own})", note)]
 
     def _backward(self, stage: Stage, comm: str) -> list[Line]:
-        outputs = [(cut.name, self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient]
+        outputs = [
+            (self._cuts.last(cut.name), self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
+        ]
         outputs += [("loss", "")] if stage.has_loss else []
         if len(outputs) == 1:
             ((value, gradient),) = outputs
@@ -274,7 +273,7 @@ class _StepWriter:
         ]
 
     def _when(self, stage: Stage) -> str:
-        once = stage.role in self._microbatched and self._plan.groups[stage.role].updates == "once"
+        once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
         return "in the last microbatch" if once else "during backward"
 
     def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@
     fc: send_grad cut0 -> conv       conv: all_reduce bucket0
     fc: modulo cut0 [1]              fc: modulo_grad cut0 [1]
 
-A line begins with the role in which a rank does it; a number in brackets is the microbatch of its group.  Reordering
+A line begins with the role in which a rank does it; a number in brackets is the microbatch.  Reordering
 the list changes the schedule.
 """
 
@@ -22,6 +22,7 @@ VERBS = {
     "recv": "receive a cut",
     "modulo": "gather a microbatch of a cut over the group",
     "all_to_all": "exchange examples of a cut for features of all the group's examples",
+    "weigh": "compute the denominators of the loss, of the whole batch",
     "forward": "run the stage forward",
     "sum_loss": "begin to all-reduce the loss over all ranks",
     "backward": "run the stage backward",
@@ -62,7 +63,8 @@ class Action:
     """One thing that a rank does in one of its roles.
 
     role: that role.  value: name of the cut, or of the tied parameter.  peer: the role at the other end of a cut.
-    bucket: number of the bucket, of an `all_reduce`, a `push` or an `average`.  microbatch: of the role's groups.
+    bucket: number of the bucket, of an `all_reduce`, a `push` or an `average`.
+    microbatch: of the step, or of the role's groups.
     update: after which update of a round, where fragments of the parameters take turns; else at its begin or end.
     """
 
@@ -93,11 +95,15 @@ class Action:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The program of the ranks that are in the same roles: its stages, and the action list of a step."""
+    """The program of the ranks that are in the same roles: its stages, and the action list of a step.
+
+    whole: the list of a step that has no microbatches, as evaluation has none.
+    """
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
     actions: tuple[Action, ...] = ()
+    whole: tuple[Action, ...] = ()
 
     @property
     def name(self) -> str:

@@ -23,7 +23,8 @@ class NodeInfo:
 
     spec: its value at any batch size.  source: the user's line, as "alexnet.py:12".  module: path of the module whose
     forward made it.  layer: name of its layer.  role: where it runs.  cut: the cut that it moves.
-    copied_to_each_stage: every role that reads it computes it.  on_reader: the role that reads the data computes it.
+    copied_to_each_stage: every role that reads it computes it.
+    once: it is computed of the whole batch, before the first microbatch.
     side_effect: it changes a buffer or waits, and has no value.
     state: how the ranks of a group hold it; None outside of groups.  shards: parameter -> the dim that a group divides.
     is_module: a `get_attr` of a module.  of_module: a `get_attr` of a parameter of a module that is no longer called.
@@ -37,7 +38,7 @@ class NodeInfo:
     role: str = ""
     cut: Cut | None = None
     copied_to_each_stage: bool = False
-    on_reader: bool = False
+    once: bool = False
     side_effect: bool = False
     state: State | None = None
     shards: Mapping[str, int] = field(default_factory=dict)
@@ -53,6 +54,11 @@ def info(node: fx.Node) -> NodeInfo:
 
 
 _NOTHING = NodeInfo()
+
+
+def denominators(graph: fx.Graph) -> list[fx.Node]:
+    """Return what is computed once, of the whole batch, and read in every microbatch."""
+    return [node for node in graph.nodes if info(node).once and any(not info(user).once for user in node.users)]
 
 
 def is_region(node: fx.Node) -> bool:

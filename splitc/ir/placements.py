@@ -10,6 +10,7 @@ SPLITS = ("columns", "rows")
 STATES = ("batch", "features", "replicate")
 SCHEMES = ("BK", "B", "B/K")
 UPDATES = ("once", "every")
+SCHEDULES = ("all_forward", "1f1b")
 ALL_REDUCES = ("backend", "recursive_doubling")
 
 

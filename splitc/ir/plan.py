@@ -17,7 +17,8 @@ from typing import Any
 from splitc.errors import LaunchError
 from splitc.ir.placements import Grouping, LayerPlacement
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
-from splitc.runtime.spec import Rounds, microbatch_examples
+from splitc.runtime.pieces import Pieces, pieces_of
+from splitc.runtime.spec import Rounds
 
 SERVER = "server"
 """The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
@@ -30,6 +31,8 @@ class Plan:
     roles: role -> its ranks, in the order of the data's way through them; the first role reads the data.  A rank may
     be in several roles.
     batch_offsets: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
+    microbatches: parts of every reader's examples that go through the roles one after another; gradients add up.
+    schedule: their order, "all_forward" before the first backward, or "1f1b", forward and backward in turn.
     groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
     servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
@@ -45,6 +48,7 @@ class Plan:
     placements: Mapping[str, LayerPlacement]
     batch_offsets: Mapping[str, tuple[int, ...]]
     microbatches: int = 1
+    schedule: str = "all_forward"
     groups: Mapping[str, Grouping] = field(default_factory=dict)
     servers: tuple[int, ...] = ()
     overlap: bool = True
@@ -171,35 +175,51 @@ class Plan:
         """The ranks of `role` over which the parameters of `rank` are averaged after a round: one of each unit."""
         return tuple(other for other in self.roles[role] if (other - rank) % self.unit_size == 0)
 
-    def microbatch_intervals(self, role: str, rank: int, microbatch: int) -> tuple[tuple[int, int], ...]:
-        """For each member of the group of `rank`, its examples (first, one past the last) in a microbatch."""
-        members = self.group(role, rank)
-        scheme = self.grouping(role).scheme
-        intervals = [self.interval(role, member) for member in members]
-        return tuple(microbatch_examples(own, scheme, k, microbatch, len(members)) for k, own in enumerate(intervals))
+    def num_microbatches(self, role: str) -> int:
+        """In how many pieces a role computes a step's examples."""
+        return self.microbatches if self.microbatches > 1 else self.grouping(role).num_microbatches
+
+    def pieces(self, role: str, rank: int) -> Pieces:
+        """The pieces in which `rank` computes in `role`."""
+        members, bounds = self.group(role, rank), self.batch_offsets[role]
+        first = self._positions[role][members[0]]
+        readers = self.batch_offsets[self.reader]
+        return pieces_of(
+            self.grouping(role).scheme, self.microbatches, readers, bounds[first : first + len(members) + 1]
+        )
+
+    def microbatch_sizes(self, role: str, rank: int, microbatch: int) -> tuple[int, ...]:
+        """For each member of the group of `rank`, how many of its examples are in a microbatch."""
+        pieces = self.pieces(role, rank)
+        intervals = (pieces.positions(self.interval(role, member), microbatch) for member in self.group(role, rank))
+        return tuple(b - a for a, b in intervals)
 
     def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""
-        number = self.grouping(role).num_microbatches
-        return max(sum(b - a for a, b in self.microbatch_intervals(role, rank, k)) for k in range(number))
+        return max(sum(self.microbatch_sizes(role, rank, k)) for k in range(self.num_microbatches(role)))
 
     def sees_whole_batch(self, layer: str) -> bool:
         """Whether every rank that runs `layer` has all examples of a step, or of its unit, at once."""
         role, state = self.placements[layer].role, self.placements[layer].state
         apart = state == "batch" and self.grouping(role).size > 1
-        return not self.trains_copies(role) and self.grouping(role).num_microbatches == 1 and not apart
+        return not self.trains_copies(role) and self.num_microbatches(role) == 1 and not apart
 
-    def routes(self, rank: int, mine: str, role: str) -> tuple[tuple[int, int, int], ...]:
+    def routes(
+        self, rank: int, mine: str, role: str, microbatch: int | None = None
+    ) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
 
-        The peer may be `rank` itself, where it is in both roles.
+        The peer may be `rank` itself, where it is in both roles.  microbatch: of all roles; its examples are counted
+        within it.
         """
         start, stop = self.interval(mine, rank)
         bounds, ranks = self.batch_offsets[role], self.roles[role]
         first = max(bisect_right(bounds, start) - 1, 0)
         last = bisect_left(bounds, stop, first)  # of the ranks from here on none shares any
         shared = ((ranks[k], max(start, bounds[k]), min(stop, bounds[k + 1])) for k in range(first, last))
-        return tuple((peer, a, b) for peer, a, b in shared if a < b)
+        pieces = Pieces(self.microbatches, self.batch_offsets[self.reader])
+        positions = ((peer, *pieces.positions((a, b), microbatch)) for peer, a, b in shared)
+        return tuple((peer, a, b) for peer, a, b in positions if a < b)
 
     def is_local(self, producer: str, consumer: str) -> bool:
         """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
@@ -268,6 +288,8 @@ class Plan:
         for place in decided["placements"].values():
             if place["state"] is None:
                 del place["state"]
+        if self.schedule == "all_forward":
+            del decided["schedule"]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from splitc.ir.names import is_role, near_name
-from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEMES, SPLITS, STATES, SYNCS, UPDATES
+from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEDULES, SCHEMES, SPLITS, STATES, SYNCS, UPDATES
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
@@ -46,8 +46,6 @@ def _shape(data: dict[str, Any]) -> Iterator[str]:
             yield f"{name} must be a table that is not empty"
     if type(data.get("world", 1)) is not int or not 1 <= data.get("world", 1) <= _MOST_RANKS:
         yield f"world is {data['world']!r}; it must be a whole number of at least 1 and at most {_MOST_RANKS}"
-    if data.get("microbatches", 1) != 1:
-        yield f"microbatches is {data['microbatches']!r}; programs of more than one are not there yet, it must be 1"
     if data.get("all_reduce", ALL_REDUCES[0]) not in ALL_REDUCES:
         yield f"all_reduce is {data['all_reduce']!r}; there are {', '.join(ALL_REDUCES)}"
 
@@ -124,6 +122,7 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
     if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
         yield f"predicted: it must be for each rank of a world of {world}, in their order"
     yield from _groups(data)
+    yield from _microbatches(data)
     yield from _rounds(data)
     yield from _servers(data)
     yield from _placements(data)
@@ -171,6 +170,30 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
                 f"groups: {role} has scheme {group['scheme']!r}, but only {last}, with the loss, has several "
                 f"microbatches: BK"
             )
+
+
+def _microbatches(data: dict[str, Any]) -> Iterator[str]:
+    number, schedule = data.get("microbatches", 1), data.get("schedule", SCHEDULES[0])
+    reader = next(iter(data["roles"]))
+    smallest = min((b - a for a, b in pairwise(data["examples"].get(reader, []))), default=1)
+    if schedule not in SCHEDULES:
+        yield f"schedule is {schedule!r}; there are {', '.join(SCHEDULES)}"
+    if number < 1:
+        yield f"microbatches is {number}; it must be at least 1"
+    if number <= 1:
+        return
+    if number > smallest:
+        yield f"microbatches is {number}, but a rank of {reader} reads {smallest} examples: take at most {smallest}"
+    why = f"microbatches is {number}, but"
+    for role, group in data.get("groups", {}).items():
+        if (scheme := group.get("scheme", "B/K")) != "BK" and group["size"] > 1:
+            yield f"{why} groups: {role} has microbatches of its own, by scheme {scheme!r}: take BK"
+        if group.get("updates") == "every":
+            yield f"{why} groups: {role} updates in every microbatch: take 'once'"
+    if data.get("rounds"):
+        yield f"{why} units of a round run their batches whole: take 1"
+    if data.get("synchronised"):
+        yield f"{why} synchronised BatchNorm normalises over the whole global batch at once: take 1"
 
 
 def _servers(data: dict[str, Any]) -> Iterator[str]:

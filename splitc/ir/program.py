@@ -262,8 +262,8 @@ class LoweredProgram(PlacedProgram):
         return {stage.role: stage for stage in self.stages}
 
     def num_microbatches(self, stage: Stage) -> int:
-        """Return how often a stage runs in a step: the stage of the loss once for each microbatch of its groups."""
-        return self.plan.grouping(stage.role).num_microbatches if stage.has_loss else 1
+        """Return how often a stage runs in a step: once for each microbatch; those of groups are of the loss."""
+        return self.plan.num_microbatches(stage.role) if stage.has_loss else self.plan.microbatches
 
     def rank_program(self, rank: int) -> RankProgram:
         """The program that `rank` runs."""

@@ -59,7 +59,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from server_ops(program, rank, action)
         case "pull" | "push":
             yield from worker_ops(program, program.stage(action.role), rank, action)
-        case "forward" | "backward":
+        case "weigh" | "forward" | "backward":
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
         case "all_reduce" | "average":
             yield from _bucket(program, program.stage(action.role), rank, action)
@@ -133,10 +133,11 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
     """Yield the messages of a cut, or of its gradient, to or from each rank that has examples in common."""
     cut, collective = program.stage(action.role).cut(action), OPS[action.verb].collective
     what = What.CUT_GRADIENT if action.verb in ("send_grad", "recv_grad") else What.CUT
-    for peer, start, stop in program.plan.routes(rank, action.role, action.peer):
+    whole = program.plan.microbatches == 1 or cut.value in program.stage(cut.producer).inputs
+    for peer, start, stop in program.plan.routes(rank, action.role, action.peer, None if whole else action.microbatch):
         if peer == rank:
             continue  # handed over in memory
-        payload = Payload(what, cut.name, cut.producer, cut.consumer, rows=(start, stop))
+        payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (start, stop))
         nbytes = cut.spec.nbytes(stop - start)
         sent = collective.sent(nbytes, nbytes, 2)
         shape, layer = cut.spec.at(stop - start), program.layer_of.get(cut.value)
@@ -159,11 +160,11 @@ def _moved(
 ) -> Iterator[WireOp]:
     """Yield the collective of a transition in a microbatch; none for one without examples."""
     members = plan.group(action.role, rank)
-    examples = [b - a for a, b in plan.microbatch_intervals(action.role, rank, action.microbatch)]
+    examples = plan.microbatch_sizes(action.role, rank, action.microbatch)
     if transition.move not in COLLECTIVES or not any(examples):
         return
     widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
-    extents = Extents(tuple(examples), tuple(widths))
+    extents = Extents(examples, tuple(widths))
     sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, members.index(rank))
     collective = COLLECTIVES[transition.move]
     yield from _collective(collective, payload, members, spec.at(sum(examples)), spec.dtype, sent, layer)
@@ -186,11 +187,12 @@ class _Value:
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """Yield what the nodes of a stage communicate in forward, or in backward, which visits them in reverse."""
     plan, role, backward = program.plan, stage.role, action.verb == "backward"
-    intervals = plan.microbatch_intervals(role, rank, action.microbatch)
-    if not (examples := sum(b - a for a, b in intervals)):
+    sizes, once = plan.microbatch_sizes(role, rank, action.microbatch), action.verb == "weigh"
+    if not (examples := sum(sizes)) and not once:
         return
-    first, last = intervals[plan.group(role, rank).index(rank)]
+    mine = sizes[plan.group(role, rank).index(rank)]
     nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
+    nodes = [(node, op) for node, op in nodes if info(node).once == once]
     late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:
         spec, transition = info(node).spec, transition_of(node)
@@ -209,7 +211,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
         ranks = plan.roles[role] if own else plan.replicas(role, rank)
         everyone = plan.batch_offsets[role][-1]
-        values = _values(op, node, spec, last - first if own else examples, backward)
+        values = _values(op, node, spec, mine if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error has come
             values = _packs(program, late, examples, everyone) if node is late[0] else iter(())
         for value in values:

@@ -52,12 +52,12 @@ class Payload:
     more: int = 0
 
     def __str__(self) -> str:
-        rows = f"[{self.rows[0]}:{self.rows[1]}]"
+        rows, piece = f"[{self.rows[0]}:{self.rows[1]}]", f"[{self.microbatch}]" if self.microbatch else ""
         match self.what:
             case What.CUT:
-                return f"{self.name}.{self.role}.{self.peer}{rows}"
+                return f"{self.name}.{self.role}.{self.peer}{piece}{rows}"
             case What.CUT_GRADIENT:
-                return f"d_{self.name}.{self.role}.{self.peer}{rows}"
+                return f"d_{self.name}.{self.role}.{self.peer}{piece}{rows}"
             case What.MODULO | What.MODULO_GRADIENT | What.ALL_TO_ALL | What.ALL_TO_ALL_GRADIENT:
                 return f"{self.what} {self.name}[{self.microbatch}]"
             case What.NODE:

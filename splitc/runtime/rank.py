@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .collectives.meanwhile import Meanwhile
 from .errors import LaunchError
+from .pieces import Pieces, pieces_of
 from .role_comm import RoleComm
-from .spec import RankSpec, RoleSpec, StepContext, microbatch_examples, refused_batch
+from .spec import RankSpec, RoleSpec, StepContext, refused_batch
 from .transport.base import Transport
 from .transport.messages import Messages
 
@@ -126,14 +127,17 @@ class Rank:
     def _batches(self, context: StepContext) -> dict[int, str]:
         """Batch sizes of a step -> who runs them: one process, every rank by itself, and the groups of this one."""
         found = {context.offsets[-1]: "one process, with which training is to agree,"}
+        whole = Pieces(self.spec.roles[0].microbatches, context.offsets)
         for (rank, name), examples in self._examples.items():
-            first, last = context.interval(examples)
-            found.setdefault(last - first, f"rank {rank} ({name})")
+            for k in range(whole.number):
+                first, last = whole.positions(context.interval(examples), k)
+                found.setdefault(last - first, f"rank {rank} ({name})")
         for role in (role for role in self.spec.roles if role.group):
             own = [context.interval(self._examples[member, role.role]) for member in role.group]
-            for k in range(1 if role.scheme == "BK" else len(own)):
-                parts = (microbatch_examples(each, role.scheme, m, k, len(own)) for m, each in enumerate(own))
-                found.setdefault(sum(last - first for first, last in parts), f"a group of role {role.role}")
+            pieces = pieces_of(role.scheme, whole.number, whole.bounds, [own[0][0], *(last for _, last in own)])
+            for k in range(pieces.number):
+                sizes = (last - first for first, last in (pieces.positions(each, k) for each in own))
+                found.setdefault(sum(sizes), f"a group of role {role.role}")
         found.pop(0, None)
         return found
 
@@ -146,6 +150,10 @@ class Rank:
             if examples[0] < examples[1] and first == last:
                 idle.append(rank)
         return list(dict.fromkeys(idle))
+
+    def finish(self) -> None:
+        """Wait for the sums of gradients that a step in microbatches has begun."""
+        self._messages.finish()
 
     @contextmanager
     def step(self, context: StepContext) -> Iterator[tuple[RoleComm, ...]]:

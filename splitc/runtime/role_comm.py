@@ -7,8 +7,10 @@ before.  Operations are issued in the order of the generated lines, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +24,21 @@ from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
+from .pieces import pieces_of
 from .rounds.averaging import Averages
 from .rounds.comm import RoundComm
 from .seeded.comm import SeededComm
 from .seeded.draws import Draws
-from .spec import RoleSpec, StepContext, microbatch_examples
-from .transport.messages import Messages
+from .spec import RoleSpec, StepContext
+from .transport.messages import Arriving, Messages
 
 
 class RoleComm(SeededComm, ServerComm, RoundComm):
-    """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone."""
+    """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone.
+
+    `comm[k]` is the communicator in microbatch k: the examples that it moves, counts and draws for are those of piece k
+    of the batch.  `comm` itself has the whole batch.
+    """
 
     def __init__(
         self,
@@ -46,8 +53,13 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         transport = messages.transport
         self.role, self.members = spec.role, spec.group or (transport.rank,)
         self._spec, self._messages, self._transport = spec, messages, transport
-        self._context, self._role_examples, self._update = context, role_examples, update
-        self._microbatch, self._in_last_microbatch = 0, True
+        self._role_examples, self._update = role_examples, update
+        members = [role_examples[member] for member in spec.group] or [spec.examples]
+        bounds = [first for first, _ in members] + [members[-1][1]]
+        self._compiled_pieces = pieces_of(spec.scheme, spec.microbatches, context.compiled_offsets, bounds)
+        self._piece: int | None = None
+        self._busy = [0]
+        self.begin(context)
         self._group = Group(transport, self.members, meanwhile)
         self._replicas, self._meanwhile = Group(transport, spec.replicas), meanwhile
         self._role = Group(transport, spec.ranks or spec.replicas)
@@ -61,6 +73,15 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
     def begin(self, context: StepContext) -> None:
         """Begin a step: what is issued from now on belongs to it."""
         self._context = context
+        compiled = self._pieces = self._compiled_pieces
+        if compiled.number > 1:
+            self._pieces = replace(compiled, bounds=tuple(map(context.moved, compiled.bounds)))
+            self._busy = [k for k in range(compiled.number) if any(self[k]._group_rows(1))]
+
+    def __getitem__(self, microbatch: int) -> RoleComm:
+        piece = copy(self)
+        piece._piece = microbatch
+        return piece
 
     @property
     def _unit_examples(self) -> int:
@@ -77,18 +98,20 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     @property
     def examples(self) -> tuple[int, int]:
-        """This rank's examples of the step's global batch, first and one past the last."""
-        return self._context.interval(self._spec.examples)
+        """This rank's examples, first and one past the last, as counted in the global batch or in the microbatch."""
+        return self._positions(self._spec.examples)
 
-    def _group_examples(self, microbatch: int) -> list[tuple[int, int]]:
-        """The examples of a microbatch that come from each member of the group."""
-        intervals = [self._context.interval(self._role_examples[member]) for member in self.members]
-        size = len(self.members)
-        return [microbatch_examples(own, self._spec.scheme, k, microbatch, size) for k, own in enumerate(intervals)]
+    def _positions(self, examples: tuple[int, int]) -> tuple[int, int]:
+        """Where examples of the compiled batch lie in this step's batch or, counted within it, in the microbatch."""
+        return self._pieces.positions(self._context.interval(examples), self._piece)
+
+    def _rows_of(self, ranks: Iterable[int], rows: int) -> list[int]:
+        """Rows that come from each of `ranks` of this role; an example has `rows` of them."""
+        return [(last - first) * rows for first, last in (self._positions(self._role_examples[r]) for r in ranks)]
 
     def _group_rows(self, rows: int) -> list[int]:
-        """Rows of the running microbatch that come from each member; an example has `rows` of them."""
-        return [(last - first) * rows for first, last in self._group_examples(self._microbatch)]
+        """Rows that come from each member of the group."""
+        return self._rows_of(self.members, rows)
 
     # -- between roles -------------------------------------------------------------------------------------------------
 
@@ -99,47 +122,58 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         """
         value, (start, _) = self._arrived(value, role, "sent").detach(), self.examples
         for route in self._spec.routes[role]:
-            first, last = self._context.interval(route.examples)
-            piece = value.narrow(dim, (first - start) * rows, (last - first) * rows)
+            first, last = self._positions(route.examples)
+            if first == last:
+                continue  # both sides know
+            part = value.narrow(dim, (first - start) * rows, (last - first) * rows)
             if route.peer == self._transport.rank:
-                self._messages.put_local(self.role, role, piece)
+                self._messages.put_local(self.role, role, part)
             else:
-                self._messages.send(piece, route.peer)
+                self._messages.send(part, route.peer)
 
     def recv(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> Tensor:
         """Receive this rank's examples from the ranks of `role` that have them.  shape: -1 is the batch."""
+        return self.irecv(role, shape, dtype, rows).wait()
+
+    def irecv(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> Arriving:
+        """Start to receive them; `wait` of what is returned gives the tensor."""
         dim = shape.index(-1)
         start, stop = self.examples
         sizes = [(stop - start) * rows if n == -1 else n for n in shape]
         value = torch.empty(sizes, dtype=dtype, device=self._transport.device)
-        arriving = []
+        works = []
         for route in self._spec.routes[role]:
-            first, last = self._context.interval(route.examples)
-            piece = value.narrow(dim, (first - start) * rows, (last - first) * rows)
+            first, last = self._positions(route.examples)
+            if first == last:
+                continue  # both sides know
+            part = value.narrow(dim, (first - start) * rows, (last - first) * rows)
             if route.peer == self._transport.rank:
-                piece.copy_(self._messages.receive_local(role, self.role))
+                part.copy_(self._messages.receive_local(role, self.role))
             else:
-                arriving.append(self._transport.irecv(piece, route.peer))
-        for work in arriving:
-            work.wait()
-        return value
+                works.append(self._transport.irecv(part, route.peer))
+        return Arriving(value, works)
 
-    # -- within the group ----------------------------------------------------------------------------------------------
+    # -- microbatches --------------------------------------------------------------------------------------------------
 
-    def microbatches(self, number: int) -> Iterator[int]:
-        """The microbatches of a step; those for which no member of the group has an example are left out."""
-        busy = [k for k in range(number) if any(first < last for first, last in self._group_examples(k))]
-        try:
-            for k in busy:
-                self._microbatch, self._in_last_microbatch = k, k == busy[-1]
-                yield k
-        finally:
-            self._microbatch, self._in_last_microbatch = 0, True
+    def microbatches(self) -> list[int]:
+        """Those of a step in which this rank's group has examples."""
+        return self._busy
 
     def piece(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
-        """The running microbatch's examples out of all of this rank's."""
-        (first, last), (start, _) = self._group_examples(self._microbatch)[self._position], self.examples
-        return value.narrow(dim, (first - start) * rows, (last - first) * rows)
+        """The microbatch's examples of a value that has all examples of this rank."""
+        own = self._context.interval(self._spec.examples)
+        parts = [
+            value.narrow(dim, (first - own[0]) * rows, (last - first) * rows)
+            for first, last in self._pieces.examples(own, self._piece)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [value.narrow(dim, 0, 0)], dim)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no microbatch of this rank comes after this one."""
+        return self._piece in (None, *self._busy[-1:])
+
+    # -- within the group ----------------------------------------------------------------------------------------------
 
     def modulo(self, value: Tensor, partial: bool = True, dim: int = 0, rows: int = 1) -> Tensor:
         """The microbatch's examples of all ranks of the group; partial: in backward their gradients are summed."""
@@ -200,16 +234,19 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
         Over microbatches and accumulated batches gradients add up, and are summed over the replicas in the last one.
         """
-        if not self._context.is_last or not (self._in_last_microbatch or self._spec.updated_every_microbatch):
+        if not self._context.is_last or not (self._is_last or self._spec.updated_every_microbatch):
             yield
             return
         if stage not in self._gradient_sums:
             self._gradient_sums[stage] = GradientSum(stage, buckets, self._spec.all_reduce)
         own = self._spec.own_sums
         ranks = [self._role.ranks if bucket[0] in own else self._replicas.ranks for bucket in buckets]
-        with self._gradient_sums[stage].while_backward(self._transport, ranks):
+        later = self._spec.microbatches > 1  # ranks may wait for what this one sends next before they join
+        with self._gradient_sums[stage].while_backward(self._transport, ranks, later):
             yield
             self._meanwhile.finish()
+        if later:
+            self._messages.at_end(self._gradient_sums[stage].finish)
         self._messages.count(self._gradient_sums[stage].sent_bytes(self._transport.rank, ranks))
 
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
@@ -221,9 +258,8 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""
         first, last = self.examples
         per_example = value[..., 0].numel() // max(last - first, 1)
-        intervals = [self._context.interval(self._role_examples[rank]) for rank in self._spec.replicas]
-        rows = [(b - a) * per_example for a, b in intervals]
-        return self._late.linear(value, weight, bias, rows=rows, microbatch=self._microbatch)
+        rows = self._rows_of(self._spec.replicas, per_example)
+        return self._late.linear(value, weight, bias, rows=rows, microbatch=self._piece or 0)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight's gradient is computed while gradients of values travel."""
@@ -231,7 +267,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     def multiply(self) -> None:
         """Compute the gradients of late-multiplied layers: W' = E^T X."""
-        self._late.finish(self._microbatch)
+        self._late.finish(self._piece or 0)
 
     def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
         """BatchNorm `module` over the examples of all replicas."""
@@ -259,9 +295,10 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         return value * ((rows[self._position] if own else sum(rows)) / self._unit_examples)
 
     def _draws(self, own: bool = False) -> Draws:
-        before, examples = self._context.first_example, self._group_examples(self._microbatch)
-        mine = examples[self._position : self._position + 1] if own else examples
-        return Draws(self._context.seed, self._context.number, [(before + a, before + b) for a, b in mine])
+        before, members = self._context.first_example, (self._transport.rank,) if own else self.members
+        whole = (self._context.interval(self._role_examples[member]) for member in members)
+        parts = (part for each in whole for part in self._pieces.examples(each, self._piece))
+        return Draws(self._context.seed, self._context.number, [(before + a, before + b) for a, b in parts])
 
     def store_buffer(self, buffer: Tensor, value: Tensor) -> None:
         """Let a buffer have `value` after the step; all microbatches and roles of a rank compute the same one."""

@@ -87,18 +87,6 @@ def refused_batch(guards: Sequence[BatchGuard], batches: Mapping[int, str]) -> s
     return None
 
 
-def microbatch_examples(
-    examples: tuple[int, int], scheme: str, member: int, microbatch: int, size: int
-) -> tuple[int, int]:
-    """The examples of a microbatch that come from the `member`-th of the `size` ranks of a group, out of its own."""
-    first, last = examples
-    if scheme == "BK":
-        return examples
-    if scheme == "B":
-        return examples if member == microbatch else (first, first)
-    return first + (last - first) * microbatch // size, first + (last - first) * (microbatch + 1) // size
-
-
 @dataclass(frozen=True)
 class Rounds:
     """Training in rounds, which is approximate: each unit of ranks trains by itself, then all of them average.
@@ -160,6 +148,7 @@ class RoleSpec:
     group: the ranks of its model-parallel group; none where it has no group.
     scheme: Krizhevsky's scheme, which makes microbatches of a group's examples: "BK" takes all of them at once, "B" one
     member's in each microbatch, "B/K" an equal part of each member's.
+    microbatches: parts of every reader's examples that go through all roles one after another.
     updated_every_microbatch: parameters that the optimizer updates after every microbatch, not once a step.
     shards: parameter -> the part of it that this rank holds; the whole of all others.
     all_reduce: how gradients are summed, by the "backend" or by "recursive_doubling".
@@ -176,6 +165,7 @@ class RoleSpec:
     routes: Mapping[str, Sequence[Route]] = field(default_factory=dict)
     group: tuple[int, ...] = ()
     scheme: str = "BK"
+    microbatches: int = 1
     updated_every_microbatch: tuple[str, ...] = ()
     shards: Mapping[str, Shard] = field(default_factory=dict)
     all_reduce: str = "backend"
@@ -263,9 +253,9 @@ class StepContext:
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""
         first, last = examples
-        return self._moved(first), self._moved(last)
+        return self.moved(first), self.moved(last)
 
-    def _moved(self, position: int) -> int:
+    def moved(self, position: int) -> int:
         """A boundary of the compiled batch in this step's batch.
 
         It moves with its reader's; one between two readers' divides the reader's examples in the same proportion,

@@ -112,6 +112,7 @@ class Worker:
             self._round.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
             self.rank.meanwhile.finish()
+            self.rank.finish()
             if is_last:
                 finish_gradients(self._state, self._accumulate, self._clip_norm)
         for buffer, value in context.stored:

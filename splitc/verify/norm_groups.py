@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
 from splitc.runtime.collectives.layouts import State
-from splitc.runtime.spec import StepContext, microbatch_examples
+from splitc.runtime.spec import StepContext
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,14 @@ def _groups(
     found = []
     for first in range(0, len(ranks), grouping.size):
         members = ranks[first : first + grouping.size]
-        for microbatch in range(grouping.num_microbatches):
-            parts = [
-                microbatch_examples(
-                    step.interval(plan.interval(role, rank)), grouping.scheme, k, microbatch, grouping.size
-                )
-                for k, rank in enumerate(members)
-            ]
-            indices = torch.cat([torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts])
-            if len(indices):
-                found.append(NormGroup(indices, counts=first == 0))
+        compiled = plan.pieces(role, members[0])
+        pieces = replace(compiled, bounds=tuple(map(step.moved, compiled.bounds)))
+        examples = [step.interval(plan.interval(role, rank)) for rank in members]
+        for microbatch in range(pieces.number):
+            parts = [part for each in examples for part in pieces.examples(each, microbatch)]
+            indices = [torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts if a < b]
+            if indices:
+                found.append(NormGroup(torch.cat(indices), counts=first == 0))
     return found
 
 

@@ -116,24 +116,18 @@ def test_groups_are_consecutive_ranks_and_replicas_hold_the_same_place_in_them()
 def test_the_microbatches_of_a_group_are_its_examples_once(scheme: str, size: int) -> None:
     made = in_both(scheme, size)
     number = made.groups["fc"].num_microbatches
-    assert number == (1 if scheme == "BK" else size)
+    assert number == made.num_microbatches("fc") == (1 if scheme == "BK" else size)
     for rank in range(4):
-        pieces = [made.microbatch_intervals("fc", rank, k) for k in range(number)]
-        assert all(len(each) == size for each in pieces)
-        seen = sorted(example for each in pieces for a, b in each for example in range(a, b))
-        group = made.group("fc", rank)
-        assert seen == list(range(made.interval("fc", group[0])[0], made.interval("fc", group[-1])[1]))
-        assert made.peak_batch("fc", rank) == max(sum(b - a for a, b in each) for each in pieces)
-        for k, member in enumerate(group):  # every member's own are in order, without a gap
-            own = [each[k] for each in pieces if each[k][0] < each[k][1]]
-            assert own[0][0] == made.interval("fc", member)[0] and own[-1][1] == made.interval("fc", member)[1]
-            assert all(left[1] == right[0] for left, right in pairwise(own))
+        sizes = [made.microbatch_sizes("fc", rank, k) for k in range(number)]
+        assert all(len(each) == size for each in sizes)
+        assert [sum(own) for own in zip(*sizes, strict=True)] == [made.batch("fc", m) for m in made.group("fc", rank)]
+        assert made.peak_batch("fc", rank) == max(map(sum, sizes))
 
 
 def test_the_schemes_take_all_examples_one_members_or_a_part_of_each_members() -> None:
-    assert in_both("BK").microbatch_intervals("fc", 2, 0) == ((4, 9), (9, 12))
-    assert in_both("B").microbatch_intervals("fc", 2, 1) == ((4, 4), (9, 12))
-    assert in_both("B/K").microbatch_intervals("fc", 2, 1) == ((6, 9), (10, 12))
+    assert in_both("BK").microbatch_sizes("fc", 2, 0) == (5, 3)
+    assert in_both("B").microbatch_sizes("fc", 2, 1) == (0, 3)
+    assert in_both("B/K").microbatch_sizes("fc", 2, 1) == (3, 2)
     assert [in_both(scheme).peak_batch("fc", 2) for scheme in SCHEMES] == [8, 5, 5]
 
 

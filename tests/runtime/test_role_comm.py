@@ -15,10 +15,10 @@ from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
 from splitc.ir.transitions import options_of
 from splitc.runtime.collectives.layouts import Extents, State, Transition
+from splitc.runtime.pieces import pieces_of
 from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
-from splitc.runtime.spec import microbatch_examples
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
 from tests.support.sampling import sampled
@@ -43,10 +43,6 @@ SCHEMES = ["BK", "B", "B/K"]
 GROUPED = [grouped(size, scheme) for size in (2, 4) for scheme in SCHEMES]
 IDS = [f"{scheme} in groups of {size}" for size in (2, 4) for scheme in SCHEMES]
 SIZES: list[Sizes] = [None, (3, 1, 5, 3), (1, 1, 1, 1), (2, 7, 1, 4), (6, 6, 6, 6)]
-
-
-def turns_of(plan: Plan) -> int:
-    return plan.groups["all"].num_microbatches
 
 
 # -- between roles -----------------------------------------------------------------------------------------------------
@@ -143,7 +139,7 @@ def in_turns(plan: Plan, sizes: Sizes, function: Callable[[RoleComm], Tensor]) -
     """What `function` gives on each rank in each turn that is not left out."""
 
     def run(comm: RoleComm) -> dict[int, Tensor]:
-        return {turn: function(comm) for turn in comm.microbatches(turns_of(plan))}
+        return {turn: function(comm[turn]) for turn in comm.microbatches()}
 
     return on_comms(plan, run, sizes)
 
@@ -152,10 +148,10 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
     """The examples that each member of the group of `rank` gives to a turn of a step of these sizes."""
     bounds = list(accumulate(sizes or plan.local_batches, initial=0))
     members = plan.group("all", rank)
-    scheme = plan.groups["all"].scheme
-    return [
-        microbatch_examples((bounds[m], bounds[m + 1]), scheme, k, turn, len(members)) for k, m in enumerate(members)
-    ]
+    scheme, group = plan.groups["all"].scheme, bounds[members[0] : members[-1] + 2]
+    parts = pieces_of(scheme, 1, bounds, group).parts(turn)
+    own = [(bounds[m], bounds[m + 1]) for m in members]
+    return own if scheme == "BK" else [next((p for p in parts if a <= p[0] and p[1] <= b), (a, a)) for a, b in own]
 
 
 @pytest.mark.parametrize("plan", GROUPED, ids=IDS)
@@ -169,10 +165,9 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
     value = torch.arange(total * rows * 3).reshape(shape)
 
     def own(comm: RoleComm) -> Tensor:
-        first, last = comm.examples
-        return comm.modulo(
-            comm.piece(value.narrow(dim, first * rows, (last - first) * rows), dim, rows), dim=dim, rows=rows
-        )
+        first, last = comm._context.interval(comm._spec.examples)
+        own = value.narrow(dim, first * rows, (last - first) * rows)
+        return comm.modulo(comm.piece(own, dim, rows), dim=dim, rows=rows)
 
     gathered = in_turns(plan, sizes, own)
     seen = []
@@ -198,11 +193,12 @@ def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, 
         back, (first, last), members = [], comm.examples, comm.members
         factor = members.index(comm._transport.rank) + 1 if partial else 1
         before = sent = comm.sent_bytes
-        for _ in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(comm.piece(whole[first:last]))
+        for turn in comm.microbatches():
+            gathered = comm[turn].modulo(comm[turn].piece(whole[first:last]))
             before = comm.sent_bytes
             gradient = gathered * factor
-            back.append(comm.reduce_scatter(gradient, to="batch") if partial else comm.slice_batch(gradient))
+            own = comm[turn]
+            back.append(own.reduce_scatter(gradient, to="batch") if partial else own.slice_batch(gradient))
             sent += comm.sent_bytes - before
         return torch.cat(back), sent, last - first
 
@@ -226,16 +222,15 @@ def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
 
     def run(comm: RoleComm) -> Tensor:
         kept, (first, last), position = [], comm.examples, comm.members.index(comm._transport.rank)
-        for turn in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(
-                comm.piece(value.narrow(dim, first * rows, (last - first) * rows), dim, rows), dim=dim, rows=rows
-            )
+        for turn in comm.microbatches():
+            mine = value.narrow(dim, first * rows, (last - first) * rows)
+            gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
             before = comm.sent_bytes
-            kept.append(comm.slice_batch(gathered, dim=dim, rows=rows))
+            kept.append(comm[turn].slice_batch(gathered, dim=dim, rows=rows))
             a, b = pieces(plan, sizes, comm._transport.rank, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
             assert comm.sent_bytes == before
-            assert torch.equal(comm.modulo(kept[-1], dim=dim, rows=rows), gathered)
+            assert torch.equal(comm[turn].modulo(kept[-1], dim=dim, rows=rows), gathered)
             assert comm.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
@@ -253,7 +248,7 @@ def test_the_method_of_every_transition_brings_a_value_to_its_state(
     function, options = options_of(transition, width, dim, rows)
 
     def run(comm: RoleComm) -> None:
-        (examples,) = [comm._group_rows(rows) for _ in comm.microbatches(1)]
+        examples = comm._group_rows(rows)
         shape = (sum(examples), 2, width) if dim == 0 else (2, sum(examples), width)
         case = Case(shape, Extents(tuple(examples), (3, 2), dim))
         position = comm.members.index(comm._transport.rank)
@@ -281,19 +276,16 @@ EMPTY = [
 @pytest.mark.parametrize(("plan", "sizes", "busy"), EMPTY)
 def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: Sizes, busy: list[int]) -> None:
     def run(comm: RoleComm) -> list[tuple[int, bool]]:
-        return [(turn, comm._in_last_microbatch) for turn in comm.microbatches(turns_of(plan))]
+        return [(turn, comm[turn]._is_last) for turn in comm.microbatches()]
 
     expected = [(turn, turn == busy[-1]) for turn in busy]  # gradients are summed in the last one that there is
     assert on_comms(plan, run, sizes) == [expected] * plan.world
 
 
-def test_a_loop_over_turns_that_breaks_off_leaves_the_seat_as_it_was() -> None:
+def test_the_communicator_itself_has_the_whole_batch() -> None:
     def run(comm: RoleComm) -> None:
-        with pytest.raises(KeyError):
-            for _ in comm.microbatches(4):
-                raise KeyError
-        assert comm._in_last_microbatch
-        assert comm._microbatch == 0
+        assert comm._is_last and comm.examples == comm._spec.examples
+        assert not comm[0]._is_last and comm[3]._is_last
 
     on_comms(grouped(4, "B/K"), run)
 
@@ -305,7 +297,7 @@ def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float)
 
     def run(comm: RoleComm) -> float:
         one = torch.ones((), dtype=torch.float64)
-        shares = [float(comm.scale_by_share(one)) for _ in comm.microbatches(turns_of(plan) if plan.groups else 1)]
+        shares = [float(comm[turn].scale_by_share(one)) for turn in comm.microbatches()]
         return sum(shares) if comm.members[0] == comm._transport.rank else 0.0  # a group's loss counts once
 
     assert sum(on_comms(plan, run, sizes)) == pytest.approx(1.0, rel=1e-14)
@@ -345,10 +337,11 @@ def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
         if features is not None:
             start, width = (251 * comm._position, 251 - comm._position)
         drawn = []
-        for microbatch in comm.microbatches(turns_of(plan)):
-            rows = torch.cat([torch.arange(a, b) for a, b in comm._group_examples(microbatch)])
+        for microbatch in comm.microbatches():
+            own = pieces(plan, sizes, comm._transport.rank, microbatch)
+            rows = torch.cat([torch.arange(a, b) for a, b in own])
             value = torch.ones(len(rows), width)
-            got = comm.dropout(value, 0.5, draw=3, features=features)
+            got = comm[microbatch].dropout(value, 0.5, draw=3, features=features)
             drawn.append((got, whole[rows][:, start : start + width]))
         return drawn
 
@@ -419,9 +412,9 @@ def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan:
         (comm,) = rank.comms
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
         first, last = comm.examples
-        for _ in comm.microbatches(turns_of(plan)):
-            gathered = comm.modulo(comm.piece(inputs[first:last]))
-            with comm.all_reduce(stage, (("weight",),)):
+        for turn in comm.microbatches():
+            gathered = comm[turn].modulo(comm[turn].piece(inputs[first:last]))
+            with comm[turn].all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
         assert stage.weight.grad is not None
         return stage.weight.grad, rank.sent_bytes - comm.sent_bytes
@@ -441,10 +434,10 @@ def test_updates_in_every_turn_sum_the_gradients_of_that_turn_and_tell_the_role(
         stage = nn.Linear(3, 1, bias=False)
         gradients: list[Tensor] = []
         first, last = comm.examples
-        for _ in comm.microbatches(2):
+        for turn in comm.microbatches():
             stage.zero_grad()
-            gathered = comm.modulo(comm.piece(inputs[first:last]))
-            with comm.all_reduce(stage, (("weight",),)):
+            gathered = comm[turn].modulo(comm[turn].piece(inputs[first:last]))
+            with comm[turn].all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
             assert stage.weight.grad is not None
             gradients.append(stage.weight.grad[0].clone())

@@ -42,11 +42,12 @@ class GradientSum:
         return sum(2 * (len(own) - 1) * size // len(own) for size, own in sizes)
 
     @contextmanager
-    def while_backward(self, transport: Transport, ranks: Sequence[tuple[int, ...]]) -> Iterator[None]:
-        """Start all-reduces as the backward inside fills buckets; on leaving, every gradient is summed.
+    def while_backward(
+        self, transport: Transport, ranks: Sequence[tuple[int, ...]], later: bool = False
+    ) -> Iterator[None]:
+        """Start all-reduces as the backward inside fills buckets; on leaving, or `later`, `finish` waits for them.
 
         ranks: of each bucket, those over which it is summed.
-        The gradients are then views of their bucket's sum: no second copy of them is kept.
         """
         self._awaited = [set(bucket) for bucket in self._buckets]
         self._started, self._call = [], (transport, ranks)
@@ -56,6 +57,11 @@ class GradientSum:
             self._call = None
         while len(self._started) < len(self._buckets):  # parameters that the loss does not reach
             self._start(transport, ranks)
+        if not later:
+            self.finish()
+
+    def finish(self) -> None:
+        """Let every gradient be the sum, a view of its bucket's: no second copy is kept."""
         for (total, work), bucket in zip(self._started, self._buckets, strict=True):
             work.wait()
             for parameter, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):

@@ -21,6 +21,11 @@ class ServerComm:
     _served_buckets: dict[nn.Module, ServedBuckets]
     _served_parameters: dict[nn.Module, dict[str, nn.Parameter]]
 
+    @property
+    def _is_last(self) -> bool:
+        """Whether the microbatch is the last one."""
+        raise NotImplementedError
+
     def served_parameters(self, stage: nn.Module) -> dict[str, nn.Parameter]:
         """The rows that this worker serves to all workers, as parameters that are views of the stage's own."""
         if stage not in self._served_parameters:
@@ -54,8 +59,8 @@ class ServerComm:
 
     @contextmanager
     def push(self, stage: nn.Module, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Push each bucket of gradients once the backward inside has filled it, in the last accumulated batch."""
-        if not self._context.is_last:
+        """Push each bucket of gradients once the backward inside has filled it, in the last microbatch and batch."""
+        if not (self._context.is_last and self._is_last):
             yield
             return
         with self._buckets_of(stage, buckets).while_backward():
@@ -63,7 +68,7 @@ class ServerComm:
 
     def push_all(self, stage: nn.Module, buckets: Sequence[Bucket]) -> None:
         """Push all gradients, after backward."""
-        if self._context.is_last:
+        if self._context.is_last and self._is_last:
             self._buckets_of(stage, buckets).push_all()
 
     def _server(self, stage: nn.Module) -> Server:

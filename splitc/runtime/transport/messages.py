@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from .base import Transport, Work
+
+
+class Arriving:
+    """A tensor that is on its way from other ranks."""
+
+    def __init__(self, value: Tensor, works: Sequence[Work]) -> None:
+        self._value, self._works = value, works
+
+    def wait(self) -> Tensor:
+        """The tensor, once all of it has come."""
+        for work in self._works:
+            work.wait()
+        return self._value
 
 
 class Messages:
@@ -19,6 +33,7 @@ class Messages:
         self.transport = transport
         self.sent_bytes = 0
         self._pending: list[Work] = []
+        self._unfinished: list[Callable[[], None]] = []
         self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -37,6 +52,16 @@ class Messages:
     def receive_local(self, src: str, dst: str) -> Tensor:
         """Take the oldest tensor that `put_local` left."""
         return self._local[src, dst].popleft()
+
+    def at_end(self, finish: Callable[[], None]) -> None:
+        """Let `finish`, which waits for other ranks, be called once all that the step has for them is under way."""
+        self._unfinished.append(finish)
+
+    def finish(self) -> None:
+        """Call all that was left for the end of the step."""
+        for finish in self._unfinished:
+            finish()
+        self._unfinished.clear()
 
     def wait(self) -> None:
         """Return when all sends are complete, and their tensors may be reused."""

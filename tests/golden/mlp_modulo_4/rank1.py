@@ -38,6 +38,7 @@ rank = RankSpec(
                 "hidden.1.bias": Shard(dim=0, first=17, last=33),
                 "output.weight": Shard(dim=1, first=17, last=33),
             },
+            ranks=(0, 1, 2, 3),               # all ranks of the role
         ),
     ),
     readers=(0, 1, 2, 3),             # ranks that read the data

@@ -28,18 +28,21 @@ class Stage(nn.Module):
         })
         self.output = nn.Linear(33, 10)  # sharded, see rankN.py
 
-    def forward_trunk(self, comm, images, target):
-        relu = F.relu(self.hidden["0"](images.flatten(1)))        # (4, 16)  mlp.py:31
-        loss_weight = comm.global_weight(target, ignore_index=0)  # ()       loss
-        return relu, loss_weight
+    def forward_trunk(self, comm, images):
+        relu = F.relu(self.hidden["0"](images.flatten(1)))  # (4, 16)  mlp.py:31
+        return relu
 
-    def forward_head(self, comm, target, cut0, cut1):
+    def weigh_head(self, comm, target):
+        loss_weight = comm.global_weight(target, ignore_index=0, own=True)  # ()  loss
+        return loss_weight
+
+    def forward_head(self, comm, target, cut0, loss_weight):
         relu_1 = F.relu(self.hidden["1"](cut0))                                  # (4, 33/2)  mlp.py:31
         output_part = F.linear(relu_1, self.output.weight)                       # (4, 10)    mlp.py:32
         output_sum = comm.reduce_from_group(output_part)                        # (4, 10)    partial -> replicate, 160 B
         output = output_sum + self.output.bias                                   # (4, 10)    mlp.py:32
         loss = F.cross_entropy(output, target, ignore_index=0, reduction="sum")  # ()         loss
-        loss_1 = loss / cut1                                                     # ()
+        loss_1 = loss / loss_weight                                              # ()
         return loss_1
 
 
@@ -63,31 +66,30 @@ HEAD_BUCKETS = (  # gradients all-reduced together, in the order of backward
 
 def step(trunk, head, stage, images, target):
     """Forward and backward of one batch; the gradients are left in `.grad`, summed."""
-    cut0, cut1 = stage.forward_trunk(trunk, images, target)
     losses, d_cut0 = [], []
-    for _ in head.microbatches(2):                                       # 1/2 of every rank's examples
-        target_group = head.modulo(head.piece(target))              # all-gather: a microbatch of all ranks of the group
-    # all-gather: a microbatch of all ranks of the group
-        cut0_group = head.modulo(head.piece(cut0.detach())).requires_grad_()
-        loss = stage.forward_head(head, target_group, cut0_group, cut1)
-        with head.all_reduce(stage, HEAD_BUCKETS):                       # 1.88 kB in 1 bucket, in the last microbatch
-            loss.backward()
-        d_cut0.append(head.reduce_scatter(cut0_group.grad, to="batch"))  # reduce-scatter over the group
+    cut0 = stage.forward_trunk(trunk, images)
+    loss_weight = stage.weigh_head(head, target)                            # what the loss divides by
+    for k in head.microbatches():
+        target_group = head[k].modulo(head[k].piece(target))        # all-gather: a microbatch of all ranks of the group
+        # all-gather: a microbatch of all ranks of the group
+        cut0_group = head[k].modulo(head[k].piece(cut0).detach()).requires_grad_()
+        loss = stage.forward_head(head[k], target_group, cut0_group, loss_weight)
         losses.append(loss.detach())
-    total = head.sum_loss(sum(losses))                                   # the global loss
-    with trunk.all_reduce(stage, TRUNK_BUCKETS):                         # 1.34 kB in 1 bucket, during backward
+        with head[k].all_reduce(stage, HEAD_BUCKETS):                      # 1.88 kB in 1 bucket, in the last microbatch
+            loss.backward()
+        d_cut0.append(head[k].reduce_scatter(cut0_group.grad, to="batch"))  # reduce-scatter over the group
+    total = head.sum_loss(sum(losses))                                      # the global loss
+    with trunk.all_reduce(stage, TRUNK_BUCKETS):                            # 1.34 kB in 1 bucket, during backward
         cut0.backward(torch.cat(d_cut0))
     return total.wait()
 
 
 def evaluate(trunk, head, stage, images, target):
     """The loss of one batch, forward only."""
-    cut0, cut1 = stage.forward_trunk(trunk, images, target)
-    losses = []
-    for _ in head.microbatches(2):                      # 1/2 of every rank's examples
-        target_group = head.modulo(head.piece(target))  # all-gather: a microbatch of all ranks of the group
-        cut0_group = head.modulo(head.piece(cut0))      # all-gather: a microbatch of all ranks of the group
-        loss = stage.forward_head(head, target_group, cut0_group, cut1)
-        losses.append(loss.detach())
-    total = head.sum_loss(sum(losses))                  # the global loss
+    cut0 = stage.forward_trunk(trunk, images)
+    loss_weight = stage.weigh_head(head, target)  # what the loss divides by
+    target_group = head.modulo(target)            # all-gather: the examples of all ranks of the group
+    cut0_group = head.modulo(cut0)                # all-gather: the examples of all ranks of the group
+    loss = stage.forward_head(head, target_group, cut0_group, loss_weight)
+    total = head.sum_loss(loss)                   # the global loss
     return total.wait()

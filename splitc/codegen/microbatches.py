@@ -1,0 +1,172 @@
+"""Write the microbatches of a step: loops where its order is regular, else functions and a list of their calls.
+
+for k in comm.microbatches():          def forward(k):
+    cut0[k] = stage(comm[k], ...)          ...
+    comm[k].send(cut0[k], "fc")        for k in range(2):
+...                                        backward(k)
+                                           forward(k + 2)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from splitc.codegen.layout import Line
+from splitc.ir.actions import Action
+
+_KINDS = {
+    "recv": "receive",
+    **dict.fromkeys(("modulo", "forward", "slice_batch", "send"), "forward"),
+    "recv_grad": "receive_gradients",
+    **dict.fromkeys(("all_gather_grad", "backward", "all_reduce", "push"), "backward"),
+    **dict.fromkeys(("multiply", "modulo_grad", "send_grad", "update"), "backward"),
+}
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Consecutive actions of one role in one microbatch; or an action that a step does once, of kind ""."""
+
+    kind: str
+    role: str
+    microbatch: int
+    actions: tuple[Action, ...]
+
+    def is_later(self, other: _Unit, by: int) -> bool:
+        """Whether this one is the same as the other one in a later microbatch."""
+        same = (self.kind, self.role) == (other.kind, other.role)
+        return bool(self.kind) and same and self.microbatch == other.microbatch + by
+
+
+_Loop = tuple[int, tuple[_Unit, ...]]
+"""How often in turn, and the units of the first time."""
+
+
+def microbatched(
+    actions: Sequence[Action],
+    number: int,
+    repeats: Callable[[Action], bool],
+    lines: Callable[[Action], list[Line]],
+    comm: Callable[[str], str],
+) -> list[Line]:
+    """The lines of a step in `number` microbatches.
+
+    repeats: whether an action is of one microbatch.  lines: of an action, in microbatch `k`.  comm: variable of a role.
+    """
+    units = _merged(_units(actions, repeats))
+    loops = list(_loops(units))
+    counts = Counter((unit.kind, unit.role) for _, inside in loops for unit in inside if unit.kind)
+    several = len({unit.role for unit in units if unit.kind}) > 1
+    regular = max(counts.values()) == 1 and all(
+        len({(unit.role, unit.microbatch) for unit in inside}) == 1 and times in (1, number) for times, inside in loops
+    )
+    body: list[Line] = []
+    functions: list[Line] = []
+    if not regular:
+        for unit in {(unit.kind, unit.role): unit for unit in units if unit.kind}.values():
+            functions += _function(unit, _name(unit, several), comm(unit.role), lines)
+    for times, inside in loops:
+        if not inside[0].kind:
+            body += lines(inside[0].actions[0])
+        elif regular:
+            body.append((f"for k in {comm(inside[0].role)}.microbatches():", ""))
+            body += _indented(line for unit in inside for action in unit.actions for line in lines(action))
+        else:
+            body += [*functions, *_calls(times, inside, several)]
+            functions = []
+    return [*_kept(body, [comm(unit.role) for unit in units]), *body]
+
+
+def _units(actions: Sequence[Action], repeats: Callable[[Action], bool]) -> list[_Unit]:
+    units: list[_Unit] = []
+    for action in actions:
+        kind = _KINDS[action.verb] if repeats(action) else ""
+        unit = _Unit(kind, action.role, action.microbatch, (action,))
+        if kind and units and units[-1].is_later(unit, 0):
+            units[-1] = replace(unit, actions=(*units[-1].actions, action))
+        else:
+            units.append(unit)
+    return units
+
+
+def _merged(units: list[_Unit]) -> list[_Unit]:
+    """Make one of two kinds of units that always follow each other."""
+    follows = [b if a.kind and b.is_later(replace(a, kind=b.kind), 0) else None for a, b in pairwise(units)]
+    for first, second, role in {(a.kind, b.kind, a.role) for a, b in zip(units, follows, strict=False) if b}:
+        found = sum(unit.role == role and unit.kind in (first, second) for unit in units)
+        pairs = [
+            k
+            for k, (a, b) in enumerate(zip(units, follows, strict=False))
+            if b and (a.kind, b.kind, b.role) == (first, second, role)
+        ]
+        if 2 * len(pairs) == found:
+            return _merged(list(_joined(units, pairs)))
+    return units
+
+
+def _joined(units: Sequence[_Unit], pairs: Sequence[int]) -> Iterator[_Unit]:
+    """The units, with those at `pairs` and the ones behind them in one."""
+    for k, unit in enumerate(units):
+        if k in pairs:
+            second = units[k + 1]
+            kind = "run" if (unit.kind, second.kind) == ("forward", "backward") else second.kind
+            yield replace(unit, kind=kind, actions=(*unit.actions, *second.actions))
+        elif k - 1 not in pairs:
+            yield unit
+
+
+def _loops(units: Sequence[_Unit]) -> Iterator[_Loop]:
+    """The units in order, those that repeat in one microbatch after the other together."""
+    place = 0
+    while place < len(units):
+        times, size = 1, 1
+        for period in range(1, (len(units) - place) // 2 + 1):
+            found = 1
+            while all(
+                (later := place + found * period + k) < len(units) and units[later].is_later(units[place + k], found)
+                for k in range(period)
+            ):
+                found += 1
+            if found > 1 and found * period > times * size:
+                times, size = found, period
+        yield times, tuple(units[place : place + size])
+        place += times * size
+
+
+def _name(unit: _Unit, several: bool) -> str:
+    return f"{unit.kind}_{unit.role}" if several else unit.kind
+
+
+def _function(unit: _Unit, name: str, comm: str, lines: Callable[[Action], list[Line]]) -> list[Line]:
+    inner = [line for action in unit.actions for line in lines(action)]
+    if not unit.kind.startswith("receive"):
+        inner = [(f"if k not in {comm}.microbatches():", ""), ("    return", "no examples here"), *inner]
+    return [(f"def {name}(k):", ""), *_indented(inner), ("", "")]
+
+
+def _calls(times: int, inside: Sequence[_Unit], several: bool) -> list[Line]:
+    first = inside[0].microbatch
+    if times == 1:
+        return [(f"{_name(unit, several)}({unit.microbatch})", "") for unit in inside]
+    bounds = f"{first}, {first + times}" if first else f"{times}"
+    offsets = (unit.microbatch - first for unit in inside)
+    places = (f"k {'+' if by > 0 else '-'} {abs(by)}" if by else "k" for by in offsets)
+    calls: list[Line] = [(f"{_name(unit, several)}({place})", "") for unit, place in zip(inside, places, strict=True)]
+    return [(f"for k in range({bounds}):", ""), *_indented(calls)]
+
+
+def _indented(lines: Sequence[Line] | Iterator[Line]) -> list[Line]:
+    return [(f"    {text}" if text else "", note) for text, note in lines]
+
+
+def _kept(lines: Sequence[Line], comms: Sequence[str]) -> list[Line]:
+    """The tables of values by microbatch, and the lists of them, that lines use."""
+    text = "\n".join(line for line, _ in lines)
+    tables = dict.fromkeys(re.findall(r"\b(\w+)(?:\[k\]|\.pop\(k\))", text))
+    empty = {name: "{}" for name in tables if name not in comms}
+    empty |= dict.fromkeys(re.findall(r"\b(\w+)\.append\(", text), "[]")
+    return [(f"{', '.join(empty)} = {', '.join(empty.values())}", "")] if empty else []

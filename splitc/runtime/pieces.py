@@ -1,0 +1,61 @@
+"""The microbatches of a step, called pieces: which examples each has, and how the examples of one are counted.
+
+A piece is a part of every share of the batch, so its examples lie apart.  Counted within the piece they are contiguous
+again, for every rank and for what any two ranks have in common: `positions` of a piece take the place of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Interval = tuple[int, int]
+"""First, and one past the last."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a batch is divided into pieces.
+
+    number: of pieces.  bounds: where each share of the batch begins, and where the last ends.
+    whole_shares: piece k has the k-th of every `number` shares, whole; else the k-th of `number` parts of every share.
+    """
+
+    number: int
+    bounds: tuple[int, ...]
+    whole_shares: bool = False
+
+    def parts(self, piece: int) -> list[Interval]:
+        """The examples of a piece, by share."""
+        shares, n = enumerate(pairwise(self.bounds)), self.number
+        if self.whole_shares:
+            return [share for j, share in shares if j % n == piece]
+        return [(a + (b - a) * piece // n, a + (b - a) * (piece + 1) // n) for _, (a, b) in shares]
+
+    def examples(self, examples: Interval, piece: int | None) -> list[Interval]:
+        """Those of an interval of examples that are in a piece; None: in any."""
+        if piece is None or self.number == 1:
+            return [examples]
+        first, last = examples
+        found = ((max(a, first), min(b, last)) for a, b in self.parts(piece))
+        return [(a, b) for a, b in found if a < b]
+
+    def positions(self, examples: Interval, piece: int | None) -> Interval:
+        """Where an interval of examples lies in a piece: how many of the piece's examples stand before its ends."""
+        if piece is None or self.number == 1:
+            return examples
+        parts = self.parts(piece)
+        first, last = (sum(max(min(end, b) - a, 0) for a, b in parts) for end in examples)
+        return first, last
+
+
+def pieces_of(scheme: str, number: int, readers: Sequence[int], group: Sequence[int]) -> Pieces:
+    """The pieces in which a role computes: `number` parts of what each reader reads, or what Krizhevsky's scheme says.
+
+    scheme: "BK" leaves a group's examples together, "B" takes one member's at a time, "B/K" an equal part of each
+    member's.  readers, group: bounds of the readers' examples, and of the members' of a group.
+    """
+    if scheme == "BK":
+        return Pieces(number, tuple(readers))
+    return Pieces(len(group) - 1, tuple(group), whole_shares=scheme == "B")

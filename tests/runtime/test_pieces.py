@@ -1,0 +1,46 @@
+"""Pieces: which examples a microbatch has, and how they are counted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from splitc.runtime.pieces import Pieces, pieces_of
+
+BOUNDS = [(0, 8), (0, 5, 7), (0, 4, 9, 12), (0, 1, 2, 9)]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("whole_shares", [False, True])
+def test_every_example_is_in_one_piece(bounds: tuple[int, ...], number: int, whole_shares: bool) -> None:
+    pieces = Pieces(number, bounds, whole_shares)
+    seen = sorted(x for k in range(number) for a, b in pieces.parts(k) for x in range(a, b))
+    assert seen == list(range(bounds[-1]))
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_positions_of_neighbours_join_and_count_their_examples_in_the_piece(
+    bounds: tuple[int, ...], number: int
+) -> None:
+    pieces = Pieces(number, bounds)
+    for k in range(number):
+        ends = [pieces.positions((0, x), k)[1] for x in range(bounds[-1] + 1)]
+        assert ends[0] == 0 and ends[-1] == sum(b - a for a, b in pieces.parts(k))
+        for x, (before, after) in enumerate(pairwise(ends)):
+            assert after - before == sum(b - a for a, b in pieces.examples((x, x + 1), k))
+            assert pieces.positions((x, bounds[-1]), k) == (before, ends[-1])
+
+
+def test_pieces_are_equal_parts_of_each_share_as_far_as_they_divide() -> None:
+    assert Pieces(2, (0, 5, 8)).parts(0) == [(0, 2), (5, 6)] and Pieces(2, (0, 5, 8)).parts(1) == [(2, 5), (6, 8)]
+    assert Pieces(2, (0, 5, 8)).examples((1, 6), 1) == [(2, 5)]
+    assert Pieces(2, (0, 5, 8)).examples((1, 6), None) == [(1, 6)]
+
+
+@pytest.mark.parametrize(("scheme", "parts"), [("BK", [(0, 2), (4, 7)]), ("B", [(6, 10)]), ("B/K", [(4, 5), (6, 8)])])
+def test_the_schemes_divide_the_examples_of_a_group(scheme: str, parts: list[tuple[int, int]]) -> None:
+    k = 1 if scheme == "B" else 0
+    assert pieces_of(scheme, 2, (0, 4, 10), (4, 6, 10)).parts(k) == parts
