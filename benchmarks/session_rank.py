@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.lockstep import Marks
 from splitc.cost_models.calibration.calibrate import calibrate
@@ -30,8 +30,8 @@ from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 
 
-def sgd(parameters: Iterable[nn.Parameter], rate: float = 1e-3) -> torch.optim.Optimizer:
-    """What everything trains with."""
+def sgd(parameters: Iterable[Any], rate: float = 1e-3) -> torch.optim.Optimizer:
+    """What everything trains with.  parameters: with their names or without."""
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
 
 
