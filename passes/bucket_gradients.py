@@ -3,8 +3,7 @@
 This pass rewrites the stages: it fills `Stage.buckets`, `Stage.served` with the gradients that go to servers, and
 `Stage.averaged` with what units average after a round.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
-them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.  Buckets are small, so
-that the first starts early and little is left to travel when backward ends.
+them in that order (docs/design.md, "Order on the wire").  The last bucket holds what remains.  Small ones start early.
 """
 
 from __future__ import annotations

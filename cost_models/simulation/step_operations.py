@@ -23,7 +23,7 @@ from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, u
 from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.dealt import share_of
-from splitc.ir.graph import info, tensor_spec
+from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
 from splitc.ir.transitions import Collective
 from splitc.ir.wire import inside, of_action, wire
@@ -121,6 +121,8 @@ class _Step:
 
     def _forward(self, stage: Stage, action: Action) -> None:
         exchanged, first = self._exchanged(stage, action), first_nodes(stage)
+        early = filter(starts_at_once, stage.graph.nodes)
+        started = {node: tuple(self._begin(exchanged.get(node.name, ()))) for node in early}
         for node in stage.graph.nodes:
             if node.target is comm_ops.pull:
                 bucket: Any = node.kwargs["bucket"]
@@ -128,7 +130,7 @@ class _Step:
             layer = info(node).layer
             if first.get(layer) is node:
                 self._done.append(Compute(layer, self._layer(stage, layer, action)[0]))
-            self._block(exchanged.get(node.name, ()))
+            self._done.append(Wait(started[node])) if node in started else self._block(exchanged.get(node.name, ()))
 
     def _backward(self, stage: Stage, action: Action, later: tuple[Action, ...]) -> None:
         """Run the layers from the last to the first; begin a bucket when its last gradient has been computed."""

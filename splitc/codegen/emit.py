@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx
 
+from splitc.ir.comm_ops import global_weight
 from splitc.ir.constructors import literal
 from splitc.ir.graph import changes_statistics
 from splitc.ir.op_names import function_name
@@ -89,7 +90,8 @@ class Emitter:
         if target is getattr:
             return f"{self.receiver(node.args[0])}.{node.args[1]}"
         name = function_name(target)
-        return f"{name}({self._arguments(node.args, _explicit_arguments(node, name))})"
+        call = f"{name}({self._arguments(node.args, _explicit_arguments(node, name))})"
+        return call + ".wait()" * (target is global_weight)
 
     def receiver(self, item: Any) -> str:
         """The object that a method is called on."""

@@ -16,7 +16,7 @@ from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
-from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name
+from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
@@ -190,7 +190,10 @@ class _ForwardWriter:
 
     def lines(self) -> list[Line]:
         """Every statement with its comment: the shape, and the user's line where it is another one than above."""
-        layers = [layer for node in self._stage.graph.nodes if self._is_written(node) for layer in self._layer(node)]
+        early = {n: self._emitter.expression(n) for n in filter(starts_at_once, self._stage.graph.nodes)}
+        layers = [(f"{self._names[n]} = {text.removesuffix('.wait()')}", self._note(n)) for n, text in early.items()]
+        self._emitter.folded |= {n: f"{self._names[n]}.wait()" for n in early}
+        layers += [layer for node in self._stage.graph.nodes if self._is_written(node) for layer in self._layer(node)]
         width, above = max((len(note[0]) for _, note in layers), default=0), ""
         lines: list[Line] = []
         for text, (shape, source) in layers:
@@ -200,14 +203,13 @@ class _ForwardWriter:
             return [*lines, (f"return {', '.join(self._names[node] for node in denominators(self._stage.graph))}", "")]
         returned = [self._emitter.value(_returned(self._stage, cut)) for cut in returned_cuts(self._stage)]
         if self._stage.has_loss:
-            output = next(node for node in self._stage.graph.nodes if node.op == "output")
-            returned.append(self._emitter.value(output.args[0]))
+            returned.append(self._emitter.value(self._stage.graph.output_node().args[0]))
         return [*lines, (f"return {', '.join(returned)}" if returned else "return None", "")]
 
     def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
         is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self._once
-        return is_here and (op is None or op.in_stage) and not is_entry(node)
+        return is_here and (op is None or op.in_stage) and not is_entry(node) and not starts_at_once(node)
 
     def _layer(self, node: fx.Node) -> list[_Layer]:
         """The statements of a node; none where it is written inside its reader."""
@@ -270,13 +272,12 @@ def _folds(node: fx.Node, text: str) -> bool:
     apart = (info(user).layer, info(user).once) != (info(node).layer, info(node).once)
     if user.op == "output" or user.target is comm_ops.send or changed or apart:
         return False
-    uses = sum(arg is node for arg in user.args) + sum(arg is node for arg in user.kwargs.values())
     between = node.next
     while between is not user:
         if info(between).side_effect:
             return False
         between = between.next
-    return uses == 1
+    return sum(arg is node for arg in (*user.args, *user.kwargs.values())) == 1
 
 
 def _is_fresh(node: fx.Node) -> bool:

@@ -125,6 +125,12 @@ def is_entry(node: fx.Node) -> bool:
     return node.target is comm_ops.recv or (node.target in TRANSITIONS and info(node).cut is not None)
 
 
+def starts_at_once(node: fx.Node) -> bool:
+    """Return whether a denominator depends on inputs alone: its sum starts before all else and travels meanwhile."""
+    inputs = all(each.op in ("placeholder", "get_attr") or is_entry(each) for each in node.all_input_nodes)
+    return node.target is comm_ops.global_weight and inputs and not info(node).once
+
+
 def insert_after(
     graph: fx.Graph,
     after: fx.Node,

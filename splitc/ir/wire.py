@@ -17,7 +17,7 @@ from torch import fx
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
 from splitc.ir.comm_ops import OPS, CommOp, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
-from splitc.ir.graph import info, is_entry, tensor_spec
+from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
 from splitc.ir.server_wire import server_ops, worker_ops
@@ -193,6 +193,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
     mine = sizes[plan.group(role, rank).index(rank)]
     nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
     nodes = [(node, op) for node, op in nodes if info(node).once == once]
+    nodes.sort(key=lambda pair: not starts_at_once(pair[0]))
     late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:
         spec, transition = info(node).spec, transition_of(node)

@@ -111,8 +111,7 @@ class WireOp:
 
     def sent_for(self, layer: str) -> float:
         """Payload bytes that this rank sends in a step for a layer."""
-        packed = self.packed or ((self.layer, 1.0),)
-        return self.per_step * sum(share for name, share in packed if name == layer)
+        return self.per_step * sum(share for name, share in self.packed or ((self.layer, 1.0),) if name == layer)
 
     @property
     def nbytes(self) -> int:

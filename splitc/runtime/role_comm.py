@@ -19,7 +19,7 @@ from .collectives import gradients
 from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.layouts import Extents, State, Transition
-from .collectives.loss import Loss, sum_loss, target_weight
+from .collectives.loss import Total, start_sum, target_weight
 from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
@@ -282,9 +282,10 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     def global_weight(
         self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, own: bool = False
-    ) -> Tensor:
-        """The weights of all replicas' targets: what a weighted mean over the global batch divides by."""
-        return self.all_reduce_scalar(target_weight(target, weight, ignore_index), own)
+    ) -> Total:
+        """Start to sum the weights of all replicas' targets: what a weighted mean over the global batch divides by."""
+        total = target_weight(target, weight, ignore_index)
+        return start_sum(self._messages, total, (self._role if own else self._replicas).ranks, total.dtype)
 
     def scale_by_share(self, value: Tensor, own: bool = False) -> Tensor:
         """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.
@@ -310,7 +311,7 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
 
     # -- with all ranks ------------------------------------------------------------------------------------------------
 
-    def sum_loss(self, contribution: Tensor, own: bool = False) -> Loss:
+    def sum_loss(self, contribution: Tensor, own: bool = False) -> Total:
         """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
 
         own: it is of this rank's own examples, and counts anyway.
@@ -318,8 +319,8 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         """
         counted = contribution if self._position == 0 or own else torch.zeros_like(contribution)
         if self._spec.unit and self._context.training and not self._context.ends_round:
-            return sum_loss(self._messages, counted, self._spec.unit)
-        return sum_loss(self._messages, counted * (self._unit_examples / self._context.offsets[-1]))
+            return start_sum(self._messages, counted, self._spec.unit)
+        return start_sum(self._messages, counted * (self._unit_examples / self._context.offsets[-1]))
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""

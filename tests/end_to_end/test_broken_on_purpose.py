@@ -175,7 +175,7 @@ def test_a_receive_that_is_missing_at_run_time_is_a_deadlock_or_left_over_messag
 
 def test_verify_names_the_loss_when_it_is_not_scaled() -> None:
     program = with_files(
-        separated(), fc=("cross_entropy / comm.global_weight(target)", "cross_entropy / target.shape[0]")
+        separated(), fc=("cross_entropy / cross_entropy_weight.wait()", "cross_entropy / target.shape[0]")
     )
     result = program.verify()
     assert not result.holds and result.loss_error > 0.5

@@ -265,7 +265,7 @@ def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
     def run(comm: RoleComm) -> Tensor:
         first, last = comm.examples
         part = F.cross_entropy(scores[first:last], target[first:last], weight, reduction="sum")
-        return comm.sum_loss(part / comm.global_weight(target[first:last], weight)).wait()
+        return comm.sum_loss(part / comm.global_weight(target[first:last], weight).wait()).wait()
 
     expected = F.cross_entropy(scores, target, weight)
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
@@ -278,7 +278,7 @@ def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
 
     def run(comm: RoleComm) -> Tensor:
         first, last = comm.examples
-        return comm.global_weight(target[first:last], ignore_index=7)
+        return comm.global_weight(target[first:last], ignore_index=7).wait()
 
     assert on_comms(plan_of(all=(0, 1, 2)), run) == [3, 3]
 

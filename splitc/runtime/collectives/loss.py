@@ -9,25 +9,27 @@ from ..transport.base import Work
 from ..transport.messages import Messages
 
 
-class Loss:
-    """A global loss whose all-reduce may still be under way."""
+class Total:
+    """A 0-d sum over ranks, the loss or its denominator, whose all-reduce may still be under way."""
 
     def __init__(self, total: Tensor, work: Work, dtype: torch.dtype) -> None:
         self._total, self._work, self._dtype = total, work, dtype
 
     def wait(self) -> Tensor:
-        """The loss, a 0-d tensor."""
+        """The sum."""
         self._work.wait()
         return self._total.to(self._dtype)
 
 
-def sum_loss(messages: Messages, contribution: Tensor, ranks: tuple[int, ...] | None = None) -> Loss:
-    """Start to sum the contributions of `ranks`, by default all, in float64; the loss has their dtype."""
+def start_sum(
+    messages: Messages, contribution: Tensor, ranks: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64
+) -> Total:
+    """Start to sum the contributions of `ranks`, by default all, in `dtype`; the total has their own."""
     transport = messages.transport
     ranks = tuple(range(transport.world)) if ranks is None else ranks
-    total = contribution.detach().to(transport.device, torch.float64, copy=True)
+    total = contribution.detach().to(transport.device, dtype, copy=True)
     messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
-    return Loss(total, transport.all_reduce(total, ranks), contribution.dtype)
+    return Total(total, transport.all_reduce(total, ranks), contribution.dtype)
 
 
 def target_weight(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:

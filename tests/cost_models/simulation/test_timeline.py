@@ -90,6 +90,21 @@ def test_late_factors_travel_once_the_last_error_is_there_and_are_multiplied_whi
     assert waits[-3] < min(multiplied) < max(multiplied) < waits[-2]
 
 
+def test_the_denominator_of_the_loss_travels_while_the_model_runs_forward() -> None:
+    """Ranks that wait for each other between forward and backward would wait twice in a step."""
+    program = planned(4, "data_parallel")
+    lines = program.files["all.py"].splitlines()
+    (starts,) = (k for k, line in enumerate(lines) if "cross_entropy_weight = comm.global_weight(target)" in line)
+    assert "def forward(" in lines[starts - 1]
+    assert any("cross_entropy / cross_entropy_weight.wait()" in line for line in lines)
+    assert next(str(op.payload) for op in wire(program.program, 0)) == "all.cross_entropy_weight[0]"
+    operations = step_operations(Prices(program.program, toy()), 0)
+    begin = next(k for k, op in enumerate(operations) if isinstance(op, Begin))
+    wait = next(k for k, op in enumerate(operations) if isinstance(op, Wait))
+    forward = [op.name for op in operations[begin:wait] if isinstance(op, Compute)]
+    assert forward and not any(name.startswith("d_") for name in forward)
+
+
 def test_a_servers_link_carries_all_workers() -> None:
     """At a low bandwidth a step is Stanza's equation (6): 2 n_w P / B."""
     program = planned(4, "parameter_server(overlap=False)").program

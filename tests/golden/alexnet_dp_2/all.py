@@ -33,6 +33,7 @@ class Stage(nn.Module):
         })
 
     def forward(self, comm, images, target):
+        cross_entropy_weight = comm.global_weight(target)                       # ()                loss
         features_1 = F.relu(self.features["0"](images))                         # (8, 64, 55, 55)   alexnet.py:50
         features_2 = F.max_pool2d(features_1, 3, stride=2)                      # (8, 64, 27, 27)
         features_4 = F.relu(self.features["3"](features_2))                     # (8, 192, 27, 27)
@@ -48,7 +49,7 @@ class Stage(nn.Module):
         classifier_5 = F.relu(self.classifier["4"](classifier_3))               # (8, 4096)
         classifier_6 = self.classifier["6"](classifier_5)                       # (8, 1000)
         cross_entropy = F.cross_entropy(classifier_6, target, reduction="sum")  # ()                loss
-        loss = cross_entropy / comm.global_weight(target)                       # ()
+        loss = cross_entropy / cross_entropy_weight.wait()                      # ()
         return loss
 
 

@@ -33,7 +33,7 @@ class Stage(nn.Module):
         return relu
 
     def weigh_head(self, comm, target):
-        loss_weight = comm.global_weight(target, ignore_index=0, own=True)  # ()  loss
+        loss_weight = comm.global_weight(target, ignore_index=0, own=True).wait()  # ()  loss
         return loss_weight
 
     def forward_head(self, comm, target, cut0, loss_weight):
