@@ -148,7 +148,7 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
     if not returns and not trains:
         return
     yield Action("backward", role=role, microbatch=microbatch)
-    if any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
+    if last and any(node.target is comm_ops.late_multiply for node in stage.graph.nodes):
         yield Action("multiply", role=role, microbatch=microbatch)
     if last or every:
         for verb, buckets in (("all_reduce", stage.buckets), ("push", stage.served)):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
 from splitc.ir.linears import as_linear
@@ -43,7 +44,7 @@ class UsePlan(Pass[Program, PlacedProgram]):
             raise PlacementError(
                 f"the plan was made for another model than {program.name} or another batch{differ}; compile without it"
             )
-        if problems := list(dict.fromkeys(_misfits(program, plan))):
+        if problems := list(dict.fromkeys([*_misfits(program, plan), *microbatch_problems(program, plan)])):
             raise LaunchError(bullets(f"the plan does not fit {program.name}:", problems))
         return program.placed(replace(plan, model=self.model))
 

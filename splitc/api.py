@@ -13,14 +13,13 @@ from splitc.capture.example import Example, Inputs, Loss
 from splitc.capture.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.deferred import DeferredProgram
-from splitc.errors import LaunchError
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.strategies import parse_strategy
-from splitc.ir.strategy import Strategy
+from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.measure_costs import COUNTED, require_costs
 
 
@@ -56,6 +55,8 @@ def compile(
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.
     memory: bytes that a rank may use, in place of the cluster's.
+    microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
+    values travel; "auto": as the strategy says, else 1.
     autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
     costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
     that the cluster has.
@@ -69,15 +70,10 @@ def compile(
         model = model()  # a factory, as in model files
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
-    if microbatches not in ("auto", 1):
-        raise LaunchError(
-            f"microbatches={microbatches!r}: programs of more than one microbatch are not there yet; leave it out"
-        )
+    asked = in_microbatches(parse_strategy(strategy), microbatches)
     require_autocast(autocast)
     require_costs(costs)
-    settings = Settings(
-        world, global_batch, cluster, parse_strategy(strategy), pins or {}, memory, autocast, costs, code
-    )
+    settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code)
     if example is None:
         return DeferredProgram(model, loss, settings, name)
     bound = Example.bind(model, example, target, loss)

@@ -86,7 +86,7 @@ def _stage_needs(program: LoweredProgram, stage: Stage) -> Iterator[Need]:
             continue
         yield Need(backwards[k], after=(forward,))
         if late:
-            yield Need(Action("multiply", role=role, microbatch=k), after=after)
+            yield from [Need(Action("multiply", role=role, microbatch=k), after=after)] * (k == number - 1)
         if every and trains:
             yield Need(Action("update", role=role, microbatch=k), after=after)
     if stage.dealt:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
-from splitc.ir.program import PlacedProgram
+from splitc.ir.program import PlacedProgram, Program
 from splitc.runtime.spec import refused_batch
 
 
@@ -15,6 +17,22 @@ def require_batch_sizes(program: PlacedProgram) -> None:
             f"{why}; compile with an example and a global_batch within that range, or leave the batch size out of that "
             f"line"
         )
+
+
+def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """Yield why a model cannot run in the microbatches of a plan."""
+    if plan.microbatches == 1:
+        return
+    why = f"microbatches is {plan.microbatches}, but"
+    if program.in_batch:
+        yield f"{why} {program.in_batch} needs the whole batch at once: take 1"
+    readers = set(plan.batch_offsets[plan.reader])
+    for layer, place in plan.placements.items():
+        if place.sync == "late_multiply" and not readers.issuperset(plan.batch_offsets[place.role]):
+            yield (
+                f"{why} {layer} is multiplied late in role {place.role}, whose ranks divide what one reads, so that "
+                f"some have no examples in a microbatch: take 1, or sync 'all_reduce'"
+            )
 
 
 def _batch_sizes(plan: Plan) -> dict[int, str]:

@@ -39,6 +39,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
+from splitc.ir.strategy import in_microbatches
 from splitc.passes.analysis import analyse
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
@@ -107,7 +108,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
     if args.world is None:
         problems.append(PlacementError("say how many ranks: --world 4 (or give a plan: --plan plan.json)"))
-    strategy = attempt(lambda: parse_strategy(args.strategy))
+    strategy = attempt(lambda: in_microbatches(parse_strategy(args.strategy), args.microbatches))
     pins = attempt(lambda: parse_pins(args.pin))
     autocast = attempt(lambda: parse_autocast(args.autocast))
     cluster = attempt(lambda: _cluster(args.cluster, args.quiet, measure=not problems))
@@ -218,6 +219,7 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
         raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out")
     decided = {
         "--strategy": args.strategy != "auto",
+        "--microbatches": args.microbatches is not None,
         "--pin": bool(args.pin),
         "--global-batch": args.global_batch is not None,
         "--memory": args.memory is not None,

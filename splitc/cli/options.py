@@ -187,6 +187,12 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
         'modulo_shard, with options as in "layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
     )
     parser.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="M",
+        help="parts of each reader's batch that go through the ranks one after another (default: 1)",
+    )
+    parser.add_argument(
         "--pin",
         action="append",
         default=[],

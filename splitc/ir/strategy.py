@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from splitc.errors import PlacementError
-from splitc.ir.placements import ALL_REDUCES
+from splitc.ir.placements import ALL_REDUCES, SCHEDULES
 from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
@@ -17,16 +17,22 @@ class Strategy:
 
     all_reduce: the algorithm that sums gradients, the "backend"'s own or "recursive_doubling" (Stanza 4.1.2).
     sync_batchnorm: BatchNorm normalises over the whole global batch, as in one process, not over each rank's part.
+    microbatches: parts of each reader's batch that go through the ranks one after another, in the order of `schedule`,
+    "all_forward" or "1f1b"; 1 and all_forward unless given.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
     all_reduce: str | None = field(default=None, kw_only=True)
     sync_batchnorm: bool | None = field(default=None, kw_only=True)
+    microbatches: int | None = field(default=None, kw_only=True)
+    schedule: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         one_of(self, "all_reduce", ALL_REDUCES)
         one_of(self, "sync_batchnorm", (True, False))
+        one_of(self, "schedule", SCHEDULES)
+        whole(self, "microbatches", 1)
 
     @property
     def is_exact(self) -> bool:
@@ -71,11 +77,25 @@ class InRounds(Strategy):
 
     def rounds(self, unit: int) -> Rounds | None:
         """The rounds of units of so many ranks; None without a period."""
-        given = {f.name: getattr(self, f.name) for f in fields(InRounds)[3:] if getattr(self, f.name) is not None}
+        own = fields(InRounds)[len(fields(Strategy)) + 1 :]
+        given = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) is not None}
         if given and self.period is None:
             raise PlacementError(f"{self.name}: {next(iter(given))} needs a period, the updates between two averages")
         usual = {"nesterov": bool(self.outer_momentum), "mixing": 0.5 if self.delay else 0.0}
         return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
+
+
+def in_microbatches(strategy: Strategy, number: int | str | None) -> Strategy:
+    """Return the strategy in `number` microbatches; "auto" and None leave its own.
+
+    Raises PlacementError for another number, and for two that differ.
+    """
+    if number in ("auto", None):
+        return strategy
+    if strategy.microbatches not in (None, number):
+        raise PlacementError(f"microbatches={number}, but {strategy} has {strategy.microbatches}; give one of them")
+    made: Strategy = replace(strategy, microbatches=number)
+    return made
 
 
 def options_of(strategy: Strategy | type[Strategy]) -> list[Field[Any]]:

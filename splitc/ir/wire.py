@@ -213,8 +213,9 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         ranks = plan.roles[role] if own else plan.replicas(role, rank)
         everyone = plan.batch_offsets[role][-1]
         values = _values(op, node, spec, mine if own else examples, backward)
-        if op.name == "late_multiply":  # one gather, when the last error has come
-            values = _packs(program, late, examples, everyone) if node is late[0] else iter(())
+        if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
+            now = node is late[0] and action.microbatch == plan.microbatches - 1
+            values = _packs(program, late, plan.batch(role, rank), everyone) if now else iter(())
         for value in values:
             payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
             sent = collective.sent(value.nbytes, value.nbytes, len(ranks))

@@ -259,15 +259,16 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         first, last = self.examples
         per_example = value[..., 0].numel() // max(last - first, 1)
         rows = self._rows_of(self._spec.replicas, per_example)
-        return self._late.linear(value, weight, bias, rows=rows, microbatch=self._piece or 0)
+        return self._late.linear(value, weight, bias, rows=rows, is_last=self._is_last)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight's gradient is computed while gradients of values travel."""
         return self._meanwhile.linear(value, weight, bias)
 
     def multiply(self) -> None:
-        """Compute the gradients of late-multiplied layers: W' = E^T X."""
-        self._late.finish(self._piece or 0)
+        """Compute the gradients of late-multiplied layers, after the last microbatch: W' = E^T X."""
+        if self._is_last:
+            self._late.finish()
 
     def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
         """BatchNorm `module` over the examples of all replicas."""

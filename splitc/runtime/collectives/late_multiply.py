@@ -13,7 +13,7 @@ holds the gathered X and E from backward to `finish`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,17 +43,17 @@ class LateMultiply:
         self.index = self.ranks.index(transport.rank)
         self.sent_bytes = 0
         self._transport = transport
-        self._awaited: Counter[int] = Counter()  # microbatch -> its uses whose errors are to come
-        self._uses: dict[int, list[_Use]] = defaultdict(list)  # microbatch -> those whose errors have come
-        self._packs: dict[int, list[tuple[list[_Use], Sequence[Tensor], Work]]] = defaultdict(list)  # under way
+        self._awaited = 0  # uses whose errors are to come
+        self._uses: list[_Use] = []  # those whose errors have come
+        self._packs: list[tuple[list[_Use], Sequence[Tensor], Work]] = []  # under way
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Sequence[int], microbatch: int = 0
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, rows: Sequence[int], is_last: bool = True
     ) -> Tensor:
         """`F.linear` whose gradients of weight and bias come with `finish`, summed over the replicas.
 
         rows: how many rows each replica has at this use, the product of all dims of its `x` but the last.
-        microbatch: whose backward and `finish` it belongs to.
+        is_last: False in all microbatches but the last one; the factors of all travel together.
         Autograd computes the gradient of `x` only; without grad mode, where neither weight nor bias is trained and on
         a single rank this is plain `F.linear`.
         Raises ValueError when `rows` do not fit the replicas or `x`.
@@ -70,42 +70,44 @@ class LateMultiply:
         # Under autocast the layer multiplies in y's dtype; X travels and is kept in it too.
         inputs = x.detach().to(y.dtype) if weight.requires_grad else None
         anchor = y.new_empty(0, requires_grad=True)  # so that backward runs here even when x needs no gradient
-        self._awaited[microbatch] += 1
+        self._awaited += 1
         trained = bias if bias is not None and bias.requires_grad else None
-        arrived = partial(self._arrived, microbatch, partial(_Use, weight, trained, rows))
+        arrived = partial(self._arrived, is_last, partial(_Use, weight, trained, rows))
         watched: Tensor = _WatchError.apply(y, anchor, inputs, arrived)  # type: ignore[no-untyped-call]
         return watched
 
-    def finish(self, microbatch: int = 0) -> None:
+    def finish(self) -> None:
         """Add the gradients of all replicas' rows to `.grad`; the same bits on every replica.
 
         Call it after backward and before the optimizer steps.  Uses are processed in the order of backward; those that
         it did not reach are left out.
         """
         with torch.no_grad(), torch.autocast(self._transport.device.type, enabled=False):
-            self._gather(microbatch)
-            del self._awaited[microbatch]
-            for uses, pieces, work in self._packs.pop(microbatch, ()):
+            self._gather()
+            self._awaited = 0
+            for uses, pieces, work in self._packs:
                 work.wait()
                 sizes = [[use.rows[k] * width for use in uses for width in use.widths] for k in range(len(pieces))]
                 parts = [iter(piece.split(own)) for piece, own in zip(pieces, sizes, strict=True)]
                 for use in uses:
                     whole = [torch.cat([next(p) for p in parts]).view(sum(use.rows), width) for width in use.widths]
                     use.add_gradients(whole)
+            self._packs = []
 
-    def _arrived(self, microbatch: int, use: Callable[..., _Use], inputs: Tensor | None, error: Tensor) -> None:
+    def _arrived(self, is_last: bool, use: Callable[..., _Use], inputs: Tensor | None, error: Tensor) -> None:
         """Note the error of one use, and start to gather after the last."""
         factors = [each.reshape(-1, each.size(-1)) for each in (inputs, error) if each is not None]
-        self._uses[microbatch].append(use(factors, [factor.size(1) for factor in factors]))
-        self._awaited[microbatch] -= 1
-        if not self._awaited[microbatch]:
-            self._gather(microbatch)
+        self._uses.append(use(factors, [factor.size(1) for factor in factors]))
+        self._awaited -= 1
+        if is_last and not self._awaited:
+            self._gather()
 
-    def _gather(self, microbatch: int) -> None:
+    def _gather(self) -> None:
         """Start one gather for each dtype of the errors that have come."""
         packs: dict[torch.dtype, list[_Use]] = defaultdict(list)
-        for use in self._uses.pop(microbatch, ()):
+        for use in self._uses:
             packs[use.factors[0].dtype].append(use)
+        self._uses = []
         for uses in packs.values():
             sizes = [sum(use.rows[k] * sum(use.widths) for use in uses) for k in range(len(self.ranks))]
             pieces = uses[0].factors[0].new_empty(sum(sizes)).split(sizes)
@@ -113,7 +115,7 @@ class LateMultiply:
             torch.cat([factor.reshape(-1) for use in uses for factor in use.factors], out=own)
             for use in uses:
                 use.factors = ()
-            self._packs[microbatch].append((uses, pieces, self._transport.all_gather(list(pieces), own, self.ranks)))
+            self._packs.append((uses, pieces, self._transport.all_gather(list(pieces), own, self.ranks)))
             self.sent_bytes += (len(self.ranks) - 1) * own.nbytes
 
 

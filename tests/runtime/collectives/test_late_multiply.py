@@ -196,7 +196,8 @@ def test_a_use_that_backward_does_not_reach_holds_up_no_gradient() -> None:
     assert_replicas(on_replicas(2, replica), [w.grad])
 
 
-def test_microbatches_under_way_together_have_gathers_of_their_own() -> None:
+@pytest.mark.parametrize("alternating", [True, False])
+def test_the_factors_of_all_microbatches_travel_together(alternating: bool) -> None:
     x, weight = random(1, 6, 3), random(2, 2, 3)
     w = weight.clone().requires_grad_()
     F.linear(x, w).square().sum().backward()
@@ -204,12 +205,13 @@ def test_microbatches_under_way_together_have_gathers_of_their_own() -> None:
     def replica(late: LateMultiply, index: int) -> list[Tensor | None]:
         w, events = weight.clone().requires_grad_(), list[str]()
         note_gathers(late, events)
-        pieces = own_of(x, (2, 4), index, 0).chunk(2)
-        losses = [late.linear(p, w, rows=[1, 2], microbatch=k).square().sum() for k, p in enumerate(pieces)]
-        for k, loss in enumerate(losses):
+        pieces = enumerate(own_of(x, (2, 4), index, 0).chunk(2))
+        losses = (late.linear(p, w, rows=[1, 2], is_last=k == 1).square().sum() for k, p in pieces)
+        for loss in losses if alternating else list(losses):
+            assert not events
             loss.backward()
-            assert events == ["start", "wait"] * k + ["start"]
-            late.finish(k)
+        assert events == ["start"]
+        late.finish()
         return [w.grad]
 
     assert_replicas(on_replicas(2, replica), [w.grad])
