@@ -115,8 +115,7 @@ NAMED: dict[str, Case] = {
     "gradients of convolutions that ranks do not sum": (
         lambda: sharded(4), r"with conv\.all_reduce\(stage, CONV_BUCKETS\):", "if True:", "layer conv"),
     "a mean over the group's examples only": (
-        lambda: sharded(4), r"comm\.global_weight\(target\)\.wait\(\)", "target.shape[0]",
-        "the loss cross_entropy.*2 times"),
+        lambda: sharded(4), r"cross_entropy_weight\.wait\(\)", "target.shape[0]", "the loss cross_entropy.*2 times"),
 }  # fmt: skip
 
 
