@@ -21,15 +21,16 @@ class Meanwhile:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` whose backward computes the gradient of `x`, and leaves those of weight and bias for later.
 
-        x: (..., in).  Without grad mode, or where weight or bias are not trained, this is plain `F.linear`.
+        x: (..., in).  Of one row, without grad mode, or where something is not trained, this is plain `F.linear`.
         """
         if not (
             torch.is_grad_enabled()
             and x.requires_grad
+            and x.dim() > 1
             and all(p.requires_grad for p in (weight, bias) if p is not None)
         ):
             return F.linear(x, weight, bias)
-        y = F.linear(x.detach(), weight.detach(), None if bias is None else bias.detach())
+        y = F.linear(x.detach(), weight.detach(), None if bias is None else bias.detach()).detach()  # which is no view
         watched: Tensor = _Later.apply(x, y, weight, bias, self)  # type: ignore[no-untyped-call]
         return watched
 

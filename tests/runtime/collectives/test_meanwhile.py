@@ -1,0 +1,92 @@
+"""What is computed while transfers travel: the gradients of weights, later, and the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitc.runtime.collectives.meanwhile import Meanwhile
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5), (2, 3, 2, 5), (0, 5), (5,)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_value_and_gradients_are_those_of_a_linear_layer(
+    shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight, bias = tensors(shape, (4, 5), (4,), dtype=dtype)
+    given = (x, weight, bias) if with_bias else (x, weight)
+    expected = F.linear(*given)
+    error = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, given, error)
+    meanwhile = Meanwhile()
+    value = meanwhile.linear(*given)
+    value.backward(error)
+    torch.testing.assert_close(x.grad, gradients[0])
+    assert x.dim() == 1 or (weight.grad is None and bias.grad is None), "which are computed later"
+    meanwhile.finish()
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close([p.grad for p in given[1:]], list(gradients[1:]))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5)])
+def test_a_rank_may_have_no_features(shape: tuple[int, ...]) -> None:
+    x, weight, bias = tensors(shape, (0, 5), (0,))
+    meanwhile = Meanwhile()
+    value = meanwhile.linear(x, weight, bias)
+    value.sum().backward()
+    meanwhile.finish()
+    assert value.shape == (*shape[:-1], 0)
+    assert torch.equal(x.grad, torch.zeros_like(x))  # type: ignore[arg-type]
+
+
+def test_gradients_of_several_uses_add_up() -> None:
+    x, weight = tensors((6, 5), (5, 5))
+    expected = torch.autograd.grad(F.linear(F.linear(x, weight), weight).sum(), [x, weight])
+    meanwhile = Meanwhile()
+    meanwhile.linear(meanwhile.linear(x, weight), weight).sum().backward()
+    meanwhile.finish()
+    torch.testing.assert_close([x.grad, weight.grad], list(expected))
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_where_a_gradient_is_not_needed_this_is_the_plain_layer(frozen: str) -> None:
+    named = dict(zip(("x", "weight", "bias"), tensors((3, 2, 5), (4, 5), (4,)), strict=True))
+    named[frozen].requires_grad_(False)
+    others = [tensor for tensor in named.values() if tensor.requires_grad]
+    meanwhile = Meanwhile()
+    gradients = torch.autograd.grad(meanwhile.linear(*named.values()).sum(), others)
+    torch.testing.assert_close(gradients, torch.autograd.grad(F.linear(*named.values()).sum(), others))
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    x, weight = tensors((3, 2, 5), (4, 5))
+    (expected,) = torch.autograd.grad(F.relu(F.linear(x, weight)).sum(), x)
+    F.relu(Meanwhile().linear(x, weight), inplace=True).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_is_left_is_done_one_at_a_time_or_all_at_once() -> None:
+    done: list[int] = []
+    meanwhile = Meanwhile()
+    for k in range(4):
+        meanwhile.later(lambda k=k: done.append(k))  # type: ignore[misc]
+    meanwhile.one()
+    assert done == [0]
+    meanwhile.finish()
+    meanwhile.one()
+    assert done == [0, 1, 2, 3]
+
+
+def test_without_grad_mode_nothing_is_left_for_later() -> None:
+    x, weight = tensors((3, 5), (4, 5))
+    with torch.no_grad():
+        value = Meanwhile().linear(x, weight)
+    assert torch.equal(value, F.linear(x, weight)) and not value.requires_grad
