@@ -16,8 +16,9 @@ from splitc.errors import InternalError
 from splitc.ir import comm_ops
 from splitc.ir.pass_manager import run_passes
 from splitc.ir.program import PlacedProgram
+from splitc.ir.transitions import all_to_all, copy_to_group, modulo, reduce_from_group, shard
+from splitc.passes.assign_states import AssignStates
 from splitc.passes.rewriting import ON_THE_GRAPH
-from splitc.passes.shard_layers import ShardLayers
 from tests.end_to_end.test_broken_strategies import entered, late, mixed, rows, sharded
 
 
@@ -52,12 +53,12 @@ def test_a_dropped_bucket_of_a_divided_role_is_named() -> None:
 
 def test_a_cut_that_skips_its_way_into_a_group_is_named() -> None:
     program = mixed().program
-    got = next(n for n in program.graph.nodes if n.target is comm_ops.modulo)
+    got = next(n for n in program.graph.nodes if n.target is modulo)
     got.replace_all_uses_with(got.args[0].args[0].args[0])
     assert any("flatten of role stage0 is read by" in problem for problem in cuts_are_communicated(program))
 
 
-@pytest.mark.parametrize("lost", [comm_ops.shard, comm_ops.copy_to_group, comm_ops.reduce_from_group])
+@pytest.mark.parametrize("lost", [shard, copy_to_group, reduce_from_group])
 def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[..., object]) -> None:
     program = MAKERS[lost]().program
     node = _cut_out(program.stage("fc").graph, lost)
@@ -65,17 +66,17 @@ def test_a_node_that_is_lost_when_the_graph_is_split_is_named(lost: Callable[...
 
 
 FORGOTTEN = [
-    (sharded, comm_ops.shard, r"fc7 \(.*\) needs relu_1 replicated, but it is sharded"),
-    (rows, comm_ops.reduce_from_group, r"needs fc7_part replicated, but it is partial"),
+    (sharded, shard, r"fc7 \(.*\) needs relu_1 in state replicate, but it is features"),
+    (rows, reduce_from_group, r"needs fc7_part in state replicate, but it is partial"),
     (
         entered,
-        comm_ops.copy_to_group,
-        r"fc \(.*\) is sharded by columns and reads norm, whose gradient is never summed",
+        copy_to_group,
+        r"fc \(.*\) computes a part of what follows from norm, whose gradient is never summed",
     ),
     pytest.param(
         mixed,
-        comm_ops.shard,
-        r"needs relu_1 replicated",
+        all_to_all,
+        r"needs relu_1 in state batch, but it is features",
     ),
 ]
 
@@ -84,43 +85,41 @@ FORGOTTEN = [
 def test_a_pass_that_forgets_a_node_of_a_divided_layer_does_not_leave_the_compiler(
     make: Callable[[], CompiledProgram], lost: Callable[..., object], words: str
 ) -> None:
-    class Forgetful(ShardLayers):
+    class Forgetful(AssignStates):
         def run(self, program: PlacedProgram) -> PlacedProgram:
             program = super().run(program)
             _cut_out(program.graph, lost)
             return program
 
-    with pytest.raises(InternalError, match=rf"shard-layers broke the program(.|\n)*{words}"):
+    with pytest.raises(InternalError, match=rf"assign-states broke the program(.|\n)*{words}"):
         rewritten_by(make(), Forgetful())
 
 
 @pytest.mark.parametrize(("features", "words"), [(14, "never summed over the group"), (5, "computes all of it")])
 def test_a_flag_that_says_the_wrong_of_a_gradient_does_not_leave_the_compiler(features: int, words: str) -> None:
-    class Mistaken(ShardLayers):
+    class Mistaken(AssignStates):
         def run(self, program: PlacedProgram) -> PlacedProgram:
             program = super().run(program)
-            (node,) = (
-                n for n in program.graph.nodes if n.target is comm_ops.shard and n.kwargs["features"] == features
-            )
-            node.update_kwarg("partial", not node.kwargs["partial"])
+            (node,) = (n for n in program.graph.nodes if n.target is shard and n.kwargs["features"] == features)
+            node.update_kwarg("partial", not node.kwargs.get("partial", True))
             return program
 
-    with pytest.raises(InternalError, match=rf"shard-layers broke the program(.|\n)*{words}"):
+    with pytest.raises(InternalError, match=rf"assign-states broke the program(.|\n)*{words}"):
         rewritten_by(sharded(), Mistaken())
 
 
-def rewritten_by(whole: CompiledProgram, broken: ShardLayers) -> PlacedProgram:
+def rewritten_by(whole: CompiledProgram, broken: AssignStates) -> PlacedProgram:
     """The program, from its plan on, with a broken pass in place of its own."""
     fresh = capture(whole._model, whole._example)
     fresh = replace(fresh, loss_terms=whole.program.loss_terms, costs=whole.program.costs)
-    passes = [broken if isinstance(each, ShardLayers) else each for each in ON_THE_GRAPH]
+    passes = [broken if isinstance(each, AssignStates) else each for each in ON_THE_GRAPH]
     return run_passes(fresh.placed(whole.plan), passes)
 
 
 MAKERS: dict[Callable[..., object], Callable[[], CompiledProgram]] = {
-    comm_ops.shard: sharded,
-    comm_ops.copy_to_group: entered,
-    comm_ops.reduce_from_group: rows,
+    shard: sharded,
+    copy_to_group: entered,
+    reduce_from_group: rows,
 }
 """A program that has the node."""
 

@@ -88,23 +88,25 @@ def test_the_unbroken_programs_hold() -> None:
 # -- wrong numbers: verify names the layer -----------------------------------------------------------------------------
 
 Case = tuple[Callable[[], CompiledProgram], str, str, str]
-GATHERED = r"d_cut0( = |\.append\()fc\.modulo_grad\(cut0_group\.grad\)"
+GATHERED = r"d_cut0 = fc\.reduce_scatter\(cut0_group\.grad, to=\"batch\"\)"
+OWN = r"comm\.all_to_all\((\w+), to=\"batch\", features=14\)"
 NAMED: dict[str, Case] = {
     "a gradient of the loss that is summed though all ranks have it": (
         sharded, "features=5, partial=False", "features=5, partial=True", r"layer fc8.*2 times"),
     "parts of a gradient that are taken for the whole": (
         sharded, "features=14", "features=14, partial=False", "layer fc6"),
     "gathered examples whose gradients are not summed": (
-        sharded, GATHERED, r"d_cut0\1fc.modulo_grad(cut0_group.grad, partial=False)", "layer conv"),
+        sharded, GATHERED, "d_cut0 = fc.slice_batch(cut0_group.grad)", "layer conv"),
     "gathered examples whose gradients are not given back": (
-        sharded, GATHERED, r"d_cut0\1cut0_group.grad[: len(cut0)]", "layer conv"),
+        sharded, GATHERED, "d_cut0 = cut0_group.grad[: len(cut0)]", "layer conv"),
     "parts of a sum that are not summed": (
-        rows, r"comm\.reduce_from_group\((F\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
+        rows, r"comm\.reduce_from_group\((comm\.linear\(.*?\.weight\))\)", r"\1", "the loss cross_entropy"),
     "the gradient of a norm that nobody sums": (
         entered, r"comm\.copy_to_group\((self\.norm\(cut0\))\)", r"\1", "layer norm"),
-    "examples of others that are kept": (mixed, r"stage1\.slice_batch\(cut1\)", "cut1[:4]", "the loss cross_entropy"),
-    "a rank's own gradient in place of its group's": (
-        mixed, r"stage1\.all_gather_grad\((cut1_stage2\.grad)\)", r"torch.cat([\1] * 2)", "layer fc6"),
+    "examples of others that are kept": (
+        mixed, OWN, r"comm.shard(\1, features=14)[:4]", "the loss cross_entropy"),
+    "a gradient that all ranks have, summed": (
+        mixed, OWN, r"comm.slice_batch(comm.shard(\1, features=14))", "layer fc6.*2 times"),
     "a layer whose gradient nobody gathers": (late, r"comm\.late_multiply\(flatten", "F.linear(flatten", "layer fc6"),
     "a gradient divided by the number of ranks": (
         hybrid, r"(recv\(\"fc\", \(-1, 27\), torch\.float32\))", r"\1 / 2", r"layer conv.*0\.5 times"),
@@ -153,15 +155,16 @@ def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], Co
 
 CRASHES: dict[str, Case] = {
     "features that are not gathered": (
-        sharded, r"comm\.shard\((F\.relu\(self\.fc6\(cut0\)\)), features=14\)", r"\1", "shapes cannot be multiplied"),
-    "examples that are not gathered": (sharded, r"fc\.modulo\(cut0\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
+        sharded, r"comm\.shard\((\w+), features=14\)", r"\1", "shapes cannot be multiplied"),
+    "examples that are not gathered": (sharded, r"fc\.modulo\(cut0\.detach\(\)\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
     "targets that are not gathered": (sharded, r"fc\.modulo\(target\)", "target", r"batch_size \(8\).*\(4\)"),
-    "neither": (sharded, r"(\w+)_group = fc\.modulo\(\w+\)", r"\1_group = \1.detach()", "gradients.*should be 8"),
+    "neither": (
+        sharded, r"_group = fc\.modulo\((\w+)(\.detach\(\))?\)", r"_group = \1.detach()", "-> batch.*should be 8"),
     "a turn that is left out": (lambda: sharded(scheme="B/K"), r"fc\.(microbatches\(\))", r"fc.\1[:1]", "shape"),
     "all examples of the group where one's own are read": (
-        mixed, r"stage1\.slice_batch\(cut1\)", "cut1", "Mismatch in shape"),
-    "one's own gradient where the group's is read": (
-        mixed, r"stage1\.all_gather_grad\((cut1_stage2\.grad)\)", r"\1", "Mismatch in shape"),
+        mixed, OWN, r"comm.shard(\1, features=14)", "Mismatch in shape"),
+    "a part of a gradient where all of it is read": (
+        mixed, r"cut1\.backward\((cut1_stage2\.grad)\)", r"cut1.backward(\1[:2])", "Mismatch in shape"),
     "a group that not all its ranks know": (sharded, r"group=\(0, 1\)", "group=(0,)", "not one of the group's ranks"),
     "replicas that are not": (lambda: sharded(4), r"replicas=\(0, 2\)", "replicas=(0, 1)", "not one of the group's"),
 }  # fmt: skip
@@ -229,7 +232,7 @@ def test_swapped_actions_make_a_circle_or_meet_something_else() -> None:
     crossed = swapped(mixed().program, "stage1: modulo cut0", "stage1: forward")
     one_part = replace(crossed, rank_programs=(crossed.rank_programs[0], *mixed().program.rank_programs[1:]))
     (problem,) = (p for p in sends_meet_receives(one_part) if "modulo" in p)
-    assert "modulo cut0[0]" in problem and "stage1.relu_1_whole[0]" in problem
+    assert "modulo cut0[0]" in problem and "stage1.relu_1_own[0]" in problem
 
 
 def test_a_layer_that_is_multiplied_after_the_gradients_have_travelled_is_named() -> None:
@@ -249,8 +252,8 @@ def test_late_multiplied_layers_are_multiplied_while_other_gradients_travel() ->
 LOCAL = [
     (sharded, "fc: modulo cut0"),
     (sharded, "fc: modulo_grad cut0"),
-    (mixed, "stage1: slice_batch cut1"),
-    (mixed, "stage1: all_gather_grad cut1"),
+    (mixed, "stage1: modulo cut0"),
+    (mixed, "stage1: modulo_grad cut0"),
     (late, "all: multiply"),
     (hybrid, "conv: all_reduce bucket0"),
     (hybrid, "conv: backward"),
@@ -268,8 +271,8 @@ def test_an_action_that_all_ranks_leave_out_is_named_by_a_check(
     assert any(value in problem for problem in problems), problems
 
 
-def test_a_gradient_that_never_arrived_is_told_where_it_is_spread() -> None:
-    program = edited(mixed(), r"    cut2\.backward\(d_cut2\)\n", "")
+def test_a_gradient_that_never_arrived_is_told_where_the_group_returns_it() -> None:
+    program = edited(mixed(), r"    cut1\.backward\(.*\)\n", "")
     with pytest.raises(RuntimeError, match="no gradient arrived"):
         program.verify(steps=1)
 
