@@ -8,7 +8,8 @@ them in that order (docs/design.md, "Order on the wire").  The last bucket holds
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar
@@ -21,10 +22,12 @@ from splitc.ir import comm_ops
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage
 
+_LEAST = 100_000  # bytes of a bucket, below which a sum is mostly latency
+
 
 @dataclass(frozen=True)
 class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
-    """Buckets of at least `nbytes`; one dtype each."""
+    """Buckets of at least `nbytes`, or a quarter of what a role sums if that is less; one dtype each."""
 
     name: ClassVar[str] = "bucket-gradients"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
@@ -51,13 +54,15 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         return replace(
             stage,
             own_sums=tuple(name for name in summed if name in own),
-            buckets=self._buckets(program, summed, own),
+            buckets=self._buckets(program, summed, own, most=max(_nbytes(program, summed) // 4, _LEAST)),
             served=self._buckets(program, pushed),
             averaged=tuple(bucket for bucket, _ in averaged),
             fragments=tuple(k for _, k in averaged),
         )
 
-    def _buckets(self, program: Program, names: list[str], own: Collection[str] = ()) -> tuple[tuple[str, ...], ...]:
+    def _buckets(
+        self, program: Program, names: list[str], own: Collection[str] = (), most: float = math.inf
+    ) -> tuple[tuple[str, ...], ...]:
         """`names`, from the last to the first, in buckets; those in `own` in others than the rest."""
         buckets: list[list[str]] = []
         size = 0
@@ -65,12 +70,16 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
             holding = program.tensors[name]
             last = buckets[-1][0] if buckets else name
             unlike = program.tensors[last].dtype != holding.dtype or (last in own) != (name in own)
-            if not buckets or size >= self.nbytes or unlike:
+            if not buckets or size >= min(self.nbytes, most) or unlike:
                 buckets.append([])
                 size = 0
             buckets[-1].append(name)
             size += holding.nbytes
         return tuple(map(tuple, buckets))
+
+
+def _nbytes(program: Program, names: Iterable[str]) -> int:
+    return sum(program.tensors[name].nbytes for name in names)
 
 
 def _fragments(program: LoweredProgram) -> dict[str, tuple[str, int]]:

@@ -35,9 +35,11 @@ class Stage(nn.Module):
 
 
 BUCKETS = (  # gradients all-reduced together, in the order of backward
-    (  # 1.32 MB
+    (  # 1.23 MB
         "features.3.bias",
         "features.3.weight",
+    ),
+    (  # 93.2 kB
         "features.0.bias",
         "features.0.weight",
     ),
@@ -51,7 +53,7 @@ def step(comm, stage, images, target):
     comm.send(cut0, "fc")                                       # -> fc  1.04 MB
     total = comm.sum_loss(torch.zeros(()))                      # the loss is computed on other ranks
     d_cut0 = comm.recv("fc", (-1, 192, 13, 13), torch.float32)  # <- fc  1.04 MB
-    with comm.all_reduce(stage, BUCKETS):                       # 1.32 MB in 1 bucket, during backward
+    with comm.all_reduce(stage, BUCKETS):                       # 1.32 MB in 2 buckets, during backward
         cut0.backward(d_cut0)
     return total.wait()
 

@@ -4,7 +4,7 @@ in       images  (8, 3, 224, 224)       float32
 in       target  (8,)                   int64
 out      target  (8,)                   int64    -> rank 3
 out      cut0    (8, 192, 13, 13)       float32  -> rank 3
-sends    2.80 MB a step, 5 operations on the wire
+sends    2.80 MB a step, 6 operations on the wire
 run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """

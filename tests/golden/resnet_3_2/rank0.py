@@ -4,7 +4,7 @@ in       images  (4, 3, 32, 32)         float32
 in       target  (4,)                   int64
 out      target  (4,)                   int64    -> rank 3
 out      cut0    (4, 32)                float32  -> rank 3
-sends    237 kB a step, 5 operations on the wire
+sends    237 kB a step, 6 operations on the wire
 run      torchrun --nproc-per-node 5 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
