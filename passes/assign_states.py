@@ -31,7 +31,7 @@ from splitc.checks.graph import graph_is_sound
 from splitc.checks.states import gradients_reach_their_states, values_are_in_their_states
 from splitc.errors import PlacementError
 from splitc.ir import comm_ops
-from splitc.ir.elementwise import is_elementwise, keeps_features
+from splitc.ir.elementwise import is_elementwise, is_view, leaves_last_dim, reads_no_numbers
 from splitc.ir.graph import (
     at_the_end,
     copy_graph,
@@ -39,6 +39,7 @@ from splitc.ir.graph import (
     put_in_place,
     rename,
     set_info,
+    shape_of,
     tensor_spec,
     tensors_of_node,
     update_info,
@@ -153,18 +154,24 @@ class _Walk:
 
     def _plain(self, node: fx.Node, place: LayerPlacement | None) -> None:
         """A node that runs on features where its inputs lie so and it can, else in the state of its layer."""
-        tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
-        states = {info(n).state for n in tensors if n.op != "get_attr" and info(n).state is not None}
-        fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
-        if states == {State.FEATURES} and (fits or keeps_features(node)):
-            update_info(node, state=State.FEATURES)
-            if node.target is comm_ops.dropout:
-                node.update_kwarg("features", _features(node))
-            return
+        states = {info(n).state for n in node.all_input_nodes if info(n).state and not _is_size(n)}
+        first = next(iter(node.all_input_nodes), node)
         asked = place.state if place is not None else None
         state = State.BATCH if asked == State.BATCH or info(node).once else State.REPLICATE
+        if info(first).state is State.FEATURES and self._divides_classes(node) and state is State.REPLICATE:
+            self._cross_entropy(node)
+            return
+        if states == {State.FEATURES}:
+            if reads_no_numbers(node) and state is State.REPLICATE:
+                update_info(node, state=state if _is_size(node) else None)
+                return
+            if leaves_last_dim(node) or (is_elementwise(node) and self._fit(node)):
+                self._on_features(node)
+                return
+        if isinstance(info(first).spec, tuple):
+            state = info(first).state or state
         self._read(node, state)
-        if not (states or isinstance(info(node).spec, SizeSpec)):
+        if not (states or _is_size(node)):
             return
         if node.target not in comm_ops.DENOMINATORS:  # which are equal on all ranks
             update_info(node, state=state)
@@ -172,6 +179,63 @@ class _Walk:
             if node.target in comm_ops.OF_EXAMPLES:
                 node.update_kwarg("own", True)
             self._sum_over_role(tensors_of_node(self._program, node))
+
+    def _fit(self, node: fx.Node) -> bool:
+        """Whether all operands of an elementwise node have its shape, but for constants and parameters."""
+        shape, specs = shape_of(node), [(info(n).state, info(n).spec) for n in node.all_input_nodes]
+        return all(
+            spec.shape == shape if state is not None else spec.batch_dim is None and len(spec.shape) <= len(shape)
+            for state, spec in specs
+            if isinstance(spec, TensorSpec)
+        )
+
+    def _on_features(self, node: fx.Node) -> None:
+        """A node that computes with slices of features: so it reads those of constants and parameters too."""
+        features, shards = (shape_of(node) or (0,))[-1], dict[str, int]()
+        for value in node.all_input_nodes:
+            if info(value).state is not None or not isinstance(info(value).spec, TensorSpec):
+                continue
+            if shape_of(value)[-1:] != (features,):
+                self._transitions.divides(value, node)  # a number for all features
+            elif self._is_only_reader(node, value):
+                shards[self._program.first_names[str(value.target)]] = len(shape_of(value)) - 1
+            else:
+                node.replace_input_with(value, self._transitions.moved(value, State.FEATURES))
+        if is_view(node) and node.args[-1] == features:
+            with self._graph.inserting_before(node):
+                width = self._graph.call_method("size", (node.args[0], -1))
+            set_info(width, info(node), spec=SizeSpec(0, features))
+            node.args = (*node.args[:-1], width)
+        if node.target is comm_ops.dropout:
+            node.update_kwarg("features", features)
+        update_info(node, state=State.FEATURES, shards=shards)
+
+    def _is_only_reader(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a value is a parameter that no other node reads, so that it can be divided."""
+        names = tensors_of_node(self._program, value) if value.op == "get_attr" else ()
+        if not names or not self._program.tensors[names[0]].parameter:
+            return False
+        calls = (n for n in self._graph.nodes if n.op != "get_attr" and n.target is not comm_ops.all_reduce)
+        return [n for n in calls if names[0] in tensors_of_node(self._program, n)] == [node]
+
+    def _divides_classes(self, node: fx.Node) -> bool:
+        """Whether a cross entropy of divided logits sends less by sums, 2 f x 3 or 4 numbers for a row, than C f."""
+        if node.target is not F.cross_entropy:
+            return False
+        logits, target = map(tensor_spec, node.args[:2])
+        numbers = 8 if node.kwargs.get("label_smoothing") else 6
+        least = max(numbers + 1, self._program.plan.grouping(self._role).size)
+        of_rows = len(logits.shape) == 2 and not target.dtype.is_floating_point
+        return of_rows and logits.shape[1] >= least and node.kwargs.get("reduction") in ("mean", "sum", "none")
+
+    def _cross_entropy(self, node: fx.Node) -> None:
+        """cross_entropy(logits, target)  ->  cross_entropy(logits' features, target, features=C)."""
+        logits, target, *_ = node.args
+        assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
+        options = {key: node.kwargs[key] for key in ("weight", "ignore_index", "reduction", "label_smoothing")}
+        node.args = (logits, self._transitions.moved(target, State.REPLICATE))
+        node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
+        update_info(node, state=State.REPLICATE)
 
     def _sum_over_role(self, names: Iterable[str]) -> None:
         """Note parameters that each rank uses on its own examples: their gradients are summed over all of the role."""
@@ -207,10 +271,5 @@ def _first(program: Program, name: str | None) -> str:
     return next(h.name for h in program.tensors.values() if name in (h.name, *h.names))
 
 
-def _features(node: fx.Node) -> int:
-    return int(tensor_spec(node).shape[-1])
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    spec = info(node).spec
-    return spec.shape if isinstance(spec, TensorSpec) else ()
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(info(node).spec, SizeSpec)

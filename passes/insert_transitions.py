@@ -65,7 +65,9 @@ class Transitions:
                 f"{value.name} ({info(value).source}) is {source}, and has no examples of which a rank could have its "
                 f"own; give all layers that the loss reads the same state"
             )
-        node, options = options_of(Transition(source, target), spec.shape[-1], spec.batch_dim or 0, spec.rows)
+        node, options = options_of(
+            Transition(source, target), spec.shape[-1] if spec.shape else 1, spec.batch_dim or 0, spec.rows
+        )
         return insert_after(self._graph, value, node, (value,), name, value, options, state=target, shards={}, cut=None)
 
     def finish(self) -> None:
@@ -96,7 +98,7 @@ class Transitions:
     def _change(self, node: fx.Node, transition: Transition) -> None:
         """Make a transition another one of the same node."""
         spec = tensor_spec(node)
-        _, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
+        _, options = options_of(transition, spec.shape[-1] if spec.shape else 1, spec.batch_dim or 0, spec.rows)
         node.kwargs = options
         update_info(node, state=transition.target)
 

@@ -46,7 +46,7 @@ class Loopback(Forwarding):
         work: Work = self._group.recv([tensor], src, tag)
         return work
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         work: Work = self._group.allreduce([tensor])
         return work
 

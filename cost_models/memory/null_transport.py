@@ -48,7 +48,7 @@ class NullTransport(Transport):
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         return self._flight(_buffer(tensor))
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         return self._flight(tensor.contiguous())
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:

@@ -6,16 +6,16 @@ transitions noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.elementwise import is_elementwise, keeps_features
+from splitc.ir.elementwise import is_elementwise, leaves_last_dim, reads_no_numbers
 from splitc.ir.graph import info
 from splitc.ir.linears import as_linear
 from splitc.ir.neurons import embedding_weight, is_batch_norm
-from splitc.ir.program import PlacedProgram, TensorSpec
+from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.runtime.collectives.layouts import State
 
@@ -47,8 +47,10 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
             found[node] = State.FEATURES
         elif _divides(program, node) == "rows":
             found[node] = State.PARTIAL
-        elif reads and node.target not in comm_ops.DENOMINATORS:
-            found[node] = State.REPLICATE if reads == {State.DIVIDED} else min(reads)
+        elif State.FEATURES in reads and _runs_on_features(node):
+            found[node] = State.FEATURES
+        elif reads and spec is not None and node.target not in comm_ops.DENOMINATORS:
+            found[node] = State.BATCH if reads == {State.BATCH} else State.REPLICATE
     return found
 
 
@@ -57,7 +59,7 @@ def _values(program: PlacedProgram, role: str) -> Iterator[str]:
     for node in _nodes(program, role):
         reads = [(value, states[value]) for value in node.all_input_nodes if value in states]
         for value, state in reads:
-            if state not in (needed := _needed(program, node, {state for _, state in reads})):
+            if state not in (needed := _needed(program, node, value, {state for _, state in reads})):
                 wanted = " or ".join(each for each in needed if each is not State.DIVIDED)
                 yield (
                     f"role {role}: {node.name} ({info(node).source}) needs {value.name} in state {wanted}, but it is "
@@ -67,9 +69,11 @@ def _values(program: PlacedProgram, role: str) -> Iterator[str]:
             yield f"role {role}: {node.name} ({info(node).source}) is the loss, but it is {states[node]}"
 
 
-def _needed(program: PlacedProgram, node: fx.Node, reads: set[State]) -> tuple[State, ...]:
-    """Return the states that a node takes its inputs in, which it reads in the states `reads`."""
-    transition, divides = transition_of(node), _divides(program, node)
+def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[State]) -> tuple[State, ...]:
+    """Return the states that a node takes one of its inputs in; it reads all of them in the states `reads`."""
+    transition, divides, spec = transition_of(node), _divides(program, node), info(value).spec
+    if node.target == "size" or reads_no_numbers(node):
+        return tuple(State)
     if transition is not None:
         return _WHOLE if transition.source in _WHOLE else (transition.source,)
     if node.target is comm_ops.send:
@@ -78,8 +82,13 @@ def _needed(program: PlacedProgram, node: fx.Node, reads: set[State]) -> tuple[S
         return _WHOLE if divides == "columns" else (State.FEATURES,)
     if _is_by_features(program, node):
         return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
-    if reads == {State.FEATURES} and (is_elementwise(node) or keeps_features(node)):
-        return (State.FEATURES,)
+    if node.target is comm_ops.cross_entropy:
+        return (State.FEATURES,) if value is node.args[0] else _WHOLE
+    if State.FEATURES in reads and _runs_on_features(node):
+        has_examples = not isinstance(spec, SizeSpec) and (
+            not isinstance(spec, TensorSpec) or spec.batch_dim is not None
+        )
+        return (State.FEATURES,) if has_examples else (State.FEATURES, *_WHOLE)
     return (State.BATCH,) if reads == {State.BATCH} else _WHOLE
 
 
@@ -87,10 +96,15 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
     states = states_of(program, role)
     for node in _nodes(program, role):
         spec = info(node).spec
+        for value in node.all_input_nodes if states.get(node) is State.FEATURES and _runs_on_features(node) else ():
+            name, of_value = str(value.target), info(value).spec
+            trains = value.op == "get_attr" and isinstance(of_value, TensorSpec) and of_value.requires_grad
+            if trains and program.first_names[name] not in info(node).shards:
+                yield f"role {role}: {node.name} ({info(node).source}) runs on features, and {name} is not divided"
         if states.get(node) not in _WHOLE or not isinstance(spec, TensorSpec) or not spec.requires_grad:
             continue
-        parts = [user for user in node.users if _computes_a_part(program, user)]
-        others = [user for user in node.users if user not in parts]
+        parts = [user for user in node.users if _computes_a_part(states, user)]
+        others = [user for user in node.users if user not in parts and user.target != "size"]
         divided = states[node] is State.DIVIDED
         if parts and not divided:
             yield (
@@ -104,9 +118,13 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
             )
 
 
-def _computes_a_part(program: PlacedProgram, node: fx.Node) -> bool:
+def _computes_a_part(states: Mapping[fx.Node, State], node: fx.Node) -> bool:
     transition = transition_of(node)
-    return transition.source is State.DIVIDED if transition is not None else _divides(program, node) == "columns"
+    return transition.source is State.DIVIDED if transition is not None else states.get(node) is State.FEATURES
+
+
+def _runs_on_features(node: fx.Node) -> bool:
+    return is_elementwise(node) or leaves_last_dim(node)
 
 
 def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:

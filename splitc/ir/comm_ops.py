@@ -80,6 +80,30 @@ def global_weight(
     return target.new_zeros((), dtype=torch.int64 if weight is None else weight.dtype)
 
 
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    features: int,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Compute `F.cross_entropy` of logits whose classes, `features` in all, are divided over the group.
+
+    Forward all-reduces the largest logit of each row, then two sums; backward communicates nothing (LAYOUTS 3).
+    """
+    return F.cross_entropy(
+        logits,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
 def scale_by_share(value: torch.Tensor, *, own: bool = False) -> torch.Tensor:
     """Multiply a mean by this rank's share of the global batch, so that the ranks' values sum to the global mean."""
     return value * 1.0
@@ -183,6 +207,7 @@ OPS = {
         CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", in_stage=True),
         CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
         CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
+        CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, in_stage=True),
         CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
         CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True),
         CommOp("uniform", Collective.NONE, in_stage=True),
@@ -211,6 +236,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     all_reduce,
     all_reduce_scalar,
     global_weight,
+    cross_entropy,
     scale_by_share,
     *DRAWS,
     store_buffer,

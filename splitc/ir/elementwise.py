@@ -1,4 +1,4 @@
-"""Find elementwise nodes, which can run on a shard of the features."""
+"""Find nodes that can run on a shard of the features: elementwise ones, and those that leave the last dim whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir import comm_ops
+from splitc.ir.graph import op_name, shape_of
 
 _FUNCTIONS: frozenset[Any] = frozenset(
     getattr(module, name)
@@ -37,3 +38,56 @@ def keeps_features(node: fx.Node) -> bool:
         given: Any = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | node.kwargs
         return bool(given.get("end_dim", -1) == -2)
     return node.target in ("view_as", "reshape_as")
+
+
+_CASTS = frozenset(["contiguous", "clone", "detach", "float", "double", "half", "bfloat16", "to", "type"])
+_ALONG = {
+    **dict.fromkeys(("transpose", "swapaxes"), slice(1, 3)),
+    **dict.fromkeys("sum mean narrow select squeeze unsqueeze unbind cat concat stack".split(), slice(1, 2)),  # noqa: SIM905
+    **dict.fromkeys(("chunk", "split"), slice(2, 3)),
+}
+"""Functions and methods -> which of their arguments are the dims that they work along."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node gives its value another shape, of the same last dim: view(-1, 1000)."""
+    before, after = shape_of(next(iter(node.all_input_nodes), None)), shape_of(node)
+    to_size = op_name(node) in ("view", "reshape") and isinstance(node.args[-1], (int, fx.Node))
+    return to_size and bool(before) and before[-1:] == after[-1:]
+
+
+def leaves_last_dim(node: fx.Node) -> bool:
+    """Whether a node selects, moves, casts or sums along the dims before the last alone: x[:, :-1], x.mean(1)."""
+    name, num_dims = op_name(node), len(shape_of(next(iter(node.all_input_nodes), None)))
+    if keeps_features(node) or is_view(node) or name in _CASTS:
+        return True
+    if name == "getitem":
+        return not num_dims or _indexes_before_last(node.args[1], num_dims)
+    if name == "permute":
+        return _flat(node.args[1:])[-1:] in ([-1], [num_dims - 1])
+    if name not in _ALONG or not num_dims:
+        return False
+    dims = _flat(node.args[_ALONG[name]]) or _flat(
+        [node.kwargs.get("dim", -1 if name in ("sum", "mean", "squeeze") else 0)]
+    )
+    last = num_dims if name in ("unsqueeze", "stack") else num_dims - 1
+    return all(isinstance(dim, int) and dim not in (last, -1) for dim in dims)
+
+
+def reads_no_numbers(node: fx.Node) -> bool:
+    """Whether a node reads the device of a tensor, or the size of a dim before the last."""
+    size = node.target == "size" and _flat(node.args[1:])[-1:] not in ([-1], [len(shape_of(node.args[0])) - 1], [])
+    return size or (node.target is getattr and node.args[1] in ("device", "dtype"))
+
+
+def _indexes_before_last(index: Any, num_dims: int) -> bool:
+    """Whether an index has numbers and slices only, and all of the last dim."""
+    parts = index if isinstance(index, tuple) else (index,)
+    dims = [part for part in parts if part is not None]
+    if parts[-1] is None or not all(isinstance(part, (int, slice, type(...))) for part in dims):
+        return False
+    return dims[-1] in (..., slice(None)) or (... not in dims and len(dims) < num_dims)
+
+
+def _flat(dims: Any) -> list[Any]:
+    return [each for dim in dims for each in (dim if isinstance(dim, (tuple, list)) else (dim,))]

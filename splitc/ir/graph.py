@@ -94,6 +94,12 @@ def tensor_spec(value: object) -> TensorSpec:
     return spec
 
 
+def shape_of(node: object) -> tuple[int, ...]:
+    """Return the shape of a value for one example; empty for what is no tensor."""
+    spec = info(node).spec if isinstance(node, fx.Node) else None
+    return spec.shape if isinstance(spec, TensorSpec) else ()
+
+
 def cut_of(node: fx.Node) -> Cut:
     """Return the cut that a node moves."""
     cut = info(node).cut

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.elementwise import is_elementwise, keeps_features
-from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.graph import info, shape_of, tensors_of_node
 from splitc.ir.linears import Linear, as_linear, linear_layers
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.spec import DealtDims, Neurons
@@ -115,7 +115,7 @@ class _Walk:
                 return self._visit_norm(node, reads[0])
             if _is_concatenation(node, spec):
                 return self._keep(node, tensors, tuple(run for n in tensors for run in self._runs(n)))
-            fits = is_elementwise(node) and len({_shape(n) for n in (*tensors, node)}) == 1
+            fits = is_elementwise(node) and len({shape_of(n) for n in (*tensors, node)}) == 1
             fits = (fits or keeps_features(node)) and all(n in self._values for n in tensors)
             if fits:
                 values = tensors[:1] if keeps_features(node) else tensors  # view_as reads the shape of the other
@@ -138,7 +138,7 @@ class _Walk:
 
     def _deal(self, node: fx.Node, layer: str, weight: str, dim: int) -> None:
         """Deal the outputs of a layer, unless it stays whole."""
-        runs = self._resolved((Neurons(layer, _shape(node)[-1]),)) if _shape(node) else ()
+        runs = self._resolved((Neurons(layer, shape_of(node)[-1]),)) if shape_of(node) else ()
         if not runs or any(run.layer in self._whole or run.width < self._ranks for run in runs):
             return
         self._values[node] = runs
@@ -185,7 +185,7 @@ class _Walk:
         return False
 
     def _runs(self, value: fx.Node) -> Runs:
-        return self._values.get(value) or (Neurons("", _shape(value)[-1]),)
+        return self._values.get(value) or (Neurons("", shape_of(value)[-1]),)
 
     def _resolved(self, runs: Runs) -> Runs:
         """The same features as runs of the layers that are dealt for others too."""
@@ -260,8 +260,3 @@ def _is_concatenation(node: fx.Node, spec: TensorSpec) -> bool:
 
 def _width(runs: Runs) -> int:
     return sum(run.width for run in runs)
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    spec = info(node).spec
-    return spec.shape if isinstance(spec, TensorSpec) else ()

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
-from splitc.ir.comm_ops import OPS, CommOp, op_of
+from splitc.ir.comm_ops import OPS, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
@@ -210,7 +210,8 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         if collective is Collective.NONE:
             continue
         own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
-        ranks = plan.roles[role] if own else plan.replicas(role, rank)
+        ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
+        ranks = plan.roles[role] if own else ranks
         everyone = plan.batch_offsets[role][-1]
         values = _values(op, node, spec, mine if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
@@ -246,6 +247,10 @@ def _values(op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward
             numbers, dtype = 2 * spec.shape[1] + (not backward), _sum_dtype(spec.dtype) if backward else torch.float64
             if tensor_spec(node.args[0]).requires_grad or not backward:
                 yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize)
+        case "cross_entropy":
+            dtype, (rows,) = _sum_dtype(tensor_spec(node.args[0]).dtype), tensor_spec(node.args[1]).at(examples)
+            for numbers in (1, 3 if node.kwargs["label_smoothing"] else 2):  # the maximum, then the sums
+                yield _Value(what, (numbers, rows), dtype, numbers * rows * dtype.itemsize)
         case _:
             yield _Value(what, spec.at(examples), spec.dtype, nbytes)
 

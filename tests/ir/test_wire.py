@@ -47,9 +47,9 @@ class Seen:
             self.messages[dst] += tensor.nbytes
             return isend(tensor, dst, tag)
 
-        def summed(tensor: Tensor, ranks: tuple[int, ...]) -> Any:
+        def summed(tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Any:
             self.collectives += 2 * (len(ranks) - 1) * tensor.nbytes / len(ranks)
-            return all_reduce(tensor, ranks)
+            return all_reduce(tensor, ranks, maximum)
 
         def gathered(outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Any:
             self.collectives += (len(ranks) - 1) * tensor.nbytes

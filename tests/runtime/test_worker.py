@@ -156,7 +156,7 @@ def on_the_wire(transport: Transport) -> list[Any]:
 
     watched("_isend", "send", lambda tensor, dst, tag: (tensor, dst))
     watched("_irecv", "recv", lambda tensor, src, tag: (tensor, src))
-    watched("_all_reduce", "collective", lambda tensor, ranks: (tensor, ranks))
+    watched("_all_reduce", "collective", lambda tensor, ranks, maximum: (tensor, ranks))
     return log
 
 

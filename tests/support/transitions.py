@@ -109,7 +109,7 @@ def count_sent(transport: Transport) -> list[float]:
     sent: list[float] = []
     counts: dict[str, Callable[..., float]] = {
         "_isend": lambda tensor, dst, tag: tensor.nbytes,
-        "_all_reduce": lambda tensor, ranks: 2 * (len(ranks) - 1) * tensor.nbytes / len(ranks),
+        "_all_reduce": lambda tensor, ranks, maximum: 2 * (len(ranks) - 1) * tensor.nbytes / len(ranks),
         "_all_gather": lambda outputs, tensor, ranks: (len(ranks) - 1) * tensor.nbytes,
         "_reduce_scatter": lambda output, pieces, ranks: sum(
             piece.nbytes for piece, rank in zip(pieces, ranks, strict=True) if rank != transport.rank

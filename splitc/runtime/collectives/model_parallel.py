@@ -64,6 +64,13 @@ class Group:
         moved: Tensor = _Transition.apply(x, self, transition, extents)  # type: ignore[no-untyped-call]
         return moved
 
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of the members' `x`, element by element, without gradient."""
+        largest = x.detach().clone(memory_format=torch.contiguous_format)
+        self._transport.all_reduce(largest, self.ranks, maximum=True).wait()
+        self.sent_bytes += 2 * (self.size - 1) * largest.nbytes // self.size
+        return largest
+
     def all_reduce_scalar(self, x: Tensor) -> Tensor:
         """The sum of the members' `x`, detached."""
         total = x.detach().clone(memory_format=torch.contiguous_format)

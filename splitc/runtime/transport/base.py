@@ -132,10 +132,10 @@ class Transport(ABC):
         receives = [(tensor, src) for tensor, src in receives if tensor.numel()]
         return self._exchange(sends, receives, ranks, tag) if sends or receives else CompletedWork()
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one."""
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+        """Start to replace `tensor` by its sum, or `maximum`, over `ranks`, a sorted tuple that holds this one."""
         self._check_group("all_reduce", ranks)
-        return self._all_reduce(tensor, ranks) if tensor.numel() and len(ranks) > 1 else CompletedWork()
+        return self._all_reduce(tensor, ranks, maximum) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         """Start to replace `tensor` on all `ranks` by that of the global rank `src`."""
@@ -226,7 +226,7 @@ class Transport(ABC):
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work: ...
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work: ...
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work: ...

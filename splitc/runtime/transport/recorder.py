@@ -150,9 +150,9 @@ class Recorder(Forwarding):
     ) -> Work:
         return self._messages(partial(self._inner._exchange, sends, receives, ranks, tag), sends, receives, tag)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         nbytes = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
-        return self._record("all_reduce", nbytes, partial(self._inner._all_reduce, tensor, ranks), ranks)
+        return self._record("all_reduce", nbytes, partial(self._inner._all_reduce, tensor, ranks, maximum), ranks)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         nbytes = (len(ranks) - 1) * tensor.nbytes if src == self.rank else 0

@@ -83,8 +83,9 @@ class SimulatedTransport(Transport):
 
         return _Once(fill)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        result = self._mailbox.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), _sum)
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
+        merge = _maximum if maximum else _sum
+        result = self._mailbox.join(self.rank, ranks, f"all_reduce {describe(tensor)}", _snapshot(tensor), merge)
         return _Once(lambda: tensor.detach().copy_(result()))
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
@@ -162,6 +163,10 @@ class _Once:
 
 def _snapshot(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _maximum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).amax(0)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -88,10 +88,11 @@ class TorchTransport(Transport):
         flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}")
         return flight.issue(dist.irecv, as_bytes(flight.incoming(tensor)), src, tag=tag)
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}")
         group = self._group(ranks)
-        return flight.issue(dist.all_reduce, flight.summed(tensor), group=group, async_op=True)
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return flight.issue(dist.all_reduce, flight.summed(tensor), op=op, group=group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
         flight = self._flight(f"broadcast {describe(tensor)} from rank {src} over ranks {ranks}")

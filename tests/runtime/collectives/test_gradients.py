@@ -90,9 +90,9 @@ class Log:
         self.events: list[str] = []
         start = transport._all_reduce
 
-        def logged(tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        def logged(tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
             self.events.append(f"sum of {tensor.numel()}")
-            return start(tensor, ranks)
+            return start(tensor, ranks, maximum)
 
         transport._all_reduce = logged  # type: ignore[method-assign]
         for name, parameter in stage.named_parameters():

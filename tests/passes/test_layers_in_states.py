@@ -1,0 +1,221 @@
+"""What each kind of layer does to the states of values (LAYOUTS 3): every plan here trains as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.ir import comm_ops
+from splitc.ir.placements import Placement
+from splitc.ir.transitions import shard, slice_features
+from splitc.ir.wire import wire
+from tests.support.compiled import compiled
+from tests.support.models import Made, made
+from tests.support.sampling import sampled
+
+VOCABULARY = 13
+WORLDS = (2, 3, 4)
+
+
+def pin(world: int, split: str | None = None, state: str | None = None) -> Placement:
+    """Groups of all ranks, of two of four."""
+    return Placement(None, "sharded" if split else None, group=2 if world == 4 else world, split=split, state=state)
+
+
+def trained(model: nn.Module, batch: tuple[Any, ...], world: int, **pins: Placement) -> CompiledProgram:
+    """A program with these pins, the rest in groups, which trains as one process does."""
+    torch.manual_seed(0)
+    program = compiled(model.double(), batch, None, None, world, "auto", pins={"*": pin(world), **pins})
+    result = program.verify(steps=2)
+    assert result.holds, str(result)
+    return program
+
+
+class Judged(Made):
+    """A model of two inputs, the second its targets."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.run(self, x, y)
+
+
+def judged(run: Any, **children: Any) -> nn.Module:
+    return Judged(run, **children)
+
+
+def count(program: CompiledProgram, function: Any) -> int:
+    """How many nodes call a function."""
+    return sum(node.target is function for node in program.program.graph.nodes)
+
+
+def vectors(width: int = 8, classes: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+    return torch.randn(7, width, dtype=torch.float64), torch.randint(classes, (7,))
+
+
+# -- cross entropy on divided logits -----------------------------------------------------------------------------------
+
+
+class CausalLM(nn.Module):
+    """A language model whose loss shifts logits and labels against each other, as those of transformers do."""
+
+    def __init__(self, shift: str) -> None:
+        super().__init__()
+        self.shift = shift
+        self.wte, self.ln, self.fc = nn.Embedding(VOCABULARY, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.lm_head = nn.Linear(6, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.wte(ids)
+        logits = self.lm_head(h + torch.relu(self.fc(self.ln(h))))
+        if self.shift == "logits":
+            logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+            return nn.CrossEntropyLoss()(logits.view(-1, VOCABULARY), labels.view(-1))
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+        logits = logits.to(h.dtype).view(-1, logits.shape[-1])
+        return F.cross_entropy(logits, labels.view(-1).to(logits.device), ignore_index=-100)
+
+
+@pytest.mark.parametrize("shift", ["logits", "labels"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_shift_of_language_models_keeps_logits_divided(world: int, shift: str) -> None:
+    ids = torch.randint(VOCABULARY, (7, 5))
+    program = trained(CausalLM(shift), (ids, ids.clone()), world, lm_head=pin(world, "columns"))
+    assert (count(program, shard), count(program, comm_ops.cross_entropy)) == (0, 1)
+    assert "comm.cross_entropy(" in "".join(program.files.values())
+
+
+def test_a_pin_of_the_layer_to_replicate_gathers_its_logits_as_splitbrain_does() -> None:
+    ids = torch.randint(VOCABULARY, (7, 5))
+    program = trained(CausalLM("logits"), (ids, ids.clone()), 2, lm_head=pin(2, "columns", "replicate"))
+    assert (count(program, shard), count(program, comm_ops.cross_entropy)) == (1, 0)
+
+
+LOSSES: dict[str, Any] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "ignored targets": {"ignore_index": 2},
+    "weights": {"weight": True},
+    "label smoothing": {"label_smoothing": 0.1},
+    "all": {"label_smoothing": 0.1, "weight": True, "ignore_index": 2},
+}
+
+
+def classifier(options: dict[str, Any], classes: int = VOCABULARY) -> nn.Module:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        weight = {"weight": net.balance} if options.get("weight") else {}
+        return F.cross_entropy(net.fc(torch.relu(net.a(x))), y, **{**options, **weight})
+
+    model = judged(run, a=nn.Linear(8, 7), fc=nn.Linear(7, classes))
+    model.register_buffer("balance", torch.rand(classes))
+    return model
+
+
+@sampled(("world", "name"), [(world, name) for world in WORLDS for name in LOSSES], one_in=5)
+def test_every_cross_entropy_is_exact_on_divided_logits(world: int, name: str) -> None:
+    program = trained(classifier(LOSSES[name]), vectors(), world, fc=pin(world, "columns"), a=pin(world, "columns"))
+    assert count(program, comm_ops.cross_entropy) == 1
+
+
+def test_a_loss_of_each_example_is_exact_on_divided_logits() -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(x), y, reduction="none").square().mean()
+
+    program = trained(judged(run, fc=nn.Linear(8, VOCABULARY)), vectors(), 3, fc=pin(3, "columns"))
+    assert count(program, comm_ops.cross_entropy) == 1
+
+
+@pytest.mark.parametrize(("classes", "divided"), [(6, 0), (7, 1)])
+def test_logits_stay_divided_where_sums_are_fewer_numbers_than_the_logits(classes: int, divided: int) -> None:
+    program = trained(classifier({}, classes), vectors(classes=classes), 2, fc=pin(2, "columns"))
+    assert count(program, comm_ops.cross_entropy) == divided
+
+
+def test_the_wire_has_the_maximum_and_the_sums_of_a_divided_cross_entropy() -> None:
+    program = trained(classifier({"label_smoothing": 0.1}), vectors(), 2, fc=pin(2, "columns")).program
+    found = [op.shape[0] for op in wire(program, 0) if op.payload.name == "cross_entropy"]
+    assert found == [1, 3] * 2, "in each of two microbatches, and nothing in backward"
+
+
+# -- what leaves the last dim whole ------------------------------------------------------------------------------------
+
+ON_SLICES: dict[str, Any] = {
+    "a slice of steps": lambda h: h[:, 1:],
+    "one step": lambda h: h[:, -1],
+    "a view": lambda h: h.view(-1, 12).sin().view(h.size(0), 3, 12),
+    "a transpose": lambda h: h.transpose(0, 1).contiguous().transpose(1, 0),
+    "a permutation": lambda h: h.permute(1, 0, 2).permute(1, 0, 2),
+    "a mean over steps": lambda h: h.mean(1),
+    "chunks of steps": lambda h: torch.cat([part.tanh() for part in h.split(2, dim=1)], dim=1),
+    "a concatenation of steps": lambda h: torch.cat([h, h * 2.0], 1),
+    "new dims": lambda h: h.unsqueeze(1).squeeze(1),
+    "a cast": lambda h: h.float().double(),
+}
+ON_WHOLE: dict[str, Any] = {
+    "some features": lambda h: h[..., :5],
+    "a transpose of features": lambda h: h.transpose(1, 2),
+    "a view of other features": lambda h: h.view(-1, 6),
+    "a mean of features": lambda h: h.mean(-1),
+    "chunks of features": lambda h: torch.cat(h.chunk(2, dim=-1), dim=1),
+    "a concatenation of features": lambda h: torch.cat([h, h], -1),
+}
+
+
+def sequences(function: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return function(torch.tanh(net.a(x))).square().mean()
+
+    return made(run, a=nn.Linear(8, 12)), (torch.randn(6, 3, 8, dtype=torch.float64),)
+
+
+@sampled(("world", "name"), [(world, name) for world in WORLDS for name in ON_SLICES], one_in=7)
+def test_what_leaves_the_last_dim_whole_runs_on_slices_of_features(world: int, name: str) -> None:
+    program = trained(*sequences(ON_SLICES[name]), world, a=pin(world, "columns"))
+    (gathered,) = (node for node in program.program.graph.nodes if node.target is shard)
+    assert gathered.all_input_nodes[0].op != "call_module" and "tanh" not in gathered.name, gathered
+
+
+@sampled("name", ON_WHOLE, one_in=3)
+def test_what_reads_or_moves_features_reads_the_whole(name: str) -> None:
+    program = trained(*sequences(ON_WHOLE[name]), 2, a=pin(2, "columns"))
+    assert [node.name for node in program.program.graph.nodes if node.target is shard] == ["tanh_whole"]
+
+
+# -- constants and parameters of elementwise functions -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_parameter_of_each_feature_is_divided_with_them(world: int) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
+
+    model = made(run, a=nn.Linear(8, 7))
+    model.gain, model.offset = nn.Parameter(torch.rand(7)), nn.Parameter(torch.rand(1, 7))
+    program = trained(model, (torch.randn(6, 8, dtype=torch.float64),), world, a=pin(world, "columns"))
+    (stage,) = (stage for stage in program.program.stages if stage.role == "head")
+    assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "gain": 0, "offset": 1}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_constant_of_each_feature_and_a_parameter_that_others_read_are_sliced(world: int) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(net.a(x)) * net.mask + net.gain).square().mean() + (net.gain**2).sum() * x.mean()
+
+    model = made(run, a=nn.Linear(8, 7))
+    model.register_buffer("mask", torch.rand(7))
+    model.gain = nn.Parameter(torch.rand(7))
+    program = trained(model, (torch.randn(6, 8, dtype=torch.float64),), world, a=pin(world, "columns"))
+    assert count(program, slice_features) == 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_gradient_of_a_number_for_all_features_is_summed_over_the_group(world: int) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
+
+    model = made(run, a=nn.Linear(8, 7))
+    model.gain, model.offset = nn.Parameter(torch.rand(())), nn.Parameter(torch.rand(1))
+    trained(model, (torch.randn(6, 8, dtype=torch.float64),), world, a=pin(world, "columns"))

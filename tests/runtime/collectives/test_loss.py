@@ -1,0 +1,85 @@
+"""Cross entropy of logits whose classes are divided over a group, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitc.runtime.collectives.loss import cross_entropy
+from splitc.runtime.collectives.model_parallel import Group, feature_widths
+from tests.runtime.collectives.test_model_parallel import on_group, random
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored targets": {"ignore_index": 3},
+    "class weights": {"weight": True, "ignore_index": -100},
+    "label smoothing": {"label_smoothing": 0.1},
+    "all of it": {"label_smoothing": 0.3, "weight": True, "ignore_index": 3},
+    "all of it, each": {"label_smoothing": 0.3, "weight": True, "ignore_index": 3, "reduction": "none"},
+}
+
+
+def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    target = torch.arange(rows) * 5 % classes
+    target[0] = 3
+    return (30 * random(0, rows, classes)).to(dtype), target
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int) -> None:
+    classes, options = 11, dict(OPTIONS[name])
+    options["weight"] = random(1, classes).abs() if options.get("weight") else None
+    logits, target = problem(classes)
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, target, **options)
+    expected.backward(torch.ones_like(expected))
+    assert whole.grad is not None
+
+    def member(group: Group) -> tuple[Tensor, Tensor | None]:
+        own = logits.split(feature_widths(classes, size), 1)[group.index].clone().requires_grad_()
+        loss = cross_entropy(group, own, target, classes, **options)
+        loss.backward(torch.ones_like(loss))
+        return loss.detach(), own.grad
+
+    found = on_group(size, member)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 3), (0.1, 4)])
+def test_three_numbers_of_a_row_are_summed_and_a_fourth_for_label_smoothing(smoothing: float, numbers: int) -> None:
+    logits, target = problem(8)
+
+    def member(group: Group) -> int:
+        own = logits.split(2, 1)[group.index].clone().requires_grad_()
+        cross_entropy(group, own, target, 8, label_smoothing=smoothing).backward()
+        return group.sent_bytes
+
+    assert on_group(4, member) == [2 * 3 * numbers * 6 * 8 // 4] * 4, "nothing in backward"
+
+
+def test_logits_of_low_precision_are_summed_in_float32() -> None:
+    logits, target = problem(8, dtype=torch.bfloat16)
+    expected = F.cross_entropy(logits.float(), target)
+
+    def member(group: Group) -> Tensor:
+        return cross_entropy(group, logits.split(4, 1)[group.index], target, 8)
+
+    for loss in on_group(2, member):
+        assert loss.dtype is torch.bfloat16
+        torch.testing.assert_close(loss, expected.bfloat16())
+
+
+def test_a_target_that_is_no_class_is_refused() -> None:
+    logits, target = problem(8)
+    target[1] = 8
+    with pytest.raises(RuntimeError, match="a target is not one of 8 classes"):
+        on_group(2, lambda group: cross_entropy(group, logits.split(4, 1)[group.index], target, 8))
