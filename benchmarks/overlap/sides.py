@@ -71,7 +71,10 @@ class Side:
 PLACES = [Place(4, "230Mbit"), Place(4, "100Mbit"), Place(8, "105Mbit"), Place(11, "82Mbit")]
 
 _FEW, _SLOW, _MANY = ("4@230Mbit",), ("4@100Mbit",), ("8@105Mbit", "11@82Mbit")
-_ROWS = {"classifier.*": {"split": "rows", "state": "batch"}}
+_ROWS = {
+    "classifier.[14]": {"split": "rows", "state": "features"},
+    "classifier.6": {"split": "rows", "state": "batch"},
+}
 _SEPARATION = "layer_separation(n_c={trunk},n_f=1"
 _LATE, _BY_ROWS, _APART = "late multiply, by hand", "rows, by hand", "separation, 4 microbatches, by hand"
 
