@@ -215,7 +215,8 @@ class CompiledProgram:
         if processes:
             require_importable(self.program, "verify(processes=True)")
         sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
-        if examples is None and not all(map(self.program.allows, (sum(sizes), *sizes))):
+        fits = min(sizes) >= self.plan.microbatches and all(map(self.program.allows, (sum(sizes), *sizes)))
+        if examples is None and not fits:
             sizes = self.plan.local_batches
         with borrowed(self._model, self._example.loss, dtype):
             compiled = self if dtype is None else self._in_dtype(dtype)

@@ -3,8 +3,8 @@
 A rank follows its action list; layers take their roofline times, messages and collectives what `splitc.ir.wire` says:
 
     forward, backward   layer after layer; communication of a node is waited for at that node
-    recv, modulo, ...   waited for at once; sends continue until the end of the step
-    all_reduce, push    begun when backward has filled the bucket, waited for after it
+    recv, modulo, ...   waited for at once, in microbatches by what computes with it; sends until the end of the step
+    all_reduce, push    begun when backward has filled the bucket, waited for after it, in microbatches at the end
     multiply            waits for the gather of late-multiplied layers, which began with the last error; then dW = E^T X
     update              the optimizer, bound by memory
     deal, average, ...  in the step of a round after whose update they happen; some travel under further updates
@@ -21,7 +21,7 @@ from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, Action
 from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
@@ -52,6 +52,7 @@ class _Step:
         self._meanwhile: list[Operation] = []  # gradients of weights that nothing waits for
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
+        self._arriving: dict[tuple[str, str, int], list[Transfer]] = defaultdict(list)  # of microbatches
         self._late: list[tuple[str, float]] = []  # layer, seconds to multiply its factors
         self._gathers: list[tuple[WireOp, Transfer]] = []  # of these factors
         self._pulls: dict[tuple[str, int | None], list[Transfer]] = defaultdict(list)
@@ -65,20 +66,28 @@ class _Step:
             for k, action in enumerate(own):
                 self._action(action, own[k + 1 :])
             self._finish()
-            self._done.append(Wait(tuple(self._sends)))
+            self._done.append(Wait((*self._sends, *self._buckets)))
             self._update(self._trained())
             self._between([a for a in actions if a.verb in END_ROUND and (a.update or self.last) == self.update])
             self._between([a for a in actions if a.verb in BEGIN_ROUND and self.last == self.update])
         return [*(self.prices.repeated(each) for each in self._done), Mark()]
 
     def _action(self, action: Action, later: tuple[Action, ...]) -> None:
+        if action.verb in ("forward", "backward", *ENTRY_VERBS):
+            direction = "recv_grad" if action.verb == "backward" else "recv"
+            arriving = self._arriving.pop((direction, action.role, action.microbatch), ())
+            self._done += [Wait(tuple(arriving))] * bool(arriving)
         match action.verb:
+            case "recv" | "recv_grad" if not self.program.travels_whole(self.program.stage(action.role).cut(action)):
+                self._arriving[action.verb, action.role, action.microbatch] += self._begin(self._wire(action))
             case "forward":
                 self._forward(self.program.stage(action.role), action)
             case "backward":
                 self._backward(self.program.stage(action.role), action, later)
             case "multiply":
                 self._multiply()
+            case "all_reduce" if self.plan.microbatches > 1:
+                self._finish()  # and waited for at the step's end
             case "all_reduce" | "push":  # begun in backward
                 self._finish()
                 self._done.append(Wait(tuple(self._buckets)))
@@ -156,7 +165,7 @@ class _Step:
                 self._meanwhile.append(Compute(f"multiply {layer}", seconds))
             if layer in late:
                 seconds, later_seconds = self._split(stage, layer, seconds)
-                self._late.append((layer, later_seconds))
+                self._late += [(layer, later_seconds)] * (action.microbatch == self.plan.microbatches - 1)
             self._done.append(Compute(f"d_{layer}", seconds))
             done.add(layer)
             while waiting and all(readers[name] <= done for name in stage.bucket(waiting[0])):

@@ -140,7 +140,6 @@ def _sent(
 
 def _pieces(program: LoweredProgram, cut: Cut) -> list[tuple[int, slice]]:
     """The microbatches in which a cut travels, and of each those of its role: inputs travel whole."""
-    number = program.plan.microbatches
-    if number == 1 or cut.value in program.stage(cut.producer).inputs:
+    if program.travels_whole(cut):
         return [(0, slice(None))]
-    return [(k, slice(k, k + 1)) for k in range(number)]
+    return [(k, slice(k, k + 1)) for k in range(program.plan.microbatches)]

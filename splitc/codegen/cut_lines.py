@@ -45,7 +45,7 @@ class CutLines:
             return False
         if action.verb not in ("send", "recv", "send_grad", "recv_grad"):
             return True
-        return self._in_pieces and not self._is_input(self._program.stage(action.role).cut(action))
+        return not self._program.travels_whole(self._program.stage(action.role).cut(action))
 
     def _is_input(self, cut: Cut) -> bool:
         return cut.value in self._program.stage(cut.producer).inputs

@@ -265,6 +265,10 @@ class LoweredProgram(PlacedProgram):
         """Return how often a stage runs in a step: once for each microbatch; those of groups are of the loss."""
         return self.plan.num_microbatches(stage.role) if stage.has_loss else self.plan.microbatches
 
+    def travels_whole(self, cut: Cut) -> bool:
+        """Return whether a cut moves once in a step, not by microbatch: an input, and all where the step has one."""
+        return self.plan.microbatches == 1 or cut.value in self.stage(cut.producer).inputs
+
     def rank_program(self, rank: int) -> RankProgram:
         """The program that `rank` runs."""
         return self._rank_programs[rank]

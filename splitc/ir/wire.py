@@ -133,8 +133,8 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
     """Yield the messages of a cut, or of its gradient, to or from each rank that has examples in common."""
     cut, collective = program.stage(action.role).cut(action), OPS[action.verb].collective
     what = What.CUT_GRADIENT if action.verb in ("send_grad", "recv_grad") else What.CUT
-    whole = program.plan.microbatches == 1 or cut.value in program.stage(cut.producer).inputs
-    for peer, start, stop in program.plan.routes(rank, action.role, action.peer, None if whole else action.microbatch):
+    microbatch = None if program.travels_whole(cut) else action.microbatch
+    for peer, start, stop in program.plan.routes(rank, action.role, action.peer, microbatch):
         if peer == rank:
             continue  # handed over in memory
         payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (start, stop))

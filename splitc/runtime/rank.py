@@ -109,7 +109,8 @@ class Rank:
         if len(sizes) != readers:
             raise LaunchError(f"sizes of {len(sizes)} readers given, but {readers} ranks read data")
         if idle := self.without_examples(offsets):
-            raise LaunchError(f"{text} rank {', '.join(map(str, idle))} without any; give each reader more")
+            each = f" in one of {number} microbatches" if (number := self.spec.roles[0].microbatches) > 1 else ""
+            raise LaunchError(f"{text} rank {', '.join(map(str, idle))} without any{each}; give each reader more")
         context = StepContext(self.spec.batch_offsets, offsets)
         if self.spec.guards and (why := refused_batch(self.spec.guards, self._batches(context))):
             raise LaunchError(f"{why}; give other sizes, or leave the batch size out of that line")
@@ -142,9 +143,10 @@ class Rank:
         return found
 
     def without_examples(self, offsets: Sequence[int]) -> list[int]:
-        """The ranks with work that get no example of a step with these batch offsets."""
-        context = StepContext(self.spec.batch_offsets, tuple(offsets))
-        idle = []
+        """The ranks with work that get no example of a step with these batch offsets, a reader in any microbatch."""
+        context, number = StepContext(self.spec.batch_offsets, tuple(offsets)), self.spec.roles[0].microbatches
+        shares = zip(self.spec.readers, pairwise(offsets), strict=False)
+        idle = [rank for rank, (first, last) in shares if last - first < number]
         for (rank, _), examples in self._examples.items():
             first, last = context.interval(examples)
             if examples[0] < examples[1] and first == last:

@@ -1,0 +1,168 @@
+"""Steps in microbatches train exactly as one process does, in every order, world and strategy."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.checks.batch_sizes import microbatch_problems
+from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError
+from splitc.ir.placements import SCHEDULES
+from splitc.ir.strategies import parse_strategy
+from splitc.runtime.errors import LaunchError
+from tests.support.compiled import compiled
+from tests.support.delays import delays
+from tests.support.every_strategy import Asked, every_strategy, planned
+from tests.support.ranks import assert_same, batches_for, compile_net, on_workers, one_process, plain, train
+
+
+def in_pieces(world: int, asked: Asked, number: int, schedule: str, **options: Any) -> CompiledProgram:
+    strategy = parse_strategy(asked.strategy)
+    whole = replace(strategy, scheme="BK") if number > 1 and getattr(strategy, "scheme", None) else strategy
+    asked = replace(asked, strategy=replace(whole, microbatches=number, schedule=schedule))  # type: ignore[arg-type]
+    batch = world * 5 + 1  # which neither the ranks nor the microbatches divide
+    return planned(world, asked, torch.float64, global_batch=batch, **options)
+
+
+MATRIX = [
+    pytest.param(
+        world, asked, number, schedule,
+        id=f"{world} {asked} m={number} {schedule}",
+        marks=[] if (k + 7 * number + 3 * (schedule == "1f1b")) % 41 == 0 and world < 4 else [pytest.mark.slow],
+    )
+    for world in (2, 3, 4)
+    for k, asked in enumerate(every_strategy(world))
+    for number in (1, 2, 3, 4)
+    for schedule in SCHEDULES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "asked", "number", "schedule"), MATRIX)
+def test_every_strategy_in_microbatches_is_one_process(world: int, asked: Asked, number: int, schedule: str) -> None:
+    program = in_pieces(world, asked, number, schedule)
+    with delays(seed=number):
+        result = program.verify(steps=2, examples=5)
+    assert result.holds and result.tolerance == 1e-9, str(result)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", ["1+1+1", "2+1+1"])
+def test_norms_dropout_and_skip_connections_hold_in_three_roles(schedule: str, sizes: str) -> None:
+    """BatchNorm normalises over each rank's piece; masks are those of one process."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b, self.c = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 5)
+            self.drop = nn.Dropout(0.4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.drop(torch.tanh(self.norm(self.a(x))))
+            scores: Tensor = self.c(self.drop(torch.tanh(self.b(first))) + first)
+            return scores
+
+    world = sum(map(int, sizes.split("+")))
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randint(5, (8,))
+    strategy = f"layer_separation(ranks={sizes}, microbatches=3, schedule={schedule})"
+    pins = {"a": "conv", "norm": "conv", "b": "fc", "c": "fc2"}
+    program = compiled(Net().double(), (x,), y, F.cross_entropy, world, strategy, pins=pins)
+    with delays(seed=1):
+        result = program.verify(steps=2)
+    assert result.holds, str(result)
+    assert any("BatchNorm normalises" in note for note in result.notes)
+
+
+def weighted(scores: Tensor, target: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, 5, dtype=scores.dtype)
+    return F.cross_entropy(scores, target, weight, ignore_index=2, label_smoothing=0.1)
+
+
+def masked(scores: Tensor, target: Tensor) -> Tensor:
+    each = F.cross_entropy(scores, target, reduction="none")
+    mask = (target > 0).to(scores.dtype)
+    return (each * mask).sum() / mask.sum() + scores.square().mean() + 0.1 * scores.sum()
+
+
+@pytest.mark.parametrize("loss", [weighted, masked])
+@pytest.mark.parametrize(
+    "strategy", ["layer_separation(n_c=2,n_f=1)", "layer_separation(n_c=1,n_f=2)", "hybrid_single", "data_parallel"]
+)
+def test_what_a_loss_divides_by_is_of_the_whole_batch(strategy: str, loss: Any) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)).double()
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.randint(5, (6,))
+    asked = replace(parse_strategy(strategy), microbatches=3)
+    pins = {} if strategy == "data_parallel" else {"0": "conv", "2": "fc"}
+    result = compiled(model, (x,), y, loss, 3, asked, pins=pins).verify(steps=2)
+    assert result.holds, str(result)
+
+
+def test_one_piece_computes_while_the_next_one_travels() -> None:
+    files = planned(3, "layer_separation(n_c=2, n_f=1, microbatches=4)", global_batch=16).files
+    conv, fc = (files[f"{role}.py"].partition("def step")[2] for role in ("conv", "fc"))
+    assert conv.count("for k in comm.microbatches():") == 3 and "def forward(k)" not in conv
+    assert fc.index("comm[k].irecv(") < fc.index(".wait()") < fc.index("loss.backward()")
+    in_turn = planned(3, "layer_separation(n_c=2, n_f=1, microbatches=4, schedule=1f1b)", global_batch=16).files
+    assert "    def forward(k):" in in_turn["conv.py"] and "forward(k + 2)" in in_turn["conv.py"]
+    assert max(map(len, (in_turn["conv.py"] + in_turn["fc.py"]).splitlines())) <= 120
+
+
+def test_evaluation_runs_whole_and_accumulation_adds_up() -> None:
+    model, _ = plain()
+    program = compile_net(model, "layer_separation(n_c=2, n_f=1, microbatches=2)")
+    batches = batches_for(program, 4)
+    found = on_workers(program, lambda worker: train(worker, batches), accumulate=2)
+    losses, state = one_process(deepcopy(model), batches, accumulate=2)
+    assert found[0][0] == pytest.approx(losses, rel=1e-5)
+    assert_same(found[0][1], state)
+    assert "microbatches" not in program.files["fc.py"].partition("def evaluate")[2]
+
+
+def test_a_tail_that_leaves_a_microbatch_empty_is_refused_before_anything_is_sent() -> None:
+    model, _ = plain()
+    program = compile_net(model, "layer_separation(n_c=2, n_f=1, microbatches=3)")
+
+    def run(worker: Any) -> str:
+        with pytest.raises(LaunchError) as refused:
+            worker.use_sizes((4, 2))
+            worker.step()
+        return str(refused.value)
+
+    assert set(on_workers(program, run)) == {
+        "a batch of 4 + 2 examples leaves rank 1 without any in one of 3 microbatches; give each reader more"
+    }
+
+
+REFUSED = {
+    "data_parallel(microbatches=5)": "a rank of all reads 4 examples: take at most 4",
+    "local_sgd(microbatches=2)": "units of a round run their batches whole",
+    "data_parallel(microbatches=2,sync_batchnorm=True)": "normalises over the whole global batch at once",
+    "modulo_shard(mp=2,scheme=B,microbatches=2)": "has microbatches of its own, by scheme 'B': take BK",
+    "modulo_shard(mp=2,scheme=BK,updates=every,microbatches=2)": "updates in every microbatch",
+    "data_parallel(microbatches=0)": "must be a whole number of at least 1",
+    "data_parallel(schedule=gpipe)": "must be one of all_forward, 1f1b",
+}
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_what_cannot_run_in_microbatches_is_refused_by_name(strategy: str) -> None:
+    with pytest.raises(PlacementError, match=REFUSED[strategy]):
+        planned(2, strategy, norm="sync" in strategy)
+
+
+def test_a_layer_multiplied_late_where_ranks_divide_what_one_reads_is_refused() -> None:
+    program = planned(3, "layer_separation(n_c=1, n_f=2)", pins={"conv": "conv", "fc*": "fc"})
+    late = {
+        name: replace(place, sync="late_multiply") if name.startswith("fc") else place
+        for name, place in program.plan.placements.items()
+    }
+    plan = replace(program.plan, placements=late, microbatches=2)
+    found = list(microbatch_problems(program.program, plan))
+    assert len(found) == 3 and all("some have no examples in a microbatch" in problem for problem in found)
