@@ -20,9 +20,9 @@ from splitc.ir.actions import Action
 
 _KINDS = {
     "recv": "receive",
-    **dict.fromkeys(("modulo", "forward", "slice_batch", "send"), "forward"),
+    **dict.fromkeys(("modulo", "all_to_all", "forward", "send"), "forward"),
     "recv_grad": "receive_gradients",
-    **dict.fromkeys(("all_gather_grad", "backward", "all_reduce", "push"), "backward"),
+    **dict.fromkeys(("all_to_all_grad", "backward", "all_reduce", "push"), "backward"),
     **dict.fromkeys(("multiply", "modulo_grad", "send_grad", "update"), "backward"),
 }
 
