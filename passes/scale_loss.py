@@ -61,7 +61,7 @@ def _compute_once(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
     for value in [value for value in node.all_input_nodes if value.op != "placeholder"]:
         spec = info(value).spec
         if value.target == "to" and any(each.target is getattr for each in value.all_input_nodes):
-            node.replace_input_with(value, value.args[0])  # labels.to(logits.device): a rank has one device
+            node.replace_input_with(value, value.all_input_nodes[0])  # labels.to(logits.device): a rank has one device
             return _compute_once(graph, node, total)
         if value.op == "call_module" or not isinstance(spec, TensorSpec) or spec.requires_grad:
             raise PlacementError(

@@ -85,12 +85,12 @@ class InRounds(Strategy):
         return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
 
 
-def in_microbatches(strategy: Strategy, number: int | str | None) -> Strategy:
+def in_microbatches(strategy: Strategy, number: Any) -> Strategy:
     """Return the strategy in `number` microbatches; "auto" and None leave its own.
 
     Raises PlacementError for another number, and for two that differ.
     """
-    if number in ("auto", None):
+    if number in (None, "auto"):
         return strategy
     if strategy.microbatches not in (None, number):
         raise PlacementError(f"microbatches={number}, but {strategy} has {strategy.microbatches}; give one of them")
