@@ -116,8 +116,36 @@ class Transitions:
                         f"microbatches of a group; use scheme=BK"
                     )
                 continue
-            cut = replace(cut_of(node), entry=transition_of(entry))
-            for each in (entry, *self._graph.nodes):
+            arrives, transition = self._arrives(node, entry), transition_of(entry)
+            cut = replace(cut_of(node), entry=transition, arrives=arrives)
+            if arrives is State.FEATURES or (arrives is State.REPLICATE and not cut.gradient):
+                cut = replace(cut, entry=None)
+                entry.replace_all_uses_with(node)
+                self._graph.erase_node(entry)
+                update_info(node, state=arrives)
+            else:
+                update_info(entry, cut=cut)
+            for each in self._graph.nodes:
                 own = info(each).cut
-                if each is entry or (own is not None and (own.name, own.consumer) == (cut.name, self._role)):
+                if own is not None and (own.name, own.consumer) == (cut.name, self._role):
                     update_info(each, cut=cut)
+                    if arrives is not State.BATCH and each is not entry:
+                        each.update_kwarg("to", str(arrives))
+
+    def _arrives(self, node: fx.Node, entry: fx.Node) -> State:
+        """How the groups receive a cut that they need in another state: at once so, or by examples."""
+        plan, cut, needed = self._program.plan, cut_of(node), info(entry).state
+        comes_whole = plan.microbatches > 1 and cut.value in {each.name for each in self._program.inputs}
+        if not cut.sent or comes_whole or plan.grouping(self._role).num_microbatches > 1:
+            return State.BATCH  # what comes before the first microbatch is cut into them by examples
+        is_target = any(each.target and each.name == cut.value for each in self._program.inputs)
+        possible = State.FEATURES if needed is State.FEATURES else State.REPLICATE
+        natural = possible if is_target or possible is State.FEATURES else State.BATCH
+        places = (plan.placements.get(info(user).layer) for user in entry.users)
+        asked = {State(place.arrives or natural) for place in places if place is not None}
+        if wrong := asked - {State.BATCH, possible}:
+            raise PlacementError(
+                f"{node.name} ({info(node).source}) is to arrive in state {min(wrong)}, but is read in state "
+                f"{possible}; take that, or batch"
+            )
+        return min(asked, default=natural)

@@ -106,7 +106,7 @@ def _forward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k
         if k == 0 and denominators(stage.graph):
             yield Action("weigh", role=stage.role)
         for cut in stage.receives:
-            if cut.entry is not None:
+            if cut.entry is not None and cut.gathered:
                 yield Action(name_of(cut.entry), cut.name, role=stage.role, microbatch=k)
         yield Action("forward", role=stage.role, microbatch=k)
     yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs), k)

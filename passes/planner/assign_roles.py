@@ -40,6 +40,7 @@ class LayerChoice:
     group: int = 1
     split: str | None = None
     state: str | None = None
+    arrives: str | None = None
 
     @property
     def place(self) -> tuple[str, int]:
@@ -107,6 +108,7 @@ def layer_placement(
         choice.group if choice.holding == "sharded" else None,
         choice.split,
         choice.state if choice.group > 1 else None,
+        choice.arrives if choice.group > 1 else None,
     )
 
 
@@ -157,6 +159,8 @@ def apply_pins(
             choice = replace(choice, split=pin.split)
         if pin.state is not None:
             choice = replace(choice, state=pin.state)
+        if pin.arrives is not None:
+            choice = replace(choice, arrives=pin.arrives)
         pinned[layer] = choice
     return pinned
 

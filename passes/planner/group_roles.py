@@ -7,35 +7,35 @@ With the pin `{"classifier*": Placement(group=2, split="columns")}`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from splitc.checks.graph import tied_are_replicated
-from splitc.errors import PlacementError
 from splitc.ir.placements import Grouping, LayerPlacement
 from splitc.passes.planner.assign_roles import LayerChoice, apply_pins, layer_placement
 from splitc.passes.planner.pin_checks import shard_only_linear, unmet
 from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.price_choices import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.wire_price import step_seconds
-from splitc.passes.rewriting import lower_unchecked
 from splitc.runtime.collectives.layouts import State
 
 
 def asks_for_groups(pin: Pin | None) -> bool:
     """Whether a pin asks for what only ranks in groups have."""
-    return pin is not None and bool((pin.group or 1) > 1 or pin.holding == "sharded" or pin.split or pin.state)
+    if pin is None:
+        return False
+    return bool((pin.group or 1) > 1 or pin.holding == "sharded" or pin.split or pin.state or pin.arrives)
 
 
-def group_size(pins: Iterable[Pin], ranks: int) -> int:
-    """The size of the groups that pins of a role of so many ranks ask for: all of it where none says one."""
-    return next((pin.group for pin in pins if pin.group is not None and pin.group > 1), ranks)
+def group_size(request: Request, ranks: int) -> int:
+    """The size of the groups that pins ask for in a role of so many ranks: all of it where none says one."""
+    return next((pin.group for pin in request.pins.values() if pin.group is not None and pin.group > 1), ranks)
 
 
-def divides(size: int, ranks: int) -> bool:
-    """Whether so many ranks form groups of several."""
-    return 1 < size <= ranks and ranks % size == 0
+def may_group(request: Request, ranks: int) -> bool:
+    """Whether so many ranks form groups as pins ask for, if they do."""
+    size = group_size(request, ranks)
+    return not any(map(asks_for_groups, request.pins.values())) or (1 < size <= ranks and ranks % size == 0)
 
 
 def in_groups(request: Request, priced: PricedPlan) -> PricedPlan:
@@ -55,10 +55,9 @@ def in_groups(request: Request, priced: PricedPlan) -> PricedPlan:
         if not any(map(asks_for_groups, pins.values())):
             placements |= {layer: plan.placements[layer] for layer in layers}
             continue
-        if role == plan.reader:
-            why.append(f"{role} reads the data, which no group does; pin the layers in groups to a role after it")
-        size = group_size(pins.values(), len(ranks))
-        part, grouped = replace(request, world=len(ranks), pins=pins), LayerChoice(group=size)
+        part = replace(request, world=len(ranks), pins=pins)
+        size = group_size(part, len(ranks))
+        grouped = LayerChoice(group=size)
         choices = apply_pins(part, dict.fromkeys(layers, grouped), grouped)
         why += unmet(part, choices, size)
         for layer, choice in shard_only_linear(request, choices).items():
@@ -67,12 +66,5 @@ def in_groups(request: Request, priced: PricedPlan) -> PricedPlan:
             placements[layer] = layer_placement(request, layer, role, choice, len(ranks))
         groups[role] = Grouping(size, "BK")
     plan = replace(plan, groups=groups, placements=placements)
-    program = request.program.placed(plan)
-    why += tied_are_replicated(program)
-    try:
-        seconds = 0.0 if why else step_seconds(request, lower_unchecked(program))
-    except PlacementError as error:
-        why = [str(error)]
-    if why:
-        return infeasible(plan.strategy, why)
-    return replace(priced, plan=plan, seconds=seconds, bound=plan.global_batch / seconds, proved=False, separation=None)
+    why += tied_are_replicated(request.program.placed(plan))
+    return infeasible(plan.strategy, why) if why else price_plan(request, plan)

@@ -21,7 +21,11 @@ MIXED = "mixed"
 _STAGES = {"layer_separation": MAX_STAGES, "hybrid_single": 2, "modulo_shard": 2, MIXED: 2}
 """How many roles a strategy has for pins to name; others have one."""
 
-_HOLDINGS: dict[str, tuple[str, ...]] = {"modulo_shard": ("replicated", "sharded"), MIXED: HOLDINGS}
+_HOLDINGS: dict[str, tuple[str, ...]] = {
+    "layer_separation": ("replicated", "sharded"),
+    "modulo_shard": ("replicated", "sharded"),
+    MIXED: HOLDINGS,
+}
 """How a strategy holds parameters, if not only replicated."""
 
 _SYNCS: dict[str, tuple[str, ...]] = {
@@ -33,24 +37,20 @@ _SYNCS: dict[str, tuple[str, ...]] = {
 }
 """How a strategy sums gradients, if not only by all_reduce."""
 
-_GROUPED = "modulo_shard", MIXED
+_GROUPED = "layer_separation", "modulo_shard", MIXED
 """The strategies that divide layers over groups of any size."""
 
 
-def contradictions(request: Request, strategy: str, may_group: bool = False) -> list[str]:
-    """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not have.
-
-    may_group: it has groups, though only where pins ask for them.
-    """
-    grouped = may_group or strategy in _GROUPED
+def contradictions(request: Request, strategy: str) -> list[str]:
+    """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not have."""
     layers: dict[tuple[str, str, object, str], list[str]] = {}
     for layer, pin in request.pins.items():
         for part, value, known in (
             ("role", pin.role, _known_roles(request, strategy, pin)),
-            ("holding", pin.holding, HOLDINGS[:2] if may_group else _HOLDINGS.get(strategy, ("replicated",))),
+            ("holding", pin.holding, _HOLDINGS.get(strategy, ("replicated",))),
             ("sync", pin.sync, _SYNCS.get(strategy, ("all_reduce", "none"))),
-            ("group", pin.group, (pin.group,) if grouped else (1,)),
-            ("split", pin.split, SPLITS if grouped else ()),
+            ("group", pin.group, (pin.group,) if strategy in _GROUPED else (1,)),
+            ("split", pin.split, SPLITS if strategy in _GROUPED else ()),
         ):
             if value is not None and value not in known:
                 key = pin.pattern, part, value, ", ".join(str(word) for word in known)

@@ -65,6 +65,7 @@ def unknown_words(pin: Placement) -> list[str]:
             ("sync", pin.sync, SYNCS),
             ("split", pin.split, SPLITS),
             ("state", pin.state, STATES),
+            ("arrives", pin.arrives, STATES),
         )
         if value is not None and value not in known
     ]

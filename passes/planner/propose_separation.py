@@ -14,7 +14,7 @@ from dataclasses import replace
 from splitc.ir.strategies import LayerSeparation
 from splitc.passes.planner.cuts import CutRules, cut_rules, uncut
 from splitc.passes.planner.division import HYBRID, SEPARATION, Division, divide
-from splitc.passes.planner.group_roles import asks_for_groups, divides, group_size, in_groups
+from splitc.passes.planner.group_roles import asks_for_groups, group_size, in_groups, may_group
 from splitc.passes.planner.pin_checks import contradictions
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.propose_stages import impossible_stages, propose_stages
@@ -26,16 +26,16 @@ _UNLIMITED = 2.0**60  # bytes
 
 def layer_separation(request: Request, options: LayerSeparation, by_name: bool = False) -> PricedPlan:
     """The fastest separation, or why there is none.  by_name: pins may ask for groups."""
-    sizes = options.sizes
-    why = contradictions(request, SEPARATION, may_group=by_name)
+    sizes, whole = options.sizes, request
+    why = contradictions(request, SEPARATION)
+    if any(map(asks_for_groups, request.pins.values())):
+        why += [] if by_name else [f"pins ask for groups, which {SEPARATION} has where it is asked for by name"]
+        whole = replace(request, memory=_UNLIMITED)  # divided layers need less; `memory_check` has the exact bytes
     if why := why or (impossible_stages(request, sizes) if sizes else _impossible(request, options)):
         return infeasible(SEPARATION, why)
-    whole = request
-    if any(map(asks_for_groups, request.pins.values())):
-        whole = replace(request, memory=_UNLIMITED)  # divided layers need less; `memory_check` has the exact bytes
     if sizes:
-        return in_groups(request, propose_stages(whole, sizes))
-    return in_groups(request, _with_copies(whole, lambda rules: _divided(whole, options, rules)))
+        return in_groups(whole, propose_stages(whole, sizes))
+    return in_groups(whole, _with_copies(whole, lambda rules: _divided(whole, options, rules)))
 
 
 def _divided(request: Request, options: LayerSeparation, rules: CutRules) -> PricedPlan:
@@ -43,11 +43,10 @@ def _divided(request: Request, options: LayerSeparation, rules: CutRules) -> Pri
         divide(request, rules, n_c, request.world - n_c)
         for n_c in range(1, request.world)
         if options.n_c in (None, n_c) and options.n_f in (None, request.world - n_c)
+        if may_group(request, request.world - n_c)
     ]
-    pins = [pin for pin in request.pins.values() if asks_for_groups(pin)]
-    fit = [d for d in divisions if not pins or divides(group_size(pins, len(d.fc_ranks)), len(d.fc_ranks))]
-    if not fit:
-        asked = f"pin {pins[0].pattern!r} asks for groups of {group_size(pins, request.world)} ranks"
+    if not divisions:
+        asked = f"pins ask for groups of {group_size(request, request.world)} ranks"
         return infeasible(SEPARATION, [f"{asked}, which those of {request.role_names(2)[1]} cannot form"])
     busy = [d for d in divisions if all(smallest(bounds) for bounds in (d.conv_bounds, d.fc_bounds))]
     if not busy:

@@ -126,7 +126,7 @@ def _link(cluster: Cluster, plan: Plan, rank: int, op: WireOp) -> Link:
 
 def _value(op: WireOp) -> Payload:
     """Return the cut, node or bucket that an operation is a part of: all messages of a cut are parts of one value."""
-    return op.payload if op.kind == "collective" else replace(op.payload, rows=(0, 0), more=0)
+    return op.payload if op.kind == "collective" else replace(op.payload, rows=(0, 0), columns=None, more=0)
 
 
 def _busy(ops: Iterable[tuple[WireOp, Link]]) -> float:

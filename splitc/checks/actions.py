@@ -111,8 +111,8 @@ def _received(
     returned: list[Action] = []
     if cut.entry is not None:
         verb = name_of(cut.entry)
-        modulos = [Action(verb, cut.name, role=role, microbatch=k) for k in range(len(forwards))]
-        yield from (Need(modulo, before=(forward,)) for modulo, forward in zip(modulos, forwards, strict=True))
+        modulos = [Action(verb, cut.name, role=role, microbatch=k) for k in range(len(forwards)) if cut.gathered]
+        yield from (Need(modulo, before=(forward,)) for modulo, forward in zip(modulos, forwards, strict=False))
         if cut.gradient:
             returned = [Action(f"{verb}_grad", cut.name, role=role, microbatch=k) for k in range(len(backwards))]
         for k, action in enumerate(returned):

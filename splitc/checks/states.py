@@ -40,7 +40,8 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
         reads = {found[value] for value in node.all_input_nodes if value in found}
         if node.op == "placeholder" or node.target is comm_ops.recv:
             if isinstance(spec, TensorSpec) and spec.batch_dim is not None:
-                found[node] = State.BATCH
+                cut = info(node).cut
+                found[node] = State.BATCH if cut is None or cut.entry is not None else cut.arrives
         elif transition is not None:
             found[node] = transition.target
         elif _divides(program, node) == "columns" or (_is_by_features(program, node)):

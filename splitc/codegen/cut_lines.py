@@ -13,6 +13,7 @@ from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import COLLECTIVES, options_of
+from splitc.ir.wire import of_action
 from splitc.runtime.collectives.layouts import Move, State, Transition
 
 
@@ -89,7 +90,7 @@ class CutLines:
         if not self._in_pieces or self._is_input(cut):
             whole = cut.consumer in self._microbatched and cut.spec.batch_dim is not None
             return self.piece(name, cut.spec, comm) if whole else name
-        used_later = self._returns(cut) and (not cut.sent or cut.entry is None)
+        used_later = self._returns(cut) and (not cut.sent or not cut.gathered)
         name = name if used_later else name.replace("[k]", ".pop(k)")
         return f"{name}.wait()" if cut.sent else name
 
@@ -99,7 +100,7 @@ class CutLines:
 
     def entry(self, cut: Cut, comm: str) -> list[Line]:
         """The line that makes of a cut without groups the leaf whose gradient goes back, where one is needed."""
-        if cut.entry is not None:
+        if cut.gathered:
             return []
         name, source = self.stage_input(cut), self.received(cut)
         if self._in_pieces and cut.sent and self._returns(cut):
@@ -108,13 +109,13 @@ class CutLines:
 
     def argument(self, cut: Cut, comm: str) -> str:
         """What the call of the consumer's stage is given."""
-        if cut.entry is not None or self._returns(cut):
+        if cut.gathered or self._returns(cut):
             return self.stage_input(cut)
         return self._arrived(cut, comm)
 
     def stage_input(self, cut: Cut) -> str:
         """What the consumer's stage reads, where it is a variable of its own."""
-        if cut.entry is not None:
+        if cut.gathered:
             return self.kept(f"{cut.name}_group") if self._returns(cut) else f"{cut.name}_group"
         if not cut.sent and self._returns(cut):
             return self.kept(f"{cut.name}_{cut.consumer}")
@@ -139,18 +140,19 @@ class CutLines:
     def line(self, stage: Stage, action: Action) -> Line:
         """The line of an action that moves a cut of `stage`."""
         role, cut, comm = action.peer, stage.cut(action), self.part(action)
-        layout, size = _layout(cut.spec), self._size(cut, stage, comm)
+        layout, size = _layout(cut.spec), self._size(cut, stage, action, comm)
+        to, of = (_state(word, cut.travels(backward=word == "of")) for word in ("to", "of"))
         leaf = ".requires_grad_()" if self._returns(cut) else ""
         match action.verb:
             case "send":
-                return f'{comm}.send({self._sent(cut)}, "{role}"{layout})', f"-> {role}  {size}"
+                return f'{comm}.send({self._sent(cut)}, "{role}"{layout}{to})', f"-> {role}  {size}"
             case "recv":
-                call = _recv(comm, cut, role) + ("" if cut.entry is not None or comm.endswith("[k]") else leaf)
+                call = _recv(comm, cut, role, to) + ("" if cut.gathered or comm.endswith("[k]") else leaf)
                 return f"{self.received(cut)} = {call}", f"<- {role}  {size}"
             case "recv_grad":
-                return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role)}", f"<- {role}  {size}"
+                return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role, of)}", f"<- {role}  {size}"
             case "send_grad":
-                return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout})', f"-> {role}  {size}"
+                return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout}{of})', f"-> {role}  {size}"
             case "modulo" | "all_to_all":
                 return self._entry(cut, comm)
             case "modulo_grad" | "all_to_all_grad":
@@ -168,7 +170,8 @@ class CutLines:
 
     def _entry_grad(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
-        call = _moved(comm, f"{self.last(f'{cut.name}_group')}.grad", cut.spec, cut.entry.adjoint)
+        whole = self.stage_input(cut).replace("[k]", ".pop(k)")
+        call = _moved(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
         move = cut.entry.adjoint.move
         note = (
             "this rank's own examples"
@@ -186,7 +189,12 @@ class CutLines:
         is_made = cut.spec.dtype.is_floating_point and not self._is_input(cut)
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 
-    def _size(self, cut: Cut, stage: Stage, comm: str) -> str:
+    def _size(self, cut: Cut, stage: Stage, action: Action, comm: str) -> str:
+        state = cut.travels(backward=action.verb.endswith("_grad"))
+        if state is not State.BATCH:
+            ranks = self._rank_program.ranks
+            sizes = {sum(op.nbytes for op in of_action(self._program, rank, action)) for rank in ranks}
+            return f"{'up to ' * (len(sizes) > 1)}{units.nbytes(max(sizes))}{in_state(state)}"
         batch = common_batch(self._program, self._rank_program, stage, in_pieces=comm.endswith("[k]"))
         if batch is None:
             return f"{units.nbytes(cut.spec.nbytes(1))} an example"
@@ -205,10 +213,20 @@ def common_batch(
     return batches.pop() if len(batches) == 1 else None
 
 
-def _recv(comm: str, cut: Cut, role: str) -> str:
+def in_state(state: State) -> str:
+    """How notes say in which state of its group the consumer receives a cut."""
+    return "" if state is State.BATCH else f" in state {state}"
+
+
+def _state(word: str, state: State) -> str:
+    """The argument that says in which state of its group the consumer has a cut, or its gradient."""
+    return "" if state is State.BATCH else f', {word}="{state}"'
+
+
+def _recv(comm: str, cut: Cut, role: str, state: str) -> str:
     rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
     verb = "irecv" if comm.endswith("[k]") else "recv"
-    return f'{comm}.{verb}("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows})'
+    return f'{comm}.{verb}("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows}{state})'
 
 
 def _moved(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from splitc import units
+from splitc.codegen.cut_lines import in_state
 from splitc.codegen.layout import docstring, wrapped
 from splitc.codegen.rank_spec import IDLE, rank_spec, served_buckets
 from splitc.ir.constructors import literal
@@ -14,6 +15,7 @@ from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
 from splitc.ir.rounds import rounds_text
 from splitc.ir.wire import wire
+from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import RankSpec
 from splitc.version import __version__
 
@@ -21,6 +23,7 @@ _NOTES = {
     "examples": "this rank's examples of the global batch: first, one past the last",
     "replicas": "ranks that hold the same parameters and sum their gradients",
     "routes": "ranks of other roles, and the examples exchanged with each",
+    "group_routes": "likewise, where one role has all examples of its groups",
     "group": "ranks that share the parameters and compute each other's examples",
     "microbatches": "parts of every reader's examples, which go through the ranks one after another",
     "updated_every_microbatch": "the optimizer steps in every microbatch",
@@ -126,12 +129,15 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
         role, batch = stage.role, plan.batch(stage.role, rank)
         peak, group = plan.peak_batch(role, rank), ranks_text(plan.group(role, rank))
         peers = {
-            other: ranks_text(tuple(peer for peer, _, _ in plan.routes(rank, role, other))) for other in plan.roles
+            c: ranks_text(tuple(peer for peer, *_ in plan.routes(rank, role, c.other(role), c.together())))
+            + in_state(c.arrives)
+            for c in (*stage.receives, *stage.sends)
         }
         rows += [("in", name, inputs[name], "", batch) for name in stage.inputs]
-        rows += [("in", c.name, c.spec, f"<- {peers[c.producer]}", batch) for c in stage.receives if c.sent]
-        rows += [("in", c.name, c.spec, f"of its group, {group}", peak) for c in stage.receives if c.entry is not None]
-        rows += [("out", c.name, c.spec, f"-> {peers[c.consumer]}", batch) for c in stage.sends if c.sent]
+        for c in (c for c in stage.receives if c.sent):
+            rows.append(("in", c.name, c.spec, f"<- {peers[c]}", batch if c.arrives is State.BATCH else peak))
+        rows += [("in", c.name, c.spec, f"of its group, {group}", peak) for c in stage.receives if c.gathered]
+        rows += [("out", c.name, c.spec, f"-> {peers[c]}", batch) for c in stage.sends if c.sent]
     width = max((len(name) for _, name, _, _, _ in rows), default=0)
     return [
         f"{kind:<9}{name:<{width}}  {spec.at(batch)!s:<22} {str(spec.dtype).removeprefix('torch.'):<8} {note}".rstrip()

@@ -70,8 +70,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
     plan, role = program.plan, stage.role
     group = plan.group(role, rank) if role in plan.groups else ()
     evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
-    partners = [c.producer for each in (stage, *evaluated) for c in each.receives if c.sent]
-    partners += [c.consumer for each in (stage, *evaluated) for c in each.sends if c.sent]
+    cuts = [c for each in (stage, *evaluated) for c in (*each.receives, *each.sends) if c.sent]
+    together = {c.other(role): c.consumer for c in cuts if c.together()}
     owners = plan.owners(role, rank)
     shards = ((name, shard_of(program, stage, name, owners.index(rank), len(owners))) for name in stage.shards)
     served = _served_rows(program, rank, [stage]) if is_server else {}
@@ -79,7 +79,10 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         role,
         plan.interval(role, rank),
         plan.replicas(role, rank),
-        {other: tuple(Route(*route) for route in plan.routes(rank, role, other)) for other in dict.fromkeys(partners)},
+        {
+            other: tuple(Route(*route) for route in plan.routes(rank, role, other))
+            for other in dict.fromkeys(c.other(role) for c in cuts)
+        },
         group,
         plan.groups[role].scheme if group else "BK",
         plan.microbatches,
@@ -90,6 +93,10 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         unit=plan.unit(rank) if plan.rounds else (),
         averaged=plan.averaged(role, rank) if plan.rounds else (),
         through_server=plan.rounds is not None and plan.rounds.through == "server",
+        group_routes={
+            other: tuple(Route(*route) for route in plan.routes(rank, role, other, grouped))
+            for other, grouped in together.items()
+        },
         ranks=plan.roles[role] if any(node.kwargs.get("own") for node in stage.graph.nodes) else (),
         own_sums=stage.own_sums,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from splitc import units
-from splitc.codegen.cut_lines import common_batch
+from splitc.codegen.cut_lines import common_batch, in_state
 from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
@@ -95,15 +95,15 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
     for name in stage.inputs:
         yield "in", name, text(None, name, "read by this role")
     for cut in stage.receives:
-        if cut.entry is not None:
+        if cut.gathered:
             size = program.plan.groups[stage.role].size
             yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
         if cut.sent:
-            yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}")
+            yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}{in_state(cut.arrives)}")
     for cut in stage.sends:
         if cut.sent:
             back = ", its gradient comes back" if cut.gradient else ""
-            yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{back}")
+            yield "out", cut.name, text(cut, cut.name, f"-> {cut.consumer}{in_state(cut.arrives)}{back}")
 
 
 def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:

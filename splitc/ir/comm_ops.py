@@ -21,13 +21,13 @@ from splitc.runtime.seeded.draws import Layout
 from splitc.runtime.seeded.mode import running
 
 
-def send(value: torch.Tensor, *, cut: str, role: str) -> torch.Tensor:
-    """Send each rank of `role` the examples that it computes on: from one or several ranks, to one or several."""
+def send(value: torch.Tensor, *, cut: str, role: str, to: str = "batch") -> torch.Tensor:
+    """Send each rank of `role` the examples that it computes on; to: the state in which its groups receive them."""
     return value
 
 
 def recv(
-    value: torch.Tensor | None, *, cut: str, role: str, shape: tuple[int, ...], dtype: torch.dtype
+    value: torch.Tensor | None, *, cut: str, role: str, shape: tuple[int, ...], dtype: torch.dtype, to: str = "batch"
 ) -> torch.Tensor:
     """Receive the examples that this rank computes on from the ranks of `role`.  shape: -1 stands for the batch."""
     assert value is not None, "a split graph gets its received values from outside"

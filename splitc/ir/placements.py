@@ -22,6 +22,8 @@ class Placement:
     linear layer is divided, by "columns" (its output features) or "rows" (its input features).
     state: of a layer in groups, how their ranks hold its result: each rank its own examples ("batch"), its slice of
     the "features", or everything ("replicate").  None: features of columns, replicate of all others.
+    arrives: how they receive what it reads of other roles: their own examples ("batch"), which the group then moves, or
+    at once as the layer needs it.  None: features at once, and targets whole; all else by examples.
     """
 
     role: str | None = None
@@ -30,6 +32,7 @@ class Placement:
     group: int | None = None
     split: str | None = None
     state: str | None = None
+    arrives: str | None = None
 
 
 @dataclass(frozen=True)

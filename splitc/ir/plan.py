@@ -205,18 +205,24 @@ class Plan:
         return not self.trains_copies(role) and self.num_microbatches(role) == 1 and not apart
 
     def routes(
-        self, rank: int, mine: str, role: str, microbatch: int | None = None
+        self, rank: int, mine: str, role: str, together: str = "", microbatch: int | None = None
     ) -> tuple[tuple[int, int, int], ...]:
         """(peer, first, one past the last) for every rank of `role` that shares examples with `rank` as one of `mine`.
 
-        The peer may be `rank` itself, where it is in both roles.  microbatch: of all roles; its examples are counted
-        within it.
+        The peer may be `rank` itself, where it is in both roles.  together: the one of both roles whose ranks each have
+        all examples of their group.  microbatch: of all roles; its examples are counted within it.
         """
-        start, stop = self.interval(mine, rank)
-        bounds, ranks = self.batch_offsets[role], self.roles[role]
+        members = self.group(mine, rank) if together == mine else (rank,)
+        start, stop = self.interval(mine, members[0])[0], self.interval(mine, members[-1])[1]
+        size = self.grouping(role).size if together == role else 1
+        bounds, ranks = self.batch_offsets[role][::size], self.roles[role]
         first = max(bisect_right(bounds, start) - 1, 0)
         last = bisect_left(bounds, stop, first)  # of the ranks from here on none shares any
-        shared = ((ranks[k], max(start, bounds[k]), min(stop, bounds[k + 1])) for k in range(first, last))
+        shared = (
+            (peer, max(start, bounds[k]), min(stop, bounds[k + 1]))
+            for k in range(first, last)
+            for peer in ranks[k * size : (k + 1) * size]
+        )
         pieces = Pieces(self.microbatches, self.batch_offsets[self.reader])
         positions = ((peer, *pieces.positions((a, b), microbatch)) for peer, a, b in shared)
         return tuple((peer, a, b) for peer, a, b in positions if a < b)
@@ -286,8 +292,9 @@ class Plan:
         if not self.insert_norm:
             del decided["insert_norm"]
         for place in decided["placements"].values():
-            if place["state"] is None:
-                del place["state"]
+            for part in ("state", "arrives"):
+                if place[part] is None:
+                    del place[part]
         if self.schedule == "all_forward":
             del decided["schedule"]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}

@@ -210,9 +210,11 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
         for part, values in (("role", tuple(data["roles"])), ("holding", HOLDINGS), ("sync", SYNCS)):
             if placement[part] not in values:
                 yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
-        for part, values in (("split", SPLITS), ("state", STATES)):
+        for part, values in (("split", SPLITS), ("state", STATES), ("arrives", STATES)):
             if placement.get(part) not in (None, *values):
                 yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
+        if placement.get("arrives") is not None and placement["role"] not in data.get("groups", {}):
+            yield f"placements: {layer} has arrives, but its role {placement['role']!r} has no groups"
         if placement.get("state") is not None:
             yield from _state(data, layer, placement)
         if placement["holding"] == "subnet":

@@ -19,7 +19,7 @@ from splitc.ir.actions import PRODUCER_VERBS, Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
-from splitc.runtime.collectives.layouts import Transition
+from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.spec import BatchGuard, DealtDims
 
 
@@ -87,6 +87,8 @@ class Cut:
     name: the value's name in both generated programs.  value: the node that computes it.
     sent: whether it travels; not where both roles are the same ranks with the same examples.
     entry: how the consumer's group brings it to the state that all its readers need; None: they read it as it comes.
+    arrives: in which state that group receives it.  Features return their gradient as they came; where every rank
+    receives everything ("replicate"), it returns the gradient of its own examples, as after an entry.
     """
 
     name: str
@@ -97,6 +99,24 @@ class Cut:
     gradient: bool
     sent: bool = True
     entry: Transition | None = None
+    arrives: State = State.BATCH
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the consumer's group moves it when it has come."""
+        return self.entry is not None and self.arrives is State.BATCH
+
+    def travels(self, backward: bool) -> State:
+        """In what state of the consumer's group it travels, or its gradient."""
+        return State.BATCH if backward and self.arrives is State.REPLICATE else self.arrives
+
+    def together(self, backward: bool = False) -> str:
+        """The role whose ranks have all examples of their group of what travels; "": none."""
+        return "" if self.travels(backward) is State.BATCH else self.consumer
+
+    def other(self, role: str) -> str:
+        """The role at the other end."""
+        return self.consumer if role == self.producer else self.producer
 
 
 @dataclass(frozen=True)

@@ -126,22 +126,25 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
         yield from _collective(plan.all_reduce, payload, replicas, (numel,), dtype, sent)
 
 
-# -- cuts --------------------------------------------------------------------------------------------------------------
-
-
 def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    """Yield the messages of a cut, or of its gradient, to or from each rank that has examples in common."""
-    cut, collective = program.stage(action.role).cut(action), OPS[action.verb].collective
-    what = What.CUT_GRADIENT if action.verb in ("send_grad", "recv_grad") else What.CUT
-    microbatch = None if program.travels_whole(cut) else action.microbatch
-    for peer, start, stop in program.plan.routes(rank, action.role, action.peer, microbatch):
-        if peer == rank:
-            continue  # handed over in memory
-        payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (start, stop))
-        nbytes = cut.spec.nbytes(stop - start)
-        sent = collective.sent(nbytes, nbytes, 2)
-        shape, layer = cut.spec.at(stop - start), program.layer_of.get(cut.value)
-        yield WireOp(str(collective), payload, (peer,), shape, cut.spec.dtype, sent, layer)
+    """Yield the messages of a cut, or of its gradient, to or from each rank that has a part of it."""
+    plan, cut, collective = program.plan, program.stage(action.role).cut(action), OPS[action.verb].collective
+    what, layer = What.CUT_GRADIENT if "grad" in action.verb else What.CUT, program.layer_of.get(cut.value)
+    backward = what is What.CUT_GRADIENT
+    piece = None if program.travels_whole(cut) else action.microbatch
+    for peer, start, stop in plan.routes(rank, action.role, action.peer, cut.together(backward), piece):
+        spec, columns = cut.spec, None
+        if cut.travels(backward) is State.FEATURES:
+            own = rank if action.role == cut.consumer else peer
+            index = (members := plan.group(cut.consumer, own)).index(own)
+            columns = first, last = share_out(spec.shape[-1], len(members))[index : index + 2]
+            spec = replace(spec, shape=(*spec.shape[:-1], last - first))
+        if peer == rank or not spec.nbytes(1):
+            continue  # handed over in memory, or empty
+        rows, k = (start, stop), action.microbatch
+        payload = Payload(what, cut.name, cut.producer, cut.consumer, None, k, rows, columns=columns)
+        sent = collective.sent(0, spec.nbytes(stop - start), 2)
+        yield WireOp(str(collective), payload, (peer,), spec.at(stop - start), spec.dtype, sent, layer)
 
 
 def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:

@@ -39,6 +39,7 @@ class Payload:
     name: of the cut, the node, the tied parameter, or the first served parameter.
     role: that communicates; of a cut, its producer.  peer: the consumer of a cut that is sent.
     rows: (first, last + 1) of the examples of a message, or of the rows of a served parameter.
+    columns: likewise of its features, where it has a slice of them.
     more: number of further parameters in the same message.
     """
 
@@ -50,9 +51,11 @@ class Payload:
     microbatch: int = 0
     rows: tuple[int, int] = (0, 0)
     more: int = 0
+    columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        rows, piece = f"[{self.rows[0]}:{self.rows[1]}]", f"[{self.microbatch}]" if self.microbatch else ""
+        rows = f"[{', '.join(f'{a}:{b}' for a, b in filter(None, (self.rows, self.columns)))}]"
+        piece = f"[{self.microbatch}]" if self.microbatch else ""
         match self.what:
             case What.CUT:
                 return f"{self.name}.{self.role}.{self.peer}{piece}{rows}"

@@ -25,16 +25,17 @@ from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
+from .cut_comm import CutComm
 from .pieces import pieces_of
 from .rounds.averaging import Averages
 from .rounds.comm import RoundComm
 from .seeded.comm import SeededComm
 from .seeded.draws import Draws
 from .spec import RoleSpec, StepContext
-from .transport.messages import Arriving, Messages
+from .transport.messages import Messages
 
 
-class RoleComm(SeededComm, ServerComm, RoundComm):
+class RoleComm(CutComm, SeededComm, ServerComm, RoundComm):
     """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone.
 
     `comm[k]` is the communicator in microbatch k: the examples that it moves, counts and draws for are those of piece k
@@ -114,46 +115,6 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         """Rows that come from each member of the group."""
         return self._rows_of(self.members, rows)
 
-    # -- between roles -------------------------------------------------------------------------------------------------
-
-    def send(self, value: Tensor | None, role: str, dim: int = 0, rows: int = 1) -> None:
-        """Start to send each rank of `role` its examples of `value`; those for this rank itself stay in memory.
-
-        dim, rows: the batch dimension, and how many rows of it one example has.
-        """
-        value, (start, _) = self._arrived(value, role, "sent").detach(), self.examples
-        for route in self._spec.routes[role]:
-            first, last = self._positions(route.examples)
-            if first == last:
-                continue  # both sides know
-            part = value.narrow(dim, (first - start) * rows, (last - first) * rows)
-            if route.peer == self._transport.rank:
-                self._messages.put_local(self.role, role, part)
-            else:
-                self._messages.send(part, route.peer)
-
-    def recv(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> Tensor:
-        """Receive this rank's examples from the ranks of `role` that have them.  shape: -1 is the batch."""
-        return self.irecv(role, shape, dtype, rows).wait()
-
-    def irecv(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1) -> Arriving:
-        """Start to receive them; `wait` of what is returned gives the tensor."""
-        dim = shape.index(-1)
-        start, stop = self.examples
-        sizes = [(stop - start) * rows if n == -1 else n for n in shape]
-        value = torch.empty(sizes, dtype=dtype, device=self._transport.device)
-        works = []
-        for route in self._spec.routes[role]:
-            first, last = self._positions(route.examples)
-            if first == last:
-                continue  # both sides know
-            part = value.narrow(dim, (first - start) * rows, (last - first) * rows)
-            if route.peer == self._transport.rank:
-                part.copy_(self._messages.receive_local(role, self.role))
-            else:
-                works.append(self._transport.irecv(part, route.peer))
-        return Arriving(value, works)
-
     # -- microbatches --------------------------------------------------------------------------------------------------
 
     def microbatches(self) -> list[int]:
@@ -217,15 +178,6 @@ class RoleComm(SeededComm, ServerComm, RoundComm):
         extents = Extents(tuple(self._group_rows(rows)), widths, dim)
         value = self._arrived(value, self.role, "gathered")
         return self._group.transition(value, Transition(source, target), extents)
-
-    def _arrived(self, gradient: Tensor | None, role: str, verb: str) -> Tensor:
-        """The gradient, unless the backward before did not reach it."""
-        if gradient is None:
-            raise RuntimeError(
-                f"rank {self._transport.rank}: no gradient arrived for what role {role} {verb}; its stage does not "
-                f"depend on it"
-            )
-        return gradient
 
     # -- within the role -----------------------------------------------------------------------------------------------
 

@@ -145,6 +145,8 @@ class RoleSpec:
     ranks: all ranks of the role; own_sums: parameters whose gradients are summed over these, since each uses them on
     its own examples, not on its group's.
     routes: role -> the examples exchanged with each of its ranks.
+    group_routes: likewise, of values that the one of both roles which receives them has for its whole group: by slices
+    of the features, or whole.  The ranks of a group share their examples.
     group: the ranks of its model-parallel group; none where it has no group.
     scheme: Krizhevsky's scheme, which makes microbatches of a group's examples: "BK" takes all of them at once, "B" one
     member's in each microbatch, "B/K" an equal part of each member's.
@@ -176,6 +178,7 @@ class RoleSpec:
     through_server: bool = False
     ranks: tuple[int, ...] = ()
     own_sums: tuple[str, ...] = ()
+    group_routes: Mapping[str, Sequence[Route]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
