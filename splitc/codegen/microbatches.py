@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,6 +26,8 @@ _KINDS = {
     **dict.fromkeys(("multiply", "modulo_grad", "send_grad", "update"), "backward"),
 }
 
+_LAST = ("all_reduce", "push", "multiply")
+
 
 @dataclass(frozen=True)
 class _Unit:
@@ -36,10 +38,19 @@ class _Unit:
     microbatch: int
     actions: tuple[Action, ...]
 
+    @property
+    def function(self) -> tuple[str, ...]:
+        """What it does in any microbatch; sums of gradients, which are in the last one, aside."""
+        done = (f"{a.verb} {a.value} {a.peer}" for a in self.actions if a.verb not in _LAST)
+        return self.kind, self.role, *done
+
     def is_later(self, other: _Unit, by: int) -> bool:
         """Whether this one is the same as the other one in a later microbatch."""
-        same = (self.kind, self.role) == (other.kind, other.role)
-        return bool(self.kind) and same and self.microbatch == other.microbatch + by
+        return bool(self.kind) and self.function == other.function and self.microbatch == other.microbatch + by
+
+    def continues(self, other: _Unit) -> bool:
+        """Whether both are of one role in one microbatch."""
+        return bool(self.kind and other.kind) and (self.role, self.microbatch) == (other.role, other.microbatch)
 
 
 _Loop = tuple[int, tuple[_Unit, ...]]
@@ -60,15 +71,16 @@ def microbatched(
     units = _merged(_units(actions, repeats))
     loops = list(_loops(units))
     counts = Counter((unit.kind, unit.role) for _, inside in loops for unit in inside if unit.kind)
-    several = len({unit.role for unit in units if unit.kind}) > 1
+    written = {unit.function: unit for unit in units if unit.kind}
+    names = _names(list(written.values()))
     regular = max(counts.values()) == 1 and all(
         len({(unit.role, unit.microbatch) for unit in inside}) == 1 and times in (1, number) for times, inside in loops
     )
     body: list[Line] = []
     functions: list[Line] = []
     if not regular:
-        for unit in {(unit.kind, unit.role): unit for unit in units if unit.kind}.values():
-            functions += _function(unit, _name(unit, several), comm(unit.role), lines)
+        for key, unit in written.items():
+            functions += _function(unit, names[key], comm(unit.role), lines)
     for times, inside in loops:
         if not inside[0].kind:
             body += lines(inside[0].actions[0])
@@ -76,7 +88,7 @@ def microbatched(
             body.append((f"for k in {comm(inside[0].role)}.microbatches():", ""))
             body += _indented(line for unit in inside for action in unit.actions for line in lines(action))
         else:
-            body += [*functions, *_calls(times, inside, several)]
+            body += [*functions, *_calls(times, inside, names)]
             functions = []
     return [*_kept(body, [comm(unit.role) for unit in units]), *body]
 
@@ -86,7 +98,7 @@ def _units(actions: Sequence[Action], repeats: Callable[[Action], bool]) -> list
     for action in actions:
         kind = _KINDS[action.verb] if repeats(action) else ""
         unit = _Unit(kind, action.role, action.microbatch, (action,))
-        if kind and units and units[-1].is_later(unit, 0):
+        if units and kind == units[-1].kind and unit.continues(units[-1]):
             units[-1] = replace(unit, actions=(*units[-1].actions, action))
         else:
             units.append(unit)
@@ -95,7 +107,7 @@ def _units(actions: Sequence[Action], repeats: Callable[[Action], bool]) -> list
 
 def _merged(units: list[_Unit]) -> list[_Unit]:
     """Make one of two kinds of units that always follow each other."""
-    follows = [b if a.kind and b.is_later(replace(a, kind=b.kind), 0) else None for a, b in pairwise(units)]
+    follows = [b if b.continues(a) else None for a, b in pairwise(units)]
     for first, second, role in {(a.kind, b.kind, a.role) for a, b in zip(units, follows, strict=False) if b}:
         found = sum(unit.role == role and unit.kind in (first, second) for unit in units)
         pairs = [
@@ -137,25 +149,35 @@ def _loops(units: Sequence[_Unit]) -> Iterator[_Loop]:
         place += times * size
 
 
-def _name(unit: _Unit, several: bool) -> str:
-    return f"{unit.kind}_{unit.role}" if several else unit.kind
+def _names(units: Sequence[_Unit]) -> dict[tuple[str, ...], str]:
+    """A name for each function; those of one kind and role are numbered from the second on."""
+    several, met = len({unit.role for unit in units}) > 1, Counter[str]()
+    names = {}
+    for unit in units:
+        name = f"{unit.kind}_{unit.role}" if several else unit.kind
+        met[name] += 1
+        names[unit.function] = name if met[name] == 1 else f"{name}_{met[name]}"
+    return names
 
 
 def _function(unit: _Unit, name: str, comm: str, lines: Callable[[Action], list[Line]]) -> list[Line]:
     inner = [line for action in unit.actions for line in lines(action)]
+    if unit.kind in ("forward", "backward"):  # apart, so that the loss is kept from one to the other
+        inner = [(re.sub(r"\bloss( = |\.detach)", r"loss[k]\1", text), note) for text, note in inner]
+        inner = [(text.replace("loss.backward", "loss.pop(k).backward"), note) for text, note in inner]
     if not unit.kind.startswith("receive"):
         inner = [(f"if k not in {comm}.microbatches():", ""), ("    return", "no examples here"), *inner]
     return [(f"def {name}(k):", ""), *_indented(inner), ("", "")]
 
 
-def _calls(times: int, inside: Sequence[_Unit], several: bool) -> list[Line]:
+def _calls(times: int, inside: Sequence[_Unit], names: Mapping[tuple[str, ...], str]) -> list[Line]:
     first = inside[0].microbatch
     if times == 1:
-        return [(f"{_name(unit, several)}({unit.microbatch})", "") for unit in inside]
+        return [(f"{names[unit.function]}({unit.microbatch})", "") for unit in inside]
     bounds = f"{first}, {first + times}" if first else f"{times}"
     offsets = (unit.microbatch - first for unit in inside)
     places = (f"k {'+' if by > 0 else '-'} {abs(by)}" if by else "k" for by in offsets)
-    calls: list[Line] = [(f"{_name(unit, several)}({place})", "") for unit, place in zip(inside, places, strict=True)]
+    calls: list[Line] = [(f"{names[unit.function]}({place})", "") for unit, place in zip(inside, places, strict=True)]
     return [(f"for k in range({bounds}):", ""), *_indented(calls)]
 
 

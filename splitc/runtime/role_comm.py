@@ -251,7 +251,8 @@ class RoleComm(CutComm, SeededComm, ServerComm, RoundComm):
         The batch is that of all ranks that train together.  own: it was this rank's own examples, not its group's.
         """
         rows = self._group_rows(1)
-        return value * ((rows[self._position] if own else sum(rows)) / self._unit_examples)
+        share = (rows[self._position] if own else sum(rows)) / self._unit_examples
+        return value * share if share else value.nan_to_num() * 0.0  # the mean of no examples is not a number
 
     def _draws(self, own: bool = False) -> Draws:
         before, members = self._context.first_example, (self._transport.rank,) if own else self.members

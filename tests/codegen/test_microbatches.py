@@ -1,4 +1,4 @@
-"""Loops where microbatches are regular, functions where they are not."""
+"""Microbatches as a script has them: loops, else functions, each of which does what its actions say."""
 
 from __future__ import annotations
 
@@ -7,35 +7,71 @@ from splitc.codegen.microbatches import microbatched
 from splitc.ir.actions import Action
 
 
-def written(cells: str, number: int) -> str:
-    """The text of a step of one role: `R0 F0 B0` receives, goes forward and back with microbatch 0; S is the sum."""
-    verbs = {"R": "recv", "F": "forward", "B": "backward", "G": "recv_grad", "S": "sum_loss"}
-    actions = [Action(verbs[cell[0]], role="a", microbatch=int(cell[1:] or 0)) for cell in cells.split()]
+def text_of(*actions: Action, number: int = 2) -> str:
+    """The step of these actions, all of which repeat; a line is its action, or that of the loss."""
 
     def lines(action: Action) -> list[Line]:
-        return [(f"{action.verb}()" if action.verb == "sum_loss" else f"{action.verb}(x[k])", "")]
+        match action.verb:
+            case "forward":
+                return [("loss = stage(k)", ""), ("losses.append(loss.detach())", "")]
+            case "backward":
+                return [("loss.backward()", "")]
+        return [(f"{action.verb}({action.value})", "")]
 
-    body = microbatched(actions, number, lambda action: action.verb != "sum_loss", lines, lambda role: "comm")
-    return "\n".join(text for text, _ in body if text)
-
-
-def test_what_follows_in_every_microbatch_is_one_loop() -> None:
-    assert written("R0 R1 F0 B0 F1 B1 S", 2).splitlines() == [
-        "x = {}",
-        "for k in comm.microbatches():", "    recv(x[k])",
-        "for k in comm.microbatches():", "    forward(x[k])", "    backward(x[k])",
-        "sum_loss()",
-    ]  # fmt: skip
+    done = microbatched(actions, number, lambda action: action.verb != "sum_loss", lines, lambda role: role)
+    return "\n".join(line for line, _ in done)
 
 
-def test_what_comes_in_turn_is_called() -> None:
-    assert written("F0 F1 G0 B0 F2 G1 B1 F3 G2 B2 G3 B3", 4).splitlines()[-7:] == [
-        "for k in range(2):", "    forward(k)",
-        "for k in range(2):", "    backward(k)", "    forward(k + 2)",
-        "for k in range(2, 4):", "    backward(k)",
-    ]  # fmt: skip
+def actions(verb: str, *values: str, role: str = "fc") -> list[list[Action]]:
+    """For each microbatch, an action of each value."""
+    return [[Action(verb, value, "conv", role, k) for value in values] for k in range(2)]
 
 
-def test_a_function_leaves_out_a_microbatch_without_examples() -> None:
-    text = written("F0 F1 B0 F2 B1 B2", 3)
-    assert "def forward(k):\n    if k not in comm.microbatches():\n        return\n    forward(x[k])" in text
+def run(text: str) -> list[str]:
+    """What a step does, in order."""
+    done: list[str] = []
+
+    class Comm:
+        def microbatches(self) -> range:
+            return range(2)
+
+    class Loss(str):
+        def detach(self) -> Loss:
+            return self
+
+        def backward(self) -> None:
+            done.append(f"backward {self}")
+
+    scope = {
+        "fc": Comm(), "conv": Comm(), "cut0": "cut0", "cut1": "cut1",
+        "recv": lambda value: done.append(f"recv {value}"),
+        "send": lambda value: done.append(f"send {value}"),
+        "stage": lambda k: done.append(f"forward {k}") or Loss(k),
+    }  # fmt: skip
+    exec(text, scope)
+    return done
+
+
+def test_two_receives_of_a_role_at_two_places_are_two_functions() -> None:
+    first, second = actions("recv", "cut0"), actions("recv", "cut1")
+    sends = actions("send", "cut0", role="conv")
+    order = [*first[0], *sends[0], *second[0], *sends[1], *first[1], *second[1]]
+    text = text_of(*order)
+    assert "receive_fc(" in text and "receive_fc_2(" in text
+    assert run(text) == ["recv cut0", "send cut0", "recv cut1", "send cut0", "recv cut0", "recv cut1"]
+
+
+def test_a_loss_whose_backward_is_apart_from_its_forward_is_kept_for_it() -> None:
+    forward, receive, backward = actions("forward", ""), actions("recv", "cut0", role="conv"), actions("backward", "")
+    order = [*forward[0], *receive[0], *forward[1], *backward[0], *receive[1], *backward[1]]
+    text = text_of(*order)
+    assert "loss[k] = stage(k)" in text and "loss.pop(k).backward()" in text
+    assert run(text) == ["forward 0", "recv cut0", "forward 1", "backward 0", "recv cut0", "backward 1"]
+
+
+def test_a_backward_that_follows_its_forward_is_one_function_or_loop_with_it() -> None:
+    forward, backward = actions("forward", ""), actions("backward", "")
+    order = [*forward[0], *backward[0], *forward[1], *backward[1]]
+    text = text_of(*order)
+    assert "for k in fc.microbatches():" in text and "loss[k]" not in text and "def " not in text
+    assert run(text) == ["forward 0", "backward 0", "forward 1", "backward 1"]

@@ -263,13 +263,9 @@ def test_the_method_of_every_transition_brings_a_value_to_its_state(
 
 
 EMPTY = [
-    (grouped(2, "B", bounds=(0, 4, 4)), None, [0]),
-    (grouped(2, "B", bounds=(0, 0, 4)), None, [1]),
-    (grouped(4, "B", bounds=(0, 2, 2, 3, 3)), None, [0, 2]),
     (grouped(2, "B/K", bounds=(0, 4, 8)), (1, 1), [1]),  # half an example is none, the other half is it
     (grouped(2, "B/K", bounds=(0, 4, 8)), (1, 2), [0, 1]),
     (grouped(4, "B/K"), (1, 2, 1, 1), [1, 3]),
-    (grouped(2, "BK", bounds=(0, 4, 4)), None, [0]),
 ]
 
 
@@ -301,6 +297,21 @@ def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float)
         return sum(shares) if comm.members[0] == comm._transport.rank else 0.0  # a group's loss counts once
 
     assert sum(on_comms(plan, run, sizes)) == pytest.approx(1.0, rel=1e-14)
+
+
+def test_the_share_of_a_rank_without_examples_is_zero_though_its_mean_is_not_a_number() -> None:
+    """Such as in the turns of other members of its group."""
+
+    def run(comm: RoleComm) -> list[float]:
+        shares = []
+        for turn in comm.microbatches():
+            value = torch.ones(comm[turn]._group_rows(1)[comm._position], requires_grad=True)
+            share = comm[turn].scale_by_share(value.mean(), own=True)
+            share.backward()
+            shares.append(float(share.detach()))
+        return shares
+
+    assert on_comms(grouped(2, "B", bounds=(0, 4, 8)), run) == [[0.5, 0.0], [0.0, 0.5]]
 
 
 # -- what a group has alike --------------------------------------------------------------------------------------------
