@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from splitc import units
 from splitc.codegen.cut_lines import CutLines
@@ -100,6 +101,9 @@ class _StepWriter:
         }
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
         self._cuts = CutLines(program, rank_program, self._training, self._microbatched)
+        lossy = {stage.role for stage in self.stages if stage.has_loss}
+        follows = pairwise(rank_program.actions)  # a receive may stand between, where the stage communicates
+        self._waits = any(a.verb == "forward" and a.role in lossy and b.verb != "backward" for a, b in follows)
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
@@ -196,9 +200,10 @@ class _StepWriter:
         inputs = [self._cuts.piece(name, specs[name], comm) for name in forward_inputs(stage)]
         received = [self._cuts.argument(cut, comm) for cut in stage.receives]
         call = f"{called}({', '.join([comm, *inputs, *received, *computed_once(stage)])})"
-        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)] + (["loss"] if stage.has_loss else [])
+        loss = self._cuts.kept("loss") if self._waits else "loss"
+        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)] + ([loss] if stage.has_loss else [])
         line = f"{', '.join(returned)} = {call}" if returned else call
-        lost = [("losses.append(loss.detach())", "")] if stage.has_loss and stage.role in self._microbatched else []
+        lost = [(f"losses.append({loss}.detach())", "")] if stage.has_loss and stage.role in self._microbatched else []
         if self._program.autocast is None:
             return [*lines, (line, ""), *lost]
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", ""), *lost]
@@ -243,7 +248,7 @@ class _StepWriter:
         outputs = [
             (self._cuts.last(cut.name), self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
         ]
-        outputs += [("loss", "")] if stage.has_loss else []
+        outputs += [(self._cuts.last("loss") if self._waits else "loss", "")] if stage.has_loss else []
         if len(outputs) == 1:
             ((value, gradient),) = outputs
             call = f"{value}.backward({gradient})"
