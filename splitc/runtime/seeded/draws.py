@@ -108,7 +108,7 @@ class Draws:
         index = torch.zeros(count, dtype=torch.int32, device=device)
         if by_example and self.examples is not None:
             parts = [torch.arange(a, b, dtype=torch.int32, device=device) for a, b in self.examples]
-            index = torch.cat(parts)
+            index = torch.cat([index[:0], *parts])
             if len(index) != count:
                 raise ValueError(f"random numbers for {count} examples, where the step has {len(index)} here")
         keys = []

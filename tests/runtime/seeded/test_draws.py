@@ -76,6 +76,10 @@ def test_no_examples_and_no_features_are_no_numbers() -> None:
     assert words((400, 0)).shape == (400, 0)
 
 
+def test_a_rank_without_examples_of_a_microbatch_draws_nothing() -> None:
+    assert words((0, 5), Draws(0, 0, [])).shape == (0, 5)
+
+
 def test_a_change_of_the_generator_is_noticed() -> None:
     """A run that goes on from a checkpoint draws what it drew before."""
     found = words((2, 2), replace(DRAWS, examples=[(0, 2)]))
