@@ -20,7 +20,6 @@ What comes from other roles is in state batch, and so is what goes there.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,7 +32,6 @@ from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.elementwise import is_elementwise, is_view, leaves_last_dim, reads_no_numbers
 from splitc.ir.graph import (
-    at_the_end,
     copy_graph,
     info,
     put_in_place,
@@ -44,12 +42,13 @@ from splitc.ir.graph import (
     tensors_of_node,
     update_info,
 )
-from splitc.ir.linears import Linear, as_linear, parameter_nodes
+from splitc.ir.linears import Linear, as_embedding, as_linear, parameter_node, parameter_nodes
 from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import LayerPlacement
-from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
+from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.passes.insert_transitions import Transitions
+from splitc.passes.parameter_sums import require_one_division, sum_over_role
 from splitc.runtime.collectives.layouts import State
 
 
@@ -77,15 +76,14 @@ class _Walk:
         self._program, self._graph, self._role = program, graph, role
         self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
         self._transitions = Transitions(program, graph, role)
-        self._own_sums: dict[str, None] = {}  # parameters that each rank uses on its own examples
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
             if info(node).role == self._role and node.op not in ("get_attr", "output"):
                 self._visit(node)
+        require_one_division(self._program, self._graph, self._role)
+        sum_over_role(self._program, self._graph, self._role, self._transitions)
         self._transitions.finish()
-        if self._own_sums:
-            self._sum_own()
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -102,6 +100,8 @@ class _Walk:
         linear = as_linear(self._program, node)
         if linear is not None and sharded is not None:
             self._rows(linear, sharded) if sharded.split == "rows" else self._columns(linear, sharded)
+        elif sharded is not None and sharded.split == "rows" and embedding_weight(self._program, node) is not None:
+            self._rows_of_table(node, sharded)
         elif sharded is not None and self._is_by_features(node):
             self._by_features(node)
         else:
@@ -111,7 +111,8 @@ class _Walk:
         whole = self._transitions.moved(linear.value, State.REPLICATE)
         linear.node.replace_input_with(linear.value, whole)
         self._transitions.divides(whole, linear.node)
-        shards = {linear.weight: 0} | ({} if linear.bias is None else {linear.bias: 0})
+        first = self._program.first_names
+        shards = {first[name]: 0 for name in (linear.weight, linear.bias) if name is not None}
         update_info(linear.node, shards=shards, state=State.FEATURES)
         self._transitions.settle(linear.node, State(place.state or State.FEATURES))
 
@@ -122,20 +123,34 @@ class _Walk:
         weight, bias = parameter_nodes(graph, linear)
         with graph.inserting_before(node):
             product = graph.call_function(F.linear, (value, weight))
-        set_info(product, info(node), shards={linear.weight: 1}, state=State.PARTIAL)
+        set_info(product, info(node), shards={self._program.first_names[linear.weight]: 1}, state=State.PARTIAL)
         rename(graph, product, f"{node.name}_part")
         result = self._transitions.insert(product, State.PARTIAL, target, f"{node.name}_sum")
         if bias is not None:
             with graph.inserting_before(node):
-                if self._program.tensors[_first(self._program, linear.bias)].dtype != tensor_spec(node).dtype:
+                if self._program.tensors[self._program.first_names[str(linear.bias)]].dtype != tensor_spec(node).dtype:
                     bias = graph.call_method("to", (bias, tensor_spec(node).dtype))  # under autocast
-                    set_info(bias, info(node), spec=None)
+                    set_info(bias, info(node), spec=None, state=target)
                 result = graph.call_function(operator.add, (result, bias))
-            divided = {linear.bias: 0} if target is State.FEATURES else {}
+            divided = {self._program.first_names[str(linear.bias)]: 0} if target is State.FEATURES else {}
             set_info(result, info(node), state=target, shards=divided)
-            if target is State.BATCH:
-                self._sum_over_role([_first(self._program, linear.bias)])
         put_in_place(graph, node, result)
+
+    def _rows_of_table(self, node: fx.Node, place: LayerPlacement) -> None:
+        """y = embedding(indices, W)  ->  y = reduce_from_group(embedding(indices, W's rows))."""
+        table, program = as_embedding(self._program, node), self._program
+        if table is None:
+            raise PlacementError(f"{node.name} ({info(node).source}) sums bags, so its rows cannot be divided")
+        name = program.first_names[table.weight]
+        weight = node.args[1] if node.op != "call_module" else parameter_node(self._graph, node, table.weight)
+        indices = self._transitions.moved(table.value, State.REPLICATE)
+        options = {"rows": program.tensors[name].shape[0], "padding_idx": table.padding}
+        with self._graph.inserting_before(node):
+            found = self._graph.call_function(comm_ops.embedding, (indices, weight), options)
+        set_info(found, info(node), shards={name: 0}, state=State.PARTIAL)
+        rename(self._graph, found, f"{node.name}_part")
+        target = State(place.state or State.REPLICATE)
+        put_in_place(self._graph, node, self._transitions.insert(found, State.PARTIAL, target, f"{node.name}_sum"))
 
     def _is_by_features(self, node: fx.Node) -> bool:
         """Whether a node of a sharded layer is an embedding, or normalises features over examples."""
@@ -176,9 +191,21 @@ class _Walk:
         if node.target not in comm_ops.DENOMINATORS:  # which are equal on all ranks
             update_info(node, state=state)
         if state is State.BATCH:
-            if node.target in comm_ops.OF_EXAMPLES:
-                node.update_kwarg("own", True)
-            self._sum_over_role(tensors_of_node(self._program, node))
+            self._on_own_examples(node)
+
+    def _on_own_examples(self, node: fx.Node) -> None:
+        """A node that computes with a rank's own examples: so its gradient of what has none is a term of a sum."""
+        if node.target in comm_ops.OF_EXAMPLES:
+            node.update_kwarg("own", True)
+        for value in node.all_input_nodes:
+            spec = info(value).spec
+            if value.op == "get_attr" or info(value).state is not None or not isinstance(spec, TensorSpec):
+                continue
+            if value.target is comm_ops.scale_by_share:  # a term of the loss that no example is in
+                update_info(value, state=State.BATCH)
+                self._on_own_examples(value)
+            else:
+                self._transitions.divides(value, node)
 
     def _fit(self, node: fx.Node) -> bool:
         """Whether all operands of an elementwise node have its shape, but for constants and parameters."""
@@ -237,11 +264,6 @@ class _Walk:
         node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
         update_info(node, state=State.REPLICATE)
 
-    def _sum_over_role(self, names: Iterable[str]) -> None:
-        """Note parameters that each rank uses on its own examples: their gradients are summed over all of the role."""
-        tensors = self._program.tensors
-        self._own_sums |= dict.fromkeys(name for name in names if tensors[name].trainable)
-
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _read(self, node: fx.Node, state: State) -> None:
@@ -255,20 +277,6 @@ class _Walk:
                 )
             if isinstance(spec, TensorSpec) and info(value).state is not None:
                 node.replace_input_with(value, self._transitions.moved(value, state))
-
-    def _sum_own(self) -> None:
-        """Let the gradients of parameters that ranks use on their own examples be summed over all ranks of the role."""
-        own, others = tuple(self._own_sums), tuple[str, ...]()
-        for node in list(self._graph.nodes):
-            if node.target is comm_ops.all_reduce and info(node).role == self._role:
-                others = tuple(name for name in node.kwargs["parameters"] if name not in own)
-                self._graph.erase_node(node)
-        at_the_end(self._graph, self._role, comm_ops.all_reduce, (*own, *others), own=own)
-
-
-def _first(program: Program, name: str | None) -> str:
-    """The first name of a tensor that may have several."""
-    return next(h.name for h in program.tensors.values() if name in (h.name, *h.names))
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -104,8 +104,8 @@ def unmet(request: Request, choices: Mapping[str, LayerChoice], size: int | None
 def _of_its_kind(request: Request, layer: str, pin: Pin, linear: bool) -> Iterator[str]:
     """Yield what the layer itself does not allow; `...` stands for its name."""
     owns = any(request.program.tensors[name].parameter for name in request.program.layer(layer).tensors)
-    if pin.holding == "sharded" and owns and not linear:
-        yield f"asks ... to be sharded, {_LINEAR}"
+    if pin.holding == "sharded" and owns and layer not in request.divisible:
+        yield "asks ... to be sharded, but only linear layers, embeddings and normalisations of features can be"
     if pin.sync == "late_multiply" and request.gradient_of(layer) and not linear:
         yield f"asks ... to be late-multiplied, {_LINEAR}"
     if pin.holding == "subnet":
@@ -147,10 +147,16 @@ def shard_only_linear(request: Request, choices: Mapping[str, LayerChoice]) -> d
     """The choices, with layers that cannot be divided (a loss, a norm) replicated in their groups."""
     return {
         layer: replace(choice, holding="replicated", split=None)
-        if choice.holding == "sharded" and layer not in request.linears
+        if choice.holding == "sharded" and layer not in request.linears and not _is_pinned(request, layer)
         else choice
         for layer, choice in choices.items()
     }
+
+
+def _is_pinned(request: Request, layer: str) -> bool:
+    """Whether a pin asks for a layer to be divided, and it can be."""
+    pin = request.pins.get(layer)
+    return layer in request.divisible and pin is not None and (pin.holding == "sharded" or pin.split is not None)
 
 
 def too_small(request: Request, strategy: str) -> list[str]:

@@ -152,6 +152,6 @@ def _estimate(request: Request, choices: Choices) -> float:
         if choice.holding == "sharded":
             seconds += sum(
                 2 * request.all_gather_seconds(tensor_spec(use.node).nbytes(batch * choice.group), *groups)
-                for use in request.linears[layer]
+                for use in request.linears.get(layer, ())
             )
     return seconds

@@ -18,7 +18,7 @@ from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.dealt import share_of
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
-from splitc.ir.neurons import Dealing, find_neurons
+from splitc.ir.neurons import Dealing, divisible_layers, find_neurons
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
@@ -180,6 +180,11 @@ class Request:
     def linears(self) -> dict[str, tuple[Linear, ...]]:
         """The layers that can be divided or late-multiplied -> their uses."""
         return linear_layers(self.program)
+
+    @cached_property
+    def divisible(self) -> frozenset[str]:
+        """The layers that a pin can divide."""
+        return divisible_layers(self.program)
 
     @cached_property
     def dtypes(self) -> dict[str, str]:

@@ -135,6 +135,8 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 found = {way: times for way, times in ways.items() if times}
                 if name in own:
                     wrong = found != {"all_reduce": 1} or name not in stage.own_sums
+                elif alone and place.sync in ("none", "all_reduce"):
+                    wrong = bool(found.keys() - {"all_reduce"})  # which sums over one rank
                 elif place.sync in ("none", "average"):
                     wrong = bool(found) or not alone
                 elif place.sync == "parameter_server" and name not in served:

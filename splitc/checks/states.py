@@ -43,10 +43,10 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
                 cut = info(node).cut
                 found[node] = State.BATCH if cut is None or cut.entry is not None else cut.arrives
         elif transition is not None:
-            found[node] = transition.target
+            found |= {node: transition.target} if reads else {}  # else of a parameter
         elif _divides(program, node) == "columns" or (_is_by_features(program, node)):
             found[node] = State.FEATURES
-        elif _divides(program, node) == "rows":
+        elif _divides(program, node) == "rows" or node.target is comm_ops.embedding:
             found[node] = State.PARTIAL
         elif State.FEATURES in reads and _runs_on_features(node):
             found[node] = State.FEATURES
@@ -83,13 +83,10 @@ def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[St
         return _WHOLE if divides == "columns" else (State.FEATURES,)
     if _is_by_features(program, node):
         return _WHOLE if embedding_weight(program, node) is not None else (State.FEATURES,)
-    if node.target is comm_ops.cross_entropy:
-        return (State.FEATURES,) if value is node.args[0] else _WHOLE
+    if node.target is comm_ops.cross_entropy and value is node.args[0]:
+        return (State.FEATURES,)
     if State.FEATURES in reads and _runs_on_features(node):
-        has_examples = not isinstance(spec, SizeSpec) and (
-            not isinstance(spec, TensorSpec) or spec.batch_dim is not None
-        )
-        return (State.FEATURES,) if has_examples else (State.FEATURES, *_WHOLE)
+        return (State.FEATURES, *_WHOLE) if isinstance(spec, SizeSpec) else (State.FEATURES,)
     return (State.BATCH,) if reads == {State.BATCH} else _WHOLE
 
 
@@ -120,8 +117,8 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
 
 
 def _computes_a_part(states: Mapping[fx.Node, State], node: fx.Node) -> bool:
-    transition = transition_of(node)
-    return transition.source is State.DIVIDED if transition is not None else states.get(node) is State.FEATURES
+    transition, parts = transition_of(node), (State.FEATURES, State.BATCH)
+    return transition.source is State.DIVIDED if transition is not None else states.get(node) in parts
 
 
 def _runs_on_features(node: fx.Node) -> bool:
@@ -138,8 +135,8 @@ def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:
 def _divides(program: PlacedProgram, node: fx.Node) -> str:
     """Return along what a linear layer's weight is divided, "columns" or "rows"; "" for any other node."""
     linear = as_linear(program, node)
-    names = {} if linear is None else info(node).shards
-    return {0: "columns", 1: "rows"}[names[linear.weight]] if linear is not None and linear.weight in names else ""
+    dim = None if linear is None else info(node).shards.get(program.first_names[linear.weight])
+    return "" if dim is None else ("columns", "rows")[dim]
 
 
 def _is_by_features(program: PlacedProgram, node: fx.Node) -> bool:

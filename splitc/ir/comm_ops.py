@@ -104,6 +104,13 @@ def cross_entropy(
     )
 
 
+def embedding(
+    indices: torch.Tensor, weight: torch.Tensor, *, rows: int, padding_idx: int | None = None
+) -> torch.Tensor:
+    """Look up the indices that are in this rank's part of the `rows` of a table; others give zeros."""
+    return F.embedding(indices, weight, padding_idx)
+
+
 def scale_by_share(value: torch.Tensor, *, own: bool = False) -> torch.Tensor:
     """Multiply a mean by this rank's share of the global batch, so that the ranks' values sum to the global mean."""
     return value * 1.0
@@ -208,6 +215,7 @@ OPS = {
         CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
         CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
         CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, in_stage=True),
+        CommOp("embedding", Collective.NONE, in_stage=True),
         CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
         CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True),
         CommOp("uniform", Collective.NONE, in_stage=True),
@@ -237,6 +245,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     all_reduce_scalar,
     global_weight,
     cross_entropy,
+    embedding,
     scale_by_share,
     *DRAWS,
     store_buffer,

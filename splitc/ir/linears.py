@@ -1,4 +1,4 @@
-"""Find linear layers, as modules or functions, and make their parameters nodes.
+"""Find linear layers and embeddings, as modules or functions, and make their parameters nodes.
 
 fc6 = self.classifier.1(x)     ->     weight = self.classifier.1.weight; bias = self.classifier.1.bias
 fc6 = linear(x, weight, bias)
@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from splitc.ir.graph import info, set_info
+from splitc.ir.graph import info, put_in_place, set_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, TensorSpec
 
@@ -104,15 +104,57 @@ def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node |
     if node.op != "call_module":
         _, given, also = _operands(node)
         return given, also
-    made: list[fx.Node | None] = []
-    for name in (linear.weight, linear.bias):
-        if name is None:
-            made.append(None)
-            continue
+    weight = parameter_node(graph, node, linear.weight)
+    return weight, None if linear.bias is None else parameter_node(graph, node, linear.bias)
+
+
+def parameter_node(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    """A node of a parameter of the module that `node` calls."""
+    with graph.inserting_before(node):
+        attribute = graph.create_node("get_attr", name)
+    set_info(attribute, info(node), spec=None, copied_to_each_stage=False, of_module=True, state=None, shards={})
+    return attribute
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """A look-up of rows.  weight: (rows, features), its name in the graph.  padding: the row without gradient."""
+
+    node: fx.Node
+    value: fx.Node
+    weight: str
+    padding: int | None
+
+
+def as_embedding(program: Program, node: fx.Node) -> Embedding | None:
+    """`node` as a look-up in a parameter; None when it is none, or sums the rows of bags."""
+    if node.op == "call_module":
+        module = program.root.get_submodule(str(node.target))
+        if type(module) is not nn.Embedding:
+            return None
+        return Embedding(node, node.all_input_nodes[0], f"{node.target}.weight", module.padding_idx)
+    given = dict(zip(("input", "weight", "padding_idx"), node.args, strict=False)) | node.kwargs
+    weight = given.get("weight")
+    if node.target is not F.embedding or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    padding: Any = given.get("padding_idx")
+    rows = program.tensors[program.first_names[str(weight.target)]].shape[0]
+    return Embedding(node, node.all_input_nodes[0], str(weight.target), None if padding is None else padding % rows)
+
+
+def call_as_function(program: Program, graph: fx.Graph, node: fx.Node) -> bool:
+    """Replace the call of a linear or embedding module by a function of its parameters; return whether it is one."""
+    linear, table = as_linear(program, node), as_embedding(program, node)
+    if linear is not None:
+        parameters: Any = [each for each in parameter_nodes(graph, linear) if each is not None]
         with graph.inserting_before(node):
-            attribute = graph.create_node("get_attr", name)
-        set_info(attribute, info(node), spec=None, copied_to_each_stage=False, of_module=True)
-        made.append(attribute)
-    weight, bias = made
-    assert weight is not None
-    return weight, bias
+            new = graph.call_function(F.linear, (linear.value, *parameters))
+    elif table is not None:
+        weight = parameter_node(graph, node, table.weight)
+        with graph.inserting_before(node):
+            new = graph.call_function(F.embedding, (table.value, weight, table.padding))
+    else:
+        return False
+    set_info(new, info(node))
+    put_in_place(graph, node, new)
+    return True

@@ -232,6 +232,20 @@ def embedding_weight(program: Program, node: fx.Node) -> str | None:
     return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
 
 
+def divisible_layers(program: Program) -> frozenset[str]:
+    """The layers whose parameters only linear layers, embeddings and normalisations of (N, D) over examples read."""
+    others = {
+        name
+        for node in program.graph.nodes
+        if node.op.startswith("call")
+        and not (as_linear(program, node) or embedding_weight(program, node))
+        and not (is_batch_norm(program, node) and len(shape_of(node)) == 2)
+        for name in tensors_of_node(program, node)
+    }
+    own = {layer.name: {n for n in layer.tensors if program.tensors[n].parameter} for layer in program.layers}
+    return frozenset(layer for layer, names in own.items() if names and names.isdisjoint(others))
+
+
 def is_batch_norm(program: Program, node: fx.Node) -> bool:
     """Whether a node is a module that normalises over examples."""
     return node.op == "call_module" and isinstance(program.root.get_submodule(str(node.target)), _BatchNorm)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .collectives import gradients
+from .collectives.divided_layers import DividedLayers
 from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.layouts import Extents, State, Transition
-from .collectives.loss import Total, cross_entropy, start_sum, target_weight
+from .collectives.loss import Total, start_sum, target_weight
 from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
@@ -35,7 +35,7 @@ from .spec import RoleSpec, StepContext
 from .transport.messages import Messages
 
 
-class RoleComm(CutComm, SeededComm, ServerComm, RoundComm):
+class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
     """A rank's communicator in one role.  members: the ranks of its model-parallel group, or this rank alone.
 
     `comm[k]` is the communicator in microbatch k: the examples that it moves, counts and draws for are those of piece k
@@ -240,10 +240,6 @@ class RoleComm(CutComm, SeededComm, ServerComm, RoundComm):
         """Start to sum the weights of all replicas' targets: what a weighted mean over the global batch divides by."""
         total = target_weight(target, weight, ignore_index)
         return start_sum(self._messages, total, (self._role if own else self._replicas).ranks, total.dtype)
-
-    def cross_entropy(self, logits: Tensor, target: Tensor, *, features: int, **options: Any) -> Tensor:
-        """Cross entropy of logits (N, features/k) of which this rank has its slice of the classes."""
-        return cross_entropy(self._group, logits, target, features, **options)
 
     def scale_by_share(self, value: Tensor, own: bool = False) -> Tensor:
         """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.

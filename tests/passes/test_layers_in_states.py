@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError
 from splitc.ir import comm_ops
 from splitc.ir.placements import Placement
 from splitc.ir.transitions import shard, slice_features
@@ -62,11 +63,13 @@ def vectors(width: int = 8, classes: int = VOCABULARY) -> tuple[Tensor, Tensor]:
 class CausalLM(nn.Module):
     """A language model whose loss shifts logits and labels against each other, as those of transformers do."""
 
-    def __init__(self, shift: str) -> None:
+    def __init__(self, shift: str, tied: bool = False) -> None:
         super().__init__()
         self.shift = shift
         self.wte, self.ln, self.fc = nn.Embedding(VOCABULARY, 6), nn.LayerNorm(6), nn.Linear(6, 6)
         self.lm_head = nn.Linear(6, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.wte(ids)
@@ -219,3 +222,120 @@ def test_the_gradient_of_a_number_for_all_features_is_summed_over_the_group(worl
     model = made(run, a=nn.Linear(8, 7))
     model.gain, model.offset = nn.Parameter(torch.rand(())), nn.Parameter(torch.rand(1))
     trained(model, (torch.randn(6, 8, dtype=torch.float64),), world, a=pin(world, "columns"))
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+TABLES = [("rows", None), ("rows", "batch"), ("rows", "features"), ("columns", None), (None, "batch")]
+
+
+def language(world: int, *, tied: bool = False, **pins: Placement) -> CompiledProgram:
+    ids = torch.randint(VOCABULARY, (7, 5))
+    return trained(CausalLM("logits", tied), (ids, ids.clone()), world, **pins)
+
+
+@sampled(("world", "split", "state"), [(world, *table) for world in WORLDS for table in TABLES], one_in=4)
+def test_an_embedding_is_divided_by_rows_or_columns_to_any_state(
+    world: int, split: str | None, state: str | None
+) -> None:
+    program = language(world, wte=pin(world, split, state))
+    assert count(program, comm_ops.embedding) == (split == "rows")
+    (stage,) = (stage for stage in program.program.stages if stage.role == "head")
+    assert stage.shards.get("wte.weight") == {"rows": 0, "columns": 1, None: None}[split]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("state", [None, "batch"])
+def test_a_tied_embedding_and_head_are_one_shard(world: int, state: str | None) -> None:
+    tied = {"wte": pin(world, "rows", state), "lm_head": pin(world, "columns")}
+    program = language(world, tied=True, **tied)
+    (stage,) = (stage for stage in program.program.stages if stage.role == "head")
+    assert dict(stage.shards) == {"wte.weight": 0}
+    assert "comm.embedding(" in "".join(program.files.values())
+
+
+@pytest.mark.parametrize("split", [None, "columns"])
+def test_tied_layers_that_are_divided_unlike_each_other_are_refused_by_name(split: str | None) -> None:
+    other = "whole" if split is None else "divided along dim 1"
+    with pytest.raises(
+        PlacementError, match=rf"wte.weight is used {other} by wte \(.*and divided along dim 0 by lm_head"
+    ):
+        language(2, tied=True, wte=pin(2, split), lm_head=pin(2, "columns"))
+
+
+def test_rows_of_padding_have_no_gradient_and_a_table_may_have_fewer_rows_than_ranks() -> None:
+    def run(net: Any, ids: Tensor) -> Tensor:
+        return net.fc(net.table(ids) + F.embedding(ids, net.small, -1)).square().mean()
+
+    model = made(run, table=nn.Embedding(3, 8, padding_idx=1))
+    model.small = nn.Parameter(torch.randn(3, 8))
+    own = {"table": pin(4, "rows"), "small": pin(4, "rows")}
+    trained(
+        model,
+        (torch.randint(3, (6, 2)),),
+        4,
+        **{k: Placement(**{**vars(p), "group": 4}) for k, p in own.items()},
+        **{"*": Placement(group=4)},
+    )
+
+
+# -- parameters in two states ------------------------------------------------------------------------------------------
+
+STATES = [("batch", "replicate"), ("replicate", "batch"), ("batch", "batch")]
+
+
+@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
+def test_each_use_of_a_tied_parameter_is_brought_to_the_same_sum(world: int, states: tuple[str, str]) -> None:
+    first, second = states
+    language(world, tied=True, wte=pin(world, state=first), lm_head=pin(world, state=second))
+
+
+@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
+def test_so_is_that_of_a_parameter_of_which_another_layer_reads_a_part(world: int, states: tuple[str, str]) -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(net.a(x) * net.gain) * net.gain[:5], y)
+
+    model = judged(run, a=nn.Linear(8, 8), fc=nn.Linear(8, 5))
+    model.gain = nn.Parameter(torch.rand(8))
+    trained(model, vectors(classes=5), world, a=pin(world, state=states[0]), fc=pin(world, state=states[1]))
+
+
+@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
+def test_a_penalty_counts_once_whatever_the_states_of_its_parameter_and_the_loss(
+    world: int, states: tuple[str, str]
+) -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(torch.tanh(net.a(x))), y) + 0.1 * (net.a.weight**2).sum()
+
+    model = judged(run, a=nn.Linear(8, 8), fc=nn.Linear(8, 5))
+    trained(model, vectors(classes=5), world, a=pin(world, state=states[0]), fc=pin(world, state=states[1]))
+
+
+def test_a_module_in_two_states_that_is_no_function_of_its_parameters_is_refused_by_name() -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(net.norm(torch.tanh(net.norm(x)))) * net.norm.weight[:5], y)
+
+    model = judged(run, norm=nn.LayerNorm(8), fc=nn.Linear(8, 5))
+    with pytest.raises(
+        PlacementError, match=r"norm.weight is used in state batch by norm \(.*and in another by getitem"
+    ):
+        trained(model, vectors(classes=5), 2, norm=pin(2, state="batch"))
+
+
+# -- normalisations ----------------------------------------------------------------------------------------------------
+
+
+@sampled(
+    ("world", "split", "state"),
+    [(w, *how) for w in WORLDS for how in ((None, "batch"), (None, "replicate"), ("columns", None))],
+    one_in=4,
+)
+def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | None, state: str | None) -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(torch.relu(net.norm(net.a(x)))), y)
+
+    model = judged(run, a=nn.Linear(8, 7), norm=nn.BatchNorm1d(7), fc=nn.Linear(7, 5))
+    pins = {"a": pin(world, "columns"), "norm": pin(world, split, state), "fc": pin(world, "rows")}
+    program = trained(model, vectors(classes=5), world, **pins)
+    (stage,) = (stage for stage in program.program.stages if stage.role == "head")
+    assert ("norm.running_mean" in stage.shards) == (split is not None)

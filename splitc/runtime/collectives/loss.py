@@ -1,4 +1,4 @@
-"""The loss over all ranks: its all-reduce, the denominator of a weighted mean, and cross entropy on divided classes."""
+"""The loss over all ranks: its all-reduce, and the denominator of a weighted mean."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..transport.base import Work
 from ..transport.messages import Messages
-from .layouts import Extents, State, Transition
-from .model_parallel import Group, feature_widths
 
 
 class Total:
@@ -44,43 +42,3 @@ def target_weight(target: Tensor, weight: Tensor | None = None, ignore_index: in
     if weight is None:
         return counted.sum()
     return weight[target.where(counted, torch.zeros_like(target))].where(counted, weight.new_zeros(())).sum()
-
-
-def cross_entropy(
-    group: Group,
-    logits: Tensor,
-    target: Tensor,
-    classes: int,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """`F.cross_entropy` of logits of which each member of a group has a slice of the classes (Megatron-LM 3).
-
-    logits: (N, classes/k).  target: (N,) class numbers, weight: (classes,), both the same on all members.  The members
-    exchange the largest logit, and two sums: of exponentials and of the target's logit; a third for label smoothing.
-    """
-    dtype = logits.dtype
-    logits = logits.float() if dtype.itemsize < 4 else logits
-    widths = feature_widths(classes, group.size)
-    first, width = sum(widths[: group.index]), widths[group.index]
-    counted = target != ignore_index
-    label = target.where(counted, 0)
-    torch._assert_async(((label >= 0) & (label < classes)).all(), f"a target is not one of {classes} classes")
-    shifted = logits - group.maximum(logits.amax(1)).unsqueeze(1)
-    place = label - first
-    picked = shifted.gather(1, place.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
-    terms = [shifted.exp().sum(1), picked.where((place >= 0) & (place < width), 0)]
-    weights = logits.new_ones(classes) if weight is None else weight.to(logits.dtype)
-    if label_smoothing:
-        terms.append(shifted @ weights[first : first + width])
-    sums = group.transition(torch.stack(terms), Transition(State.PARTIAL, State.REPLICATE), Extents())
-    log, own = sums[0].log(), weights[label].where(counted, 0)
-    loss = (log - sums[1]) * own
-    if label_smoothing:
-        smooth = (log * weights.sum() - sums[2]).where(counted, 0) / classes
-        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
-    if reduction != "none":
-        loss = loss.sum() / (own.sum() if reduction == "mean" else 1)
-    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitc.runtime.collectives.loss import cross_entropy
+from splitc.runtime.collectives.divided_layers import DividedLayers
 from splitc.runtime.collectives.model_parallel import Group, feature_widths
 from tests.runtime.collectives.test_model_parallel import on_group, random
 
@@ -23,6 +23,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all of it": {"label_smoothing": 0.3, "weight": True, "ignore_index": 3},
     "all of it, each": {"label_smoothing": 0.3, "weight": True, "ignore_index": 3, "reduction": "none"},
 }
+
+
+def layers_of(group: Group) -> DividedLayers:
+    layers = DividedLayers()
+    layers._group = group
+    return layers
 
 
 def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -44,7 +50,7 @@ def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int) -> N
 
     def member(group: Group) -> tuple[Tensor, Tensor | None]:
         own = logits.split(feature_widths(classes, size), 1)[group.index].clone().requires_grad_()
-        loss = cross_entropy(group, own, target, classes, **options)
+        loss = layers_of(group).cross_entropy(own, target, features=classes, **options)
         loss.backward(torch.ones_like(loss))
         return loss.detach(), own.grad
 
@@ -60,7 +66,7 @@ def test_three_numbers_of_a_row_are_summed_and_a_fourth_for_label_smoothing(smoo
 
     def member(group: Group) -> int:
         own = logits.split(2, 1)[group.index].clone().requires_grad_()
-        cross_entropy(group, own, target, 8, label_smoothing=smoothing).backward()
+        layers_of(group).cross_entropy(own, target, features=8, label_smoothing=smoothing).backward()
         return group.sent_bytes
 
     assert on_group(4, member) == [2 * 3 * numbers * 6 * 8 // 4] * 4, "nothing in backward"
@@ -71,7 +77,7 @@ def test_logits_of_low_precision_are_summed_in_float32() -> None:
     expected = F.cross_entropy(logits.float(), target)
 
     def member(group: Group) -> Tensor:
-        return cross_entropy(group, logits.split(4, 1)[group.index], target, 8)
+        return layers_of(group).cross_entropy(logits.split(4, 1)[group.index], target, features=8)
 
     for loss in on_group(2, member):
         assert loss.dtype is torch.bfloat16
@@ -81,5 +87,5 @@ def test_logits_of_low_precision_are_summed_in_float32() -> None:
 def test_a_target_that_is_no_class_is_refused() -> None:
     logits, target = problem(8)
     target[1] = 8
-    with pytest.raises(RuntimeError, match="a target is not one of 8 classes"):
-        on_group(2, lambda group: cross_entropy(group, logits.split(4, 1)[group.index], target, 8))
+    with pytest.raises(RuntimeError, match="a target is not below 8"):
+        on_group(2, lambda group: layers_of(group).cross_entropy(logits.split(4, 1)[group.index], target, features=8))

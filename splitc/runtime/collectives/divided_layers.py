@@ -1,0 +1,79 @@
+"""Layers of which the ranks of a group have parts of the classes or of the vocabulary (Megatron-LM 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layouts import Extents, State, Transition
+from .model_parallel import Group, feature_widths
+
+
+class DividedLayers:
+    """Functions on parts; a `RoleComm` says which they are."""
+
+    _group: Group
+
+    def cross_entropy(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        features: int,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """`F.cross_entropy` of logits of which each rank of the group has a slice of the classes, `features` in all.
+
+        logits: (N, features/k).  target: (N,) class numbers, weight: (features,), both the same on all ranks.  They
+        exchange the largest logit, and two sums: of exponentials and of the target's logit; a third for label
+        smoothing.
+        """
+        dtype = logits.dtype
+        logits = logits.float() if dtype.itemsize < 4 else logits
+        first, width = self._part(features)
+        counted = target != ignore_index
+        label = target.where(counted, 0)
+        _require_below(label, features, "target")
+        shifted = logits - self._group.maximum(logits.amax(1)).unsqueeze(1)
+        place = label - first
+        picked = shifted.gather(1, place.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+        terms = [shifted.exp().sum(1), picked.where((place >= 0) & (place < width), 0)]
+        weights = logits.new_ones(features) if weight is None else weight.to(logits.dtype)
+        if label_smoothing:
+            terms.append(shifted @ weights[first : first + width])
+        sums = self._group.transition(torch.stack(terms), Transition(State.PARTIAL, State.REPLICATE), Extents())
+        log, own = sums[0].log(), weights[label].where(counted, 0)
+        loss = (log - sums[1]) * own
+        if label_smoothing:
+            smooth = (log * weights.sum() - sums[2]).where(counted, 0) / features
+            loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+        if reduction != "none":
+            loss = loss.sum() / (own.sum() if reduction == "mean" else 1)
+        return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(dtype)
+
+    def embedding(self, indices: Tensor, weight: Tensor, *, rows: int, padding_idx: int | None = None) -> Tensor:
+        """Rows of a table of which this rank has a part: a term of the sum, zeros where the others have the row.
+
+        weight: (rows/k, features).
+        """
+        first, height = self._part(rows)
+        _require_below(indices, rows, "row number")
+        place = indices - first
+        own, padding = (place >= 0) & (place < height), None if padding_idx is None else padding_idx - first
+        if not height:
+            return weight.sum(0).expand(*indices.shape, -1)
+        found = F.embedding(place.where(own, 0), weight, padding if padding in range(height) else None)
+        return found.where(own.unsqueeze(-1), 0)
+
+    def _part(self, size: int) -> tuple[int, int]:
+        """The first of `size` that this rank has, and how many."""
+        widths = feature_widths(size, self._group.size)
+        return sum(widths[: self._group.index]), widths[self._group.index]
+
+
+def _require_below(numbers: Tensor, bound: int, what: str) -> None:
+    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"a {what} is not below {bound}")
