@@ -106,10 +106,17 @@ def _forward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k
         if k == 0 and denominators(stage.graph):
             yield Action("weigh", role=stage.role)
         for cut in stage.receives:
-            if cut.entry is not None and cut.gathered:
-                yield Action(name_of(cut.entry), cut.name, role=stage.role, microbatch=k)
+            if cut.gathered and not program.enters_early(cut):
+                yield _entry(cut, k)
         yield Action("forward", role=stage.role, microbatch=k)
+        yield from (_entry(cut, k) for cut in stage.sends if program.enters_early(cut))
     yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs), k)
+
+
+def _entry(cut: Cut, k: int) -> Action:
+    """The transition with which a group takes a cut."""
+    assert cut.entry is not None
+    return Action(name_of(cut.entry), cut.name, role=cut.consumer, microbatch=k)
 
 
 def _cross(rank_program: RankProgram, cuts: Iterable[Cut], k: int) -> Iterator[Action]:

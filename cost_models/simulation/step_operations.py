@@ -78,6 +78,11 @@ class _Step:
             arriving = self._arriving.pop((direction, action.role, action.microbatch), ())
             self._done += [Wait(tuple(arriving))] * bool(arriving)
         match action.verb:
+            case "modulo" | "all_to_all" | "modulo_grad" | "all_to_all_grad" if self._is_early(action):
+                cut = self.program.stage(action.role).cut(action)
+                back = action.verb.endswith("_grad")
+                key = ("recv_grad", cut.producer) if back else ("recv", action.role)
+                self._arriving[*key, action.microbatch] += self._begin(self._wire(action))
             case "recv" | "recv_grad" if not self.program.travels_whole(self.program.stage(action.role).cut(action)):
                 self._arriving[action.verb, action.role, action.microbatch] += self._begin(self._wire(action))
             case "forward":
@@ -102,6 +107,10 @@ class _Step:
                 self._sends += self._begin(self._wire(action))
             case _:
                 self._block(self._wire(action))
+
+    def _is_early(self, action: Action) -> bool:
+        """Whether a group takes a cut, or gives its gradient back, while it computes on another microbatch."""
+        return self.program.enters_early(self.program.stage(action.role).cut(action))
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))

@@ -8,7 +8,7 @@ from splitc import units
 from splitc.codegen.layout import Line
 from splitc.codegen.stage import variables
 from splitc.errors import InternalError
-from splitc.ir.actions import Action, RankProgram
+from splitc.ir.actions import ENTRY_VERBS, Action, RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
@@ -47,6 +47,10 @@ class CutLines:
         if action.verb not in ("send", "recv", "send_grad", "recv_grad"):
             return True
         return not self._program.travels_whole(self._program.stage(action.role).cut(action))
+
+    def enters_early(self, action: Action) -> bool:
+        """Whether a group begins to take a cut that was just made."""
+        return action.verb in ENTRY_VERBS and self._is_early(self._program.stage(action.role).cut(action))
 
     def _is_input(self, cut: Cut) -> bool:
         return cut.value in self._program.stage(cut.producer).inputs
@@ -100,12 +104,18 @@ class CutLines:
 
     def entry(self, cut: Cut, comm: str) -> list[Line]:
         """The line that makes of a cut without groups the leaf whose gradient goes back, where one is needed."""
+        if self._is_early(cut):
+            return [(f"{self.stage_input(cut)} = {self.stage_input(cut)}.wait().requires_grad_()", "")]
         if cut.gathered:
             return []
         name, source = self.stage_input(cut), self.received(cut)
         if self._in_pieces and cut.sent and self._returns(cut):
             return [(f"{name} = {self._arrived(cut, comm)}.requires_grad_()", "")]
         return [] if name == source else [(f"{name} = {source}.detach().requires_grad_()", "")]
+
+    def _is_early(self, cut: Cut) -> bool:
+        """Whether a group takes the cut, and gives its gradient back, while it computes on another microbatch."""
+        return self._in_pieces and self._training and self._program.enters_early(cut)
 
     def argument(self, cut: Cut, comm: str) -> str:
         """What the call of the consumer's stage is given."""
@@ -132,7 +142,7 @@ class CutLines:
     def output_gradient(self, cut: Cut) -> str:
         """The gradient of what the producer's stage returns."""
         if not cut.sent:
-            return self.input_gradient(cut)
+            return self.input_gradient(cut) + ".wait()" * self._is_early(cut)
         return self.last(f"d_{cut.name}") + ".wait()" * self._in_pieces
 
     # -- lines ---------------------------------------------------------------------------------------------------------
@@ -166,12 +176,15 @@ class CutLines:
         what = "a microbatch" if comm.endswith("[k]") else "the examples"
         note = f"all-gather: {what} of all ranks of the group" if cut.entry.move is Move.GATHER else str(cut.entry)
         without = Transition(cut.entry.source, State.DIVIDED) if cut.entry.move is Move.GATHER else cut.entry
+        if self._is_early(cut):
+            return f"{self.stage_input(cut)} = {_started(comm, value, cut.spec, without)}", note
         return f"{self.stage_input(cut)} = {_moved(comm, value, cut.spec, without)}{leaf}", note
 
     def _entry_grad(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
         whole = self.stage_input(cut).replace("[k]", ".pop(k)")
-        call = _moved(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
+        write = _started if self._is_early(cut) else _moved
+        call = write(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
         move = cut.entry.adjoint.move
         note = (
             "this rank's own examples"
@@ -234,6 +247,12 @@ def _moved(comm: str, value: str, spec: TensorSpec, transition: Transition) -> s
     function, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
     given = "".join(f", {key}={literal(option)}" for key, option in options.items())
     return f"{comm}.{function.__name__}({value}{given})"
+
+
+def _started(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:
+    """The call that begins to bring a value to another state."""
+    features = f", features={spec.shape[-1]}" if State.FEATURES in transition else ""
+    return f'{comm}.start({value}, "{transition.source}", "{transition.target}"{features}{_layout(spec)})'
 
 
 def _layout(spec: TensorSpec) -> str:

@@ -61,20 +61,25 @@ def microbatched(
     actions: Sequence[Action],
     number: int,
     repeats: Callable[[Action], bool],
+    is_early: Callable[[Action], bool],
     lines: Callable[[Action], list[Line]],
     comm: Callable[[str], str],
 ) -> list[Line]:
     """The lines of a step in `number` microbatches.
 
-    repeats: whether an action is of one microbatch.  lines: of an action, in microbatch `k`.  comm: variable of a role.
+    repeats: whether an action is of one microbatch.  is_early: whether a group begins to take a value, which the
+    producer's role just made.  lines: of an action, in microbatch `k`.  comm: variable of a role.
     """
-    units = _merged(_units(actions, repeats))
+    units = _merged(_units(actions, repeats, is_early))
     loops = list(_loops(units))
     counts = Counter((unit.kind, unit.role) for _, inside in loops for unit in inside if unit.kind)
     written = {unit.function: unit for unit in units if unit.kind}
     names = _names(list(written.values()))
     regular = max(counts.values()) == 1 and all(
-        len({(unit.role, unit.microbatch) for unit in inside}) == 1 and times in (1, number) for times, inside in loops
+        len({unit.microbatch for unit in inside}) == 1
+        and len({unit.role for unit in inside if unit.kind != "enter"}) <= 1
+        and times in (1, number)
+        for times, inside in loops
     )
     body: list[Line] = []
     functions: list[Line] = []
@@ -93,10 +98,12 @@ def microbatched(
     return [*_kept(body, [comm(unit.role) for unit in units]), *body]
 
 
-def _units(actions: Sequence[Action], repeats: Callable[[Action], bool]) -> list[_Unit]:
+def _units(
+    actions: Sequence[Action], repeats: Callable[[Action], bool], is_early: Callable[[Action], bool]
+) -> list[_Unit]:
     units: list[_Unit] = []
     for action in actions:
-        kind = _KINDS[action.verb] if repeats(action) else ""
+        kind = ("enter" if is_early(action) else _KINDS[action.verb]) if repeats(action) else ""
         unit = _Unit(kind, action.role, action.microbatch, (action,))
         if units and kind == units[-1].kind and unit.continues(units[-1]):
             units[-1] = replace(unit, actions=(*units[-1].actions, action))

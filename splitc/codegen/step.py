@@ -145,7 +145,8 @@ class _StepWriter:
         if not self._microbatched:
             return [line for action in actions for line in self._lines(action)]
         number = max(self._program.num_microbatches(stage) for stage in self.stages)
-        return microbatched(actions, number, self._cuts.repeats, self._lines, self._cuts.comm)
+        cuts = self._cuts
+        return microbatched(actions, number, cuts.repeats, cuts.enters_early, self._lines, cuts.comm)
 
     def _lines(self, action: Action) -> list[Line]:
         """The lines of one action."""

@@ -289,6 +289,10 @@ class LoweredProgram(PlacedProgram):
         """Return whether a cut moves once in a step, not by microbatch: an input, and all where the step has one."""
         return self.plan.microbatches == 1 or cut.value in self.stage(cut.producer).inputs
 
+    def enters_early(self, cut: Cut) -> bool:
+        """Return whether a group begins to take a cut when it is made, to compute on another microbatch meanwhile."""
+        return cut.gathered and cut.gradient and not cut.sent and not self.travels_whole(cut)
+
     def rank_program(self, rank: int) -> RankProgram:
         """The program that `rank` runs."""
         return self._rank_programs[rank]

@@ -22,7 +22,7 @@ from .collectives.late_multiply import LateMultiply
 from .collectives.layouts import Extents, State, Transition
 from .collectives.loss import Total, start_sum, target_weight
 from .collectives.meanwhile import Meanwhile
-from .collectives.model_parallel import Group, feature_widths
+from .collectives.model_parallel import Group, Moving, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
 from .cut_comm import CutComm
@@ -170,14 +170,25 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         source = State.BATCH if to == State.FEATURES else State.FEATURES
         return self._moved(value, source, State(to), features, dim, rows)
 
+    def start(
+        self, value: Tensor | None, source: str, target: str, features: int = 0, dim: int = 0, rows: int = 1
+    ) -> Moving:
+        """Start to bring a value, or a gradient, to another state; `wait` of what is returned gives it."""
+        transition = Transition(State(source), State(target))
+        return self._group.start(
+            self._arrived(value, self.role, "gathered"), transition, self._extents(features, dim, rows)
+        )
+
+    def _extents(self, features: int, dim: int, rows: int) -> Extents:
+        """How the group divides a value of the microbatch."""
+        return Extents(tuple(self._group_rows(rows)), tuple(feature_widths(features, len(self.members))), dim)
+
     def _moved(
         self, value: Tensor | None, source: State, target: State, features: int = 0, dim: int = 0, rows: int = 1
     ) -> Tensor:
         """A value in another state, as the group divides it."""
-        widths = tuple(feature_widths(features, len(self.members)))
-        extents = Extents(tuple(self._group_rows(rows)), widths, dim)
         value = self._arrived(value, self.role, "gathered")
-        return self._group.transition(value, Transition(source, target), extents)
+        return self._group.transition(value, Transition(source, target), self._extents(features, dim, rows))
 
     # -- within the role -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,9 @@ def text_of(*actions: Action, number: int = 2) -> str:
                 return [("loss.backward()", "")]
         return [(f"{action.verb}({action.value})", "")]
 
-    done = microbatched(actions, number, lambda action: action.verb != "sum_loss", lines, lambda role: role)
+    done = microbatched(
+        actions, number, lambda action: action.verb != "sum_loss", lambda action: False, lines, lambda role: role
+    )
     return "\n".join(line for line, _ in done)
 
 
