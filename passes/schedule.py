@@ -24,20 +24,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
-
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
-from splitc.ir.graph import denominators, info
+from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
 from splitc.ir.transitions import name_of
+from splitc.ir.wire import of_action
 from splitc.passes.grid import grid
 
 
@@ -71,7 +70,7 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
     yield from (Action("deal", role=stage.role) for stage in stages if stage.dealt)
     yield from (Action("fetch_ahead", role=stage.role) for stage in stages if fetches_ahead(stage))
     yield from (Action("pull", role=stage.role) for stage in stages if stage.served)
-    yield from _posted_early(program, list(_cells(program, rank_program)))
+    yield from _posted_early(program, rank_program.ranks[0], list(_cells(program, rank_program)))
     for name, ranks in program.tied.items():
         if set(rank_program.ranks) <= set(ranks):
             yield Action("all_reduce_tied", name, role=roles[0])
@@ -168,26 +167,14 @@ def _run_back(program: LoweredProgram, stage: Stage, microbatch: int, last: bool
         yield Action("update", role=role, microbatch=microbatch)
 
 
-def _posted_early(program: LoweredProgram, actions: list[Action]) -> list[Action]:
+def _posted_early(program: LoweredProgram, rank: int, actions: list[Action]) -> list[Action]:
     """In microbatches, move each receive before what a rank computes alone: the order on the wire stays as it is."""
-    if program.plan.microbatches == 1:
-        return actions
-    joined = {stage.role for stage in program.stages if any(_joins(node) for node in stage.graph.nodes)}
     moved: list[Action] = []
     for action in actions:
-        place = len(moved)
-        while action.verb == "recv" and place and _is_alone(moved[place - 1], joined):
+        place = len(moved) if action.verb == "recv" and program.plan.microbatches > 1 else 0
+        while place and moved[place - 1].verb in ("forward", "backward"):
+            if any(of_action(program, rank, moved[place - 1])):
+                break
             place -= 1
-        moved.insert(place, action)
+        moved.insert(place, action) if place else moved.append(action)
     return moved
-
-
-def _is_alone(action: Action, joined: set[str]) -> bool:
-    """Whether an action is a rank's own computation.  joined: the roles whose stages communicate."""
-    return action.verb in ("forward", "backward") and action.role not in joined
-
-
-def _joins(node: fx.Node) -> bool:
-    """Whether a node of a stage communicates in forward or backward."""
-    op = comm_ops.op_of(node)
-    return op is not None and op.in_stage and op.over is not None and not info(node).once

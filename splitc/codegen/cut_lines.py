@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from splitc import units
 from splitc.codegen.layout import Line
-from splitc.codegen.stage import variables
+from splitc.codegen.stage_names import variables
 from splitc.errors import InternalError
 from splitc.ir.actions import ENTRY_VERBS, Action, RankProgram
 from splitc.ir.constructors import literal
@@ -218,11 +218,8 @@ def common_batch(
     program: PlacedProgram, rank_program: RankProgram, stage: Stage, in_pieces: bool = False
 ) -> int | None:
     """Examples that each rank of `rank_program` has in a role, of the batch or of each piece; None if they differ."""
-    plan, role = program.plan, stage.role
-    batches = {plan.batch(role, rank) for rank in rank_program.ranks}
-    if in_pieces:
-        pieces = [(plan.pieces(role, rank), plan.interval(role, rank)) for rank in rank_program.ranks]
-        batches = {b - a for p, own in pieces for k in range(p.number) for a, b in (p.positions(own, k),)}
+    parts = range(program.plan.microbatches) if in_pieces else [None]
+    batches = {program.plan.batch(stage.role, rank, k) for rank in rank_program.ranks for k in parts}
     return batches.pop() if len(batches) == 1 else None
 
 

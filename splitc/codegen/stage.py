@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +13,20 @@ from splitc import units
 from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
+from splitc.codegen.stage_names import (
+    EVALUATING,
+    computed_once,
+    forward_inputs,
+    method_name,
+    own_evaluation,
+    returned_cuts,
+    variables,
+    weighed,
+)
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
-from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
-from splitc.ir.names import RESERVED
-from splitc.ir.plan import SERVER
-from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.graph import assigned, denominators, info, is_entry, op_name, starts_at_once
+from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside, numel_on
 from splitc.ir.wire_op import WireOp
@@ -30,9 +37,6 @@ _STATEMENT = 72
 
 _FOLDED = 52
 """Columns of a value that may be written inside its reader."""
-
-EVALUATING = "_evaluating"
-"""Ends the name of a method that runs a stage in evaluation only."""
 
 _FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
 """Functions and methods whose result shares no memory with other tensors."""
@@ -69,30 +73,6 @@ def _module_lines(text: str) -> list[str]:
     return [f"{indent}{line}" for line in lines]
 
 
-def own_evaluation(program: PlacedProgram, stage: Stage) -> Stage | None:
-    """What the role of a stage runs in evaluation; None where that is the same."""
-    if not isinstance(program.evaluation, LoweredProgram) or stage.role == SERVER:
-        return None
-    evaluated = program.evaluation.stage(stage.role)
-    return None if str(evaluated.graph) == str(stage.graph) else evaluated
-
-
-def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "", verb: str = "forward") -> str:
-    """The method that runs a stage, alone in its class or one of several: not the name of something that it holds."""
-    held = {name.partition(".")[0] for tensor in program.tensors.values() for name in (tensor.name, *tensor.names)}
-    if alone and not suffix and verb == "forward":
-        return verb
-    name = f"{verb}{suffix}" if alone else f"{verb}_{stage.role}{suffix}"
-    while name in held:
-        name += "_"
-    return name
-
-
-def returned_cuts(stage: Stage) -> list[Cut]:
-    """The cuts whose values a stage's forward returns, before the loss; inputs are sent as they are."""
-    return [cut for cut in stage.sends if cut.value not in stage.inputs]
-
-
 def _methods(
     program: PlacedProgram, stage: Stage, tree: ModuleTree, called: tuple[bool, str], batch: int | None
 ) -> list[str]:
@@ -102,7 +82,8 @@ def _methods(
     lines: list[str] = []
     for once in (True, False) if denominators(stage.graph) else (False,):
         emitter = Emitter(names, tree.access, tree.callee)
-        writer = _ForwardWriter(program, stage, emitter, names, None if once else batch, once)
+        writer = _ForwardWriter(program, stage, emitter, names, batch)
+        writer.once = once
         inputs = [names[node] for node in weighed(stage)]
         if not once:
             inputs = [*forward_inputs(stage), *received, *computed_once(stage)]
@@ -110,44 +91,6 @@ def _methods(
         header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
         lines += ["", *wrapped(header, 120), *aligned(writer.lines(), "        ")]
     return lines
-
-
-def weighed(stage: Stage) -> list[fx.Node]:
-    """The whole values, inputs or received, of which a stage computes something once."""
-    arriving = (node for node in stage.graph.nodes if node.op == "placeholder" or node.target is comm_ops.recv)
-    return [node for node in arriving if any(info(user).once for user in node.users)]
-
-
-def computed_once(stage: Stage) -> list[str]:
-    """The variables of what a stage computes once, for its forward in each microbatch."""
-    names = variables(stage.graph)
-    return [names[node] for node in denominators(stage.graph)]
-
-
-def forward_inputs(stage: Stage) -> list[str]:
-    """The inputs of the step that `Stage.forward` reads; received values come after them."""
-    names = variables(stage.graph)
-    return [names[node] for node in stage.graph.nodes if node.op == "placeholder" and _is_read(node)]
-
-
-def variables(graph: fx.Graph) -> dict[fx.Node, str]:
-    """A Python name for every node; received values have the name of their cut."""
-    names: dict[fx.Node, str] = {}
-    taken = set(RESERVED)
-    for node in graph.nodes:
-        if is_entry(node) and node.target is not comm_ops.recv:
-            names[node] = names[node.args[0]]
-            continue
-        name = cut_of(node).name if node.target is comm_ops.recv else node.name
-        while name in taken or keyword.iskeyword(name):
-            name += "_"
-        taken.add(name)
-        names[node] = name
-    return names
-
-
-def _is_read(node: fx.Node) -> bool:
-    return any(user.target is not comm_ops.send and not info(user).once for user in node.users)
 
 
 def _returned(stage: Stage, cut: Cut) -> fx.Node:
@@ -168,16 +111,11 @@ _Layer = tuple[str, tuple[str, str]]
 class _ForwardWriter:
     """Writes the body of a stage's forward, or of what it computes once."""
 
+    once = False
+
     def __init__(
-        self,
-        program: PlacedProgram,
-        stage: Stage,
-        emitter: Emitter,
-        names: dict[fx.Node, str],
-        batch: int | None,
-        once: bool,
+        self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
     ) -> None:
-        self._once = once
         self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
         self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
         plan, role = program.plan, stage.role
@@ -199,7 +137,7 @@ class _ForwardWriter:
         for text, (shape, source) in layers:
             shown, above = source if source != above else "", source or above
             lines.append((text, f"{shape:{width}}  {shown}".strip()))
-        if self._once:
+        if self.once:
             return [*lines, (f"return {', '.join(self._names[node] for node in denominators(self._stage.graph))}", "")]
         returned = [self._emitter.value(_returned(self._stage, cut)) for cut in returned_cuts(self._stage)]
         if self._stage.has_loss:
@@ -208,7 +146,7 @@ class _ForwardWriter:
 
     def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
-        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self._once
+        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self.once
         return is_here and (op is None or op.in_stage) and not is_entry(node) and not starts_at_once(node)
 
     def _layer(self, node: fx.Node) -> list[_Layer]:

@@ -9,7 +9,7 @@ from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
-from splitc.codegen.stage import (
+from splitc.codegen.stage_names import (
     EVALUATING,
     computed_once,
     forward_inputs,

@@ -132,9 +132,9 @@ class Plan:
         """Role -> rank -> its place in the role."""
         return {role: {rank: k for k, rank in enumerate(ranks)} for role, ranks in self.roles.items()}
 
-    def batch(self, role: str, rank: int) -> int:
-        """Examples of `rank` itself in `role`."""
-        start, stop = self.interval(role, rank)
+    def batch(self, role: str, rank: int, microbatch: int | None = None) -> int:
+        """Examples of `rank` itself in `role`; microbatch: those of one."""
+        start, stop = self.pieces(role, rank).positions(self.interval(role, rank), microbatch)
         return stop - start
 
     def largest_batch(self, role: str) -> int:
@@ -190,9 +190,7 @@ class Plan:
 
     def microbatch_sizes(self, role: str, rank: int, microbatch: int) -> tuple[int, ...]:
         """For each member of the group of `rank`, how many of its examples are in a microbatch."""
-        pieces = self.pieces(role, rank)
-        intervals = (pieces.positions(self.interval(role, member), microbatch) for member in self.group(role, rank))
-        return tuple(b - a for a, b in intervals)
+        return tuple(self.batch(role, member, microbatch) for member in self.group(role, rank))
 
     def peak_batch(self, role: str, rank: int) -> int:
         """The most examples that `rank` computes on at once in `role`: those of its group in the largest microbatch."""

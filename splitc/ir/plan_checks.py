@@ -173,27 +173,26 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
 
 
 def _microbatches(data: dict[str, Any]) -> Iterator[str]:
-    number, schedule = data.get("microbatches", 1), data.get("schedule", SCHEDULES[0])
-    reader = next(iter(data["roles"]))
-    smallest = min((b - a for a, b in pairwise(data["examples"].get(reader, []))), default=1)
-    if schedule not in SCHEDULES:
+    number, why = data.get("microbatches", 1), f"microbatches is {data.get('microbatches', 1)}"
+    if (schedule := data.get("schedule", SCHEDULES[0])) not in SCHEDULES:
         yield f"schedule is {schedule!r}; there are {', '.join(SCHEDULES)}"
     if number < 1:
-        yield f"microbatches is {number}; it must be at least 1"
+        yield f"{why}; it must be at least 1"
     if number <= 1:
         return
+    reader = next(iter(data["roles"]))
+    smallest = min((b - a for a, b in pairwise(data["examples"].get(reader, []))), default=number)
     if number > smallest:
-        yield f"microbatches is {number}, but a rank of {reader} reads {smallest} examples: take at most {smallest}"
-    why = f"microbatches is {number}, but"
+        yield f"{why}, but a rank of {reader} reads {smallest} examples: take at most {smallest}"
     for role, group in data.get("groups", {}).items():
         if (scheme := group.get("scheme", "B/K")) != "BK" and group["size"] > 1:
-            yield f"{why} groups: {role} has microbatches of its own, by scheme {scheme!r}: take BK"
+            yield f"{why}, but groups: {role} has microbatches of its own, by scheme {scheme!r}: take BK"
         if group.get("updates") == "every":
-            yield f"{why} groups: {role} updates in every microbatch: take 'once'"
+            yield f"{why}, but groups: {role} updates in every microbatch: take 'once'"
     if data.get("rounds"):
-        yield f"{why} units of a round run their batches whole: take 1"
+        yield f"{why}, but units of a round run their batches whole: take 1"
     if data.get("synchronised"):
-        yield f"{why} synchronised BatchNorm normalises over the whole global batch at once: take 1"
+        yield f"{why}, but synchronised BatchNorm normalises over the whole global batch at once: take 1"
 
 
 def _servers(data: dict[str, Any]) -> Iterator[str]:
