@@ -23,7 +23,7 @@ _NOTES = {
     "examples": "this rank's examples of the global batch: first, one past the last",
     "replicas": "ranks that hold the same parameters and sum their gradients",
     "routes": "ranks of other roles, and the examples exchanged with each",
-    "group_routes": "likewise, where one role has all examples of its groups",
+    "group_routes": "the same, of values that one of both roles has for its whole group",
     "group": "ranks that share the parameters and compute each other's examples",
     "microbatches": "parts of every reader's examples, which go through the ranks one after another",
     "updated_every_microbatch": "the optimizer steps in every microbatch",
