@@ -132,7 +132,7 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
     what, layer = What.CUT_GRADIENT if "grad" in action.verb else What.CUT, program.layer_of.get(cut.value)
     backward = what is What.CUT_GRADIENT
     piece = None if program.travels_whole(cut) else action.microbatch
-    for peer, start, stop in plan.routes(rank, action.role, action.peer, cut.together(backward), piece):
+    for peer, a, b in plan.routes(rank, action.role, action.peer, cut.together(backward), piece):
         spec, columns = cut.spec, None
         if cut.travels(backward) is State.FEATURES:
             own = rank if action.role == cut.consumer else peer
@@ -141,10 +141,9 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
             spec = replace(spec, shape=(*spec.shape[:-1], last - first))
         if peer == rank or not spec.nbytes(1):
             continue  # handed over in memory, or empty
-        rows, k = (start, stop), action.microbatch
-        payload = Payload(what, cut.name, cut.producer, cut.consumer, None, k, rows, columns=columns)
-        sent = collective.sent(0, spec.nbytes(stop - start), 2)
-        yield WireOp(str(collective), payload, (peer,), spec.at(stop - start), spec.dtype, sent, layer)
+        payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (a, b), 0, columns)
+        sent = collective.sent(0, spec.nbytes(b - a), 2)
+        yield WireOp(str(collective), payload, (peer,), spec.at(b - a), spec.dtype, sent, layer)
 
 
 def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
