@@ -244,11 +244,13 @@ def _norm_groups(program: PlacedProgram) -> str | None:
     for node in program.graph.nodes:
         if node.op == "call_module" and "BatchNorm" in type(program.root.get_submodule(str(node.target))).__name__:
             role = plan.placements[info(node).layer].role
-            sizes[role] = tuple(plan.batch(role, rank) for rank in plan.roles[role])
+            parts = range(plan.microbatches) if plan.microbatches > 1 else [None]
+            sizes[role] = tuple(plan.batch(role, rank, k) for rank in plan.roles[role] for k in parts)
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None
     listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())
-    return _wrap(f"BatchNorm normalises over each rank's own batch, as under DDP ({listed}).")
+    what = "microbatches" if plan.microbatches > 1 else "batch, as under DDP"
+    return _wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
 
 
 def _runs(sizes: Sequence[int]) -> str:
