@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -18,8 +19,11 @@ from splitc.ir.program import Cut
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.collectives.layouts import State
+from splitc.runtime.worker import Worker
 from tests.passes.planner.test_group_roles import Headed, separated
 from tests.support.compiled import CLUSTER, analyse
+from tests.support.measured_memory import measured
+from tests.support.ranks import on_workers, part_of
 
 ROWS = Placement(group=2, split="rows")
 COLUMNS = Placement(group=2, split="columns")
@@ -106,3 +110,28 @@ def in_pieces(n_c: int, n_f: int, microbatches: int, schedule: str, **pins: Any)
     settings = Settings(n_c + n_f, cluster=CLUSTER)
     program = specialise(analyse(model, (x,), y, F.cross_entropy), settings, replace(plan, model=""))
     return CompiledProgram(program, model, Example.bind(model, (x,), y, F.cross_entropy), settings)
+
+
+@pytest.mark.parametrize("pin", [ROWS, WHOLE], ids=["features", "whole"])
+def test_evaluation_of_a_smaller_uneven_batch_is_that_of_one_process(pin: Placement) -> None:
+    program = separated(3, 2, a=pin, b=Placement(state="batch"), c=ROWS)
+    sizes, model = [7, 4, 5], Headed().double()
+    x, y = torch.randn(16, 12, dtype=torch.float64), torch.randint(5, (16,))
+
+    def run(worker: Worker) -> tuple[float, Any]:
+        worker.use_sizes(sizes)
+        return float(worker.evaluate(*part_of(worker, (x, y), sizes))), worker.state_dict()
+
+    found = on_workers(program, run)
+    model.load_state_dict(found[0][1])
+    assert [loss for loss, _ in found] == pytest.approx(
+        [float(F.cross_entropy(model.eval()(x), y).detach())] * 5, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("pin", [ROWS, WHOLE], ids=["features", "whole"])
+def test_a_ranks_memory_is_as_predicted_however_values_arrive(pin: Placement) -> None:
+    program = separated(2, 2, a=pin, c=COLUMNS)
+    predicted = memory_of_all(program.program)
+    for real, said in zip(measured(program), predicted, strict=True):
+        assert (real.parameters, real.gradients, real.saved) == (said.parameters, said.gradients, said.activations)
