@@ -137,8 +137,8 @@ def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
         if cut.travels(backward) is State.FEATURES:
             own = rank if action.role == cut.consumer else peer
             index = (members := plan.group(cut.consumer, own)).index(own)
-            columns = first, last = share_out(spec.shape[-1], len(members))[index : index + 2]
-            spec = replace(spec, shape=(*spec.shape[:-1], last - first))
+            first, last = share_out(spec.shape[-1], len(members))[index : index + 2]
+            spec, columns = replace(spec, shape=(*spec.shape[:-1], last - first)), (first, last)
         if peer == rank or not spec.nbytes(1):
             continue  # handed over in memory, or empty
         payload = Payload(what, cut.name, cut.producer, cut.consumer, None, action.microbatch, (a, b), 0, columns)

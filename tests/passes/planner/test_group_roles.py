@@ -65,7 +65,8 @@ def test_the_roles_of_three_stages_have_groups_of_their_own() -> None:
 
 
 def test_a_division_of_the_world_is_chosen_in_which_the_groups_fit() -> None:
-    program = separated(2, 3, strategy="layer_separation", **{"[abc]": COLUMNS})
+    pins: dict[str, Any] = {"[abc]": COLUMNS}
+    program = separated(2, 3, strategy="layer_separation", **pins)
     assert len(program.plan.roles["head"]) in (2, 4)
 
 
