@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import fx
@@ -42,13 +42,13 @@ from splitc.ir.graph import (
     tensors_of_node,
     update_info,
 )
-from splitc.ir.linears import Linear, as_embedding, as_linear, parameter_node, parameter_nodes
+from splitc.ir.linears import Linear, as_linear, call_as_function, parameter_nodes
 from splitc.ir.neurons import embedding_weight, is_batch_norm
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import PlacedProgram, SizeSpec, TensorSpec
 from splitc.passes.insert_transitions import Transitions
-from splitc.passes.parameter_sums import require_one_division, sum_over_role
+from splitc.passes.parameter_sums import readers_of_parameters, require_one_division, sum_over_role
 from splitc.runtime.collectives.layouts import State
 
 
@@ -76,6 +76,7 @@ class _Walk:
         self._program, self._graph, self._role = program, graph, role
         self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
         self._transitions = Transitions(program, graph, role)
+        self._readers = readers_of_parameters(program, graph, role)
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
@@ -138,15 +139,16 @@ class _Walk:
 
     def _rows_of_table(self, node: fx.Node, place: LayerPlacement) -> None:
         """y = embedding(indices, W)  ->  y = reduce_from_group(embedding(indices, W's rows))."""
-        table, program = as_embedding(self._program, node), self._program
-        if table is None:
+        node = (call_as_function(self._program, self._graph, node) or node) if node.op == "call_module" else node
+        if node.target is not F.embedding:
             raise PlacementError(f"{node.name} ({info(node).source}) sums bags, so its rows cannot be divided")
-        name = program.first_names[table.weight]
-        weight = node.args[1] if node.op != "call_module" else parameter_node(self._graph, node, table.weight)
-        indices = self._transitions.moved(table.value, State.REPLICATE)
-        options = {"rows": program.tensors[name].shape[0], "padding_idx": table.padding}
+        given: dict[str, Any] = dict(zip(("input", "weight", "padding_idx"), node.args, strict=False)) | node.kwargs
+        name = self._program.first_names[str(given["weight"].target)]
+        rows, padding = self._program.tensors[name].shape[0], given.get("padding_idx")
+        indices = self._transitions.moved(given["input"], State.REPLICATE)
+        options = {"rows": rows} | ({} if padding is None else {"padding_idx": padding % rows})
         with self._graph.inserting_before(node):
-            found = self._graph.call_function(comm_ops.embedding, (indices, weight), options)
+            found = self._graph.call_function(comm_ops.embedding, (indices, given["weight"]), options)
         set_info(found, info(node), shards={name: 0}, state=State.PARTIAL)
         rename(self._graph, found, f"{node.name}_part")
         target = State(place.state or State.REPLICATE)
@@ -224,7 +226,9 @@ class _Walk:
                 continue
             if shape_of(value)[-1:] != (features,):
                 self._transitions.divides(value, node)  # a number for all features
-            elif self._is_only_reader(node, value):
+            elif (
+                value.op == "get_attr" and len(self._readers.get(self._program.first_names[str(value.target)], ())) == 1
+            ):
                 shards[self._program.first_names[str(value.target)]] = len(shape_of(value)) - 1
             else:
                 node.replace_input_with(value, self._transitions.moved(value, State.FEATURES))
@@ -236,14 +240,6 @@ class _Walk:
         if node.target is comm_ops.dropout:
             node.update_kwarg("features", features)
         update_info(node, state=State.FEATURES, shards=shards)
-
-    def _is_only_reader(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether a value is a parameter that no other node reads, so that it can be divided."""
-        names = tensors_of_node(self._program, value) if value.op == "get_attr" else ()
-        if not names or not self._program.tensors[names[0]].parameter:
-            return False
-        calls = (n for n in self._graph.nodes if n.op != "get_attr" and n.target is not comm_ops.all_reduce)
-        return [n for n in calls if names[0] in tensors_of_node(self._program, n)] == [node]
 
     def _divides_classes(self, node: fx.Node) -> bool:
         """Whether a cross entropy of divided logits sends less by sums, 2 f x 3 or 4 numbers for a row, than C f."""
@@ -259,7 +255,7 @@ class _Walk:
         """cross_entropy(logits, target)  ->  cross_entropy(logits' features, target, features=C)."""
         logits, target, *_ = node.args
         assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
-        options = {key: node.kwargs[key] for key in ("weight", "ignore_index", "reduction", "label_smoothing")}
+        options = {key: value for key, value in node.kwargs.items() if value not in (None, -100, 0.0, "mean")}
         node.args = (logits, self._transitions.moved(target, State.REPLICATE))
         node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
         update_info(node, state=State.REPLICATE)

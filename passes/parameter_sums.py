@@ -10,7 +10,6 @@ uses on its own examples over all ranks of the role.  A parameter that is used i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from torch import fx
 
@@ -25,7 +24,7 @@ from splitc.runtime.collectives.layouts import State
 
 def require_one_division(program: PlacedProgram, graph: fx.Graph, role: str) -> None:
     """Raise PlacementError for a tensor that two nodes of a role divide unlike each other."""
-    for name, readers in _readers(program, graph, role).items():
+    for name, readers in readers_of_parameters(program, graph, role).items():
         dims = {info(reader).shards.get(name): reader for reader in readers}
         if len(dims) > 1:
             how = " and ".join(
@@ -38,7 +37,7 @@ def require_one_division(program: PlacedProgram, graph: fx.Graph, role: str) -> 
 def sum_over_role(program: PlacedProgram, graph: fx.Graph, role: str, transitions: Transitions) -> None:
     """Let parameters that ranks use on their own examples be summed over the role, or over the group first."""
     own, others = list[str](), list[str]()
-    for name, readers in _readers(program, graph, role).items():
+    for name, readers in readers_of_parameters(program, graph, role).items():
         alone = [node for node in readers if info(node).state is State.BATCH]
         if not alone or not program.tensors[name].trainable:
             continue
@@ -66,17 +65,11 @@ def sum_over_role(program: PlacedProgram, graph: fx.Graph, role: str, transition
     at_the_end(graph, role, comm_ops.all_reduce, (*others, *own), own=tuple(own))
 
 
-def _readers(program: PlacedProgram, graph: fx.Graph, role: str) -> dict[str, list[fx.Node]]:
+def readers_of_parameters(program: PlacedProgram, graph: fx.Graph, role: str) -> dict[str, list[fx.Node]]:
     """The parameters of a role -> the nodes that compute with them."""
     found: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in _calls(graph, role):
-        for name in dict.fromkeys(tensors_of_node(program, node)):
-            if program.tensors[name].parameter:
-                found[name].append(node)
-    return found
-
-
-def _calls(graph: fx.Graph, role: str) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if info(node).role == role and node.op.startswith("call") and node.target is not comm_ops.all_reduce:
-            yield node
+            for name in dict.fromkeys(tensors_of_node(program, node)):
+                found[name].append(node)
+    return {name: nodes for name, nodes in found.items() if program.tensors[name].parameter}

@@ -26,6 +26,7 @@ from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram
 from splitc.ir.regions import Region
+from splitc.runtime.collectives.layouts import State
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
                     f"{info(node).source}: {node.target} lies in role {role}, which computes microbatches, so it "
                     f"cannot be synchronised; use scheme=BK and microbatches=1"
                 )
-            if plan.trains_copies(role):
+            if plan.trains_copies(role) or info(node).state is State.BATCH:
                 _replace(graph, node)
         return replace(program, graph=graph)
 
@@ -93,6 +94,7 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         module = graph.create_node("get_attr", str(node.target))
         set_info(module, info(node), spec=None, copied_to_each_stage=False, is_module=True)
-        new = graph.call_function(comm_ops.batch_norm, (node.args[0], module))
+        is_own = info(node).state is State.BATCH
+        new = graph.call_function(comm_ops.batch_norm, (node.args[0], module), {"own": True} if is_own else None)
     set_info(new, info(node))
     put_in_place(graph, node, new)

@@ -145,18 +145,13 @@ def _replicas(request: Request, choice: LayerChoice) -> int:
 
 def shard_only_linear(request: Request, choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
     """The choices, with layers that cannot be divided (a loss, a norm) replicated in their groups."""
+    pinned = request.divisible & {layer for layer, pin in request.pins.items() if pin.holding == "sharded" or pin.split}
     return {
         layer: replace(choice, holding="replicated", split=None)
-        if choice.holding == "sharded" and layer not in request.linears and not _is_pinned(request, layer)
+        if choice.holding == "sharded" and layer not in {*request.linears, *pinned}
         else choice
         for layer, choice in choices.items()
     }
-
-
-def _is_pinned(request: Request, layer: str) -> bool:
-    """Whether a pin asks for a layer to be divided, and it can be."""
-    pin = request.pins.get(layer)
-    return layer in request.divisible and pin is not None and (pin.holding == "sharded" or pin.split is not None)
 
 
 def too_small(request: Request, strategy: str) -> list[str]:

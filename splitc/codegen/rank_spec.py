@@ -73,12 +73,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
     cuts = [c for each in (stage, *evaluated) for c in (*each.receives, *each.sends) if c.sent]
     together = {c.other(role): c.consumer for c in cuts if c.together()}
     owners = plan.owners(role, rank)
-    tensors = [program.tensors[name] for name in stage.shards]
-    shards = (
-        (name, shard_of(program, stage, tensor.name, owners.index(rank), len(owners)))
-        for tensor in tensors
-        for name in dict.fromkeys((tensor.name, *tensor.names))
-    )
+    named = ((name, each) for name in stage.shards for each in dict.fromkeys((name, *program.tensors[name].names)))
+    shards = ((each, shard_of(program, stage, name, owners.index(rank), len(owners))) for name, each in named)
     served = _served_rows(program, rank, [stage]) if is_server else {}
     return RoleSpec(
         role,

@@ -44,8 +44,8 @@ def linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return torch.nn.functional.linear(value, weight, bias)
 
 
-def batch_norm(value: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """Apply the BatchNorm `module` with statistics over all ranks of the role."""
+def batch_norm(value: torch.Tensor, module: torch.nn.Module, *, own: bool = False) -> torch.Tensor:
+    """Apply the BatchNorm `module` with statistics over all ranks of the role; own: see `all_reduce_scalar`."""
     normalised: torch.Tensor = module(value)
     return normalised
 
@@ -80,28 +80,12 @@ def global_weight(
     return target.new_zeros((), dtype=torch.int64 if weight is None else weight.dtype)
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    features: int,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, *, features: int, **options: Any) -> torch.Tensor:
     """Compute `F.cross_entropy` of logits whose classes, `features` in all, are divided over the group.
 
     Forward all-reduces the largest logit of each row, then two sums; backward communicates nothing (LAYOUTS 3).
     """
-    return F.cross_entropy(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    return F.cross_entropy(logits, target, **options)
 
 
 def embedding(

@@ -187,10 +187,12 @@ def op_name(node: fx.Node) -> str:
 
 def tensors_of_node(program: Program, node: fx.Node) -> tuple[str, ...]:
     """First names of the parameters and buffers that a node reads."""
-    if node.op == "call_module" or info(node).is_module:
-        names = names_in(program.root, str(node.target))
-    else:
-        names = [str(n.target) for n in (node, *node.all_input_nodes) if n.op == "get_attr"]
+    names: list[str] = []
+    for each in (node, *node.all_input_nodes):
+        if info(each).is_module or (each is node and node.op == "call_module"):
+            names += names_in(program.root, str(each.target))
+        elif each.op == "get_attr":
+            names.append(str(each.target))
     return tuple(program.first_names[name] for name in names)
 
 

@@ -116,45 +116,16 @@ def parameter_node(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     return attribute
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """A look-up of rows.  weight: (rows, features), its name in the graph.  padding: the row without gradient."""
-
-    node: fx.Node
-    value: fx.Node
-    weight: str
-    padding: int | None
-
-
-def as_embedding(program: Program, node: fx.Node) -> Embedding | None:
-    """`node` as a look-up in a parameter; None when it is none, or sums the rows of bags."""
-    if node.op == "call_module":
-        module = program.root.get_submodule(str(node.target))
-        if type(module) is not nn.Embedding:
-            return None
-        return Embedding(node, node.all_input_nodes[0], f"{node.target}.weight", module.padding_idx)
-    given = dict(zip(("input", "weight", "padding_idx"), node.args, strict=False)) | node.kwargs
-    weight = given.get("weight")
-    if node.target is not F.embedding or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+def call_as_function(program: Program, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Replace the call of a linear or embedding module by a function of its parameters; None for other modules."""
+    module = program.root.get_submodule(str(node.target))
+    if type(module) not in (nn.Linear, nn.Embedding):
         return None
-    padding: Any = given.get("padding_idx")
-    rows = program.tensors[program.first_names[str(weight.target)]].shape[0]
-    return Embedding(node, node.all_input_nodes[0], str(weight.target), None if padding is None else padding % rows)
-
-
-def call_as_function(program: Program, graph: fx.Graph, node: fx.Node) -> bool:
-    """Replace the call of a linear or embedding module by a function of its parameters; return whether it is one."""
-    linear, table = as_linear(program, node), as_embedding(program, node)
-    if linear is not None:
-        parameters: Any = [each for each in parameter_nodes(graph, linear) if each is not None]
-        with graph.inserting_before(node):
-            new = graph.call_function(F.linear, (linear.value, *parameters))
-    elif table is not None:
-        weight = parameter_node(graph, node, table.weight)
-        with graph.inserting_before(node):
-            new = graph.call_function(F.embedding, (table.value, weight, table.padding))
-    else:
-        return False
+    parameters = [parameter_node(graph, node, f"{node.target}.{name}") for name, _ in module.named_parameters()]
+    options: dict[str, Any] = {"padding_idx": module.padding_idx} if isinstance(module, nn.Embedding) else {}
+    with graph.inserting_before(node):
+        function = F.embedding if options else F.linear
+        new = graph.call_function(function, (node.all_input_nodes[0], *parameters), options)
     set_info(new, info(node))
     put_in_place(graph, node, new)
-    return True
+    return new

@@ -251,7 +251,7 @@ def _values(op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward
                 yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize)
         case "cross_entropy":
             dtype, (rows,) = _sum_dtype(tensor_spec(node.args[0]).dtype), tensor_spec(node.args[1]).at(examples)
-            for numbers in (1, 3 if node.kwargs["label_smoothing"] else 2):  # the maximum, then the sums
+            for numbers in (1, 3 if node.kwargs.get("label_smoothing") else 2):  # the maximum, then the sums
                 yield _Value(what, (numbers, rows), dtype, numbers * rows * dtype.itemsize)
         case _:
             yield _Value(what, spec.at(examples), spec.dtype, nbytes)

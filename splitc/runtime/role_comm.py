@@ -234,9 +234,9 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         if self._is_last:
             self._late.finish()
 
-    def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
-        """BatchNorm `module` over the examples of all replicas."""
-        return batch_norm_module(self._replicas, value, module)
+    def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm, own: bool = False) -> Tensor:
+        """BatchNorm `module` over the examples of all replicas; own: as of `all_reduce_scalar`."""
+        return batch_norm_module(self._role if own else self._replicas, value, module)
 
     def all_reduce_scalar(self, value: Tensor, own: bool = False) -> Tensor:
         """A scalar without gradient, summed over the replicas: the denominator of a weighted mean.

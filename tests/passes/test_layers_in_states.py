@@ -28,19 +28,26 @@ def pin(world: int, split: str | None = None, state: str | None = None) -> Place
     return Placement(None, "sharded" if split else None, group=2 if world == 4 else world, split=split, state=state)
 
 
-def trained(model: nn.Module, batch: tuple[Any, ...], world: int, **pins: Placement) -> CompiledProgram:
+def planned(
+    model: nn.Module, batch: tuple[Any, ...], world: int, strategy: str, pins: dict[str, Placement]
+) -> CompiledProgram:
     """A program with these pins, the rest in groups, which trains as one process does."""
     torch.manual_seed(0)
-    program = compiled(model.double(), batch, None, None, world, "auto", pins={"*": pin(world), **pins})
+    program = compiled(model.double(), batch, None, None, world, strategy, pins={"*": pin(world), **pins})
     result = program.verify(steps=2)
     assert result.holds, str(result)
     return program
 
 
+def trained(model: nn.Module, batch: tuple[Any, ...], world: int, **pins: Placement) -> CompiledProgram:
+    """The same of the strategy that is the best with these pins."""
+    return planned(model, batch, world, "auto", pins)
+
+
 class Judged(Made):
     """A model of two inputs, the second its targets."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
         return self.run(self, x, y)
 
 
@@ -339,3 +346,16 @@ def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | N
     program = trained(model, vectors(classes=5), world, **pins)
     (stage,) = (stage for stage in program.program.stages if stage.role == "head")
     assert ("norm.running_mean" in stage.shards) == (split is not None)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_synchronised_norm_of_own_examples_normalises_over_all_ranks_of_the_role(world: int) -> None:
+    def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net.fc(torch.relu(net.norm(net.a(x)))), y)
+
+    model = judged(run, a=nn.Linear(8, 7), norm=nn.BatchNorm1d(7), fc=nn.Linear(7, 5))
+    pins = {"a": pin(world, "columns"), "norm": pin(world, state="batch"), "fc": pin(world, "rows")}
+    strategy = "modulo_shard(mp=2,scheme=BK,sync_batchnorm=True)"
+    program = planned(model, vectors(classes=5), world, strategy, pins)
+    (norm,) = (node for node in program.program.graph.nodes if node.target is comm_ops.batch_norm)
+    assert norm.kwargs == {"own": True}
