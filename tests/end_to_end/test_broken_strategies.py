@@ -156,7 +156,8 @@ def test_verify_names_the_layer_whose_gradient_no_rank_has(make: Callable[[], Co
 CRASHES: dict[str, Case] = {
     "features that are not gathered": (
         sharded, r"comm\.shard\((\w+), features=14\)", r"\1", "shapes cannot be multiplied"),
-    "examples that are not gathered": (sharded, r"fc\.modulo\(cut0\.detach\(\)\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
+    "examples that are not gathered": (
+        sharded, r"fc\.modulo\(cut0\.detach\(\)\)", "cut0.detach()", r"batch_size \(4\).*\(8\)"),
     "targets that are not gathered": (sharded, r"fc\.modulo\(target\)", "target", r"batch_size \(8\).*\(4\)"),
     "neither": (
         sharded, r"_group = fc\.modulo\((\w+)(\.detach\(\))?\)", r"_group = \1.detach()", "-> batch.*should be 8"),

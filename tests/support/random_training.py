@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,19 @@ STRATEGIES = (
 )
 
 
+class Case(Protocol):
+    """A model with its loss and data."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def tolerance(self) -> float: ...
+    def batch(self, examples: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]: ...
+    def value(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Run:
     """How a model is trained.  sizes: the readers' examples of every step; None: as compiled."""
@@ -43,7 +56,7 @@ class Run:
     strategy: str
     world: int
     global_batch: int | None
-    pins: Mapping[str, Placement]
+    pins: Mapping[str, str | Placement]
     optimizer: str
     accumulate: int
     clip_norm: float | None
@@ -77,18 +90,35 @@ def outcome(seed: int) -> Outcome:
         program, run = _compiled(case, choose)
     except SplitcError as error:
         return Outcome(seed, refused=f"{type(error).__name__}: {error}")
+    return Outcome(seed, run, wrong=differences(case, program, run))
+
+
+def differences(case: Case, program: CompiledProgram, run: Run) -> tuple[str, ...]:
+    """What differs between the training of a program on ranks and the plain loop."""
+    options = {"clip_norm": run.clip_norm, "accumulate": run.accumulate, "seed": case.seed}
     ranks = run_ranks(
-        run.world,
-        lambda transport: _on_rank(
-            case,
-            run,
-            worker_of(
-                program, transport, _optimizer(run), clip_norm=run.clip_norm, accumulate=run.accumulate, seed=seed
-            ),
-        ),
+        run.world, lambda transport: _on_rank(case, run, worker_of(program, transport, _optimizer(run), **options))
     )
     eager = _eager(case, run, program.plan.local_batches, program.program)
-    return Outcome(seed, run, wrong=tuple(_differences(ranks, eager, case.tolerance)))
+    return tuple(_differences(ranks, eager, case.tolerance))
+
+
+def random_run(choose: random.Random, program: CompiledProgram) -> Run:
+    """A way to train a compiled program: an optimizer, batches that differ in size, accumulation, clipping."""
+    plan, sizes, optimizer = program.plan, _sizes(choose, program), choose.choice(_OPTIMIZERS)
+    accumulated, clip = choose.choice([1, 1, 2]), choose.choice([None, None, 0.5])
+    return Run(plan.strategy, plan.world, plan.global_batch, {}, optimizer, accumulated, clip, sizes)
+
+
+_OPTIMIZERS = ("sgd", "adam")
+
+
+def _sizes(choose: random.Random, program: CompiledProgram) -> tuple[tuple[int, ...] | None, ...]:
+    """The readers' examples of every step: as compiled, or some more."""
+    compiled = program.plan.local_batches
+    return tuple(
+        None if choose.random() < 0.5 else tuple(size + choose.randint(0, 3) for size in compiled) for _ in range(STEPS)
+    )
 
 
 def _compiled(case: RandomCase, choose: random.Random) -> tuple[CompiledProgram, Run]:
@@ -121,12 +151,7 @@ def _compiled(case: RandomCase, choose: random.Random) -> tuple[CompiledProgram,
         except PlacementError as error:
             refused = error
             continue
-        compiled = program.plan.local_batches
-        sizes = tuple(
-            None if choose.random() < 0.5 else tuple(size + choose.randint(0, 3) for size in compiled)
-            for _ in range(STEPS)
-        )
-        optimizer = choose.choice(["sgd", "adam"])
+        sizes, optimizer = _sizes(choose, program), choose.choice(_OPTIMIZERS)
         return program, Run(name, world, batch, pins, optimizer, accumulated, clip, sizes)
     raise refused
 
@@ -137,13 +162,13 @@ def _optimizer(run: Run) -> Any:
     return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def _batches(case: RandomCase, sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, ...]]:
+def _batches(case: Case, sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, ...]]:
     for step, each in enumerate(sizes, start=1):
         inputs, target = case.batch(sum(each), step)
         yield *inputs, target
 
 
-def _on_rank(case: RandomCase, run: Run, worker: Worker) -> tuple[Worker, Trained]:
+def _on_rank(case: Case, run: Run, worker: Worker) -> tuple[Worker, Trained]:
     compiled = tuple(
         b - a for a, b in zip(worker.rank.spec.batch_offsets, worker.rank.spec.batch_offsets[1:], strict=False)
     )
@@ -157,7 +182,7 @@ def _on_rank(case: RandomCase, run: Run, worker: Worker) -> tuple[Worker, Traine
     return worker, Trained(losses, evaluated, gradients, worker.state_dict() or {})
 
 
-def _eager(case: RandomCase, run: Run, compiled: tuple[int, ...], program: Program) -> Trained:
+def _eager(case: Case, run: Run, compiled: tuple[int, ...], program: Program) -> Trained:
     """The plain loop.  program: says only which random numbers are drawn by whom."""
     model, losses, evaluated = case.model, [], []
     optimizer = _optimizer(run)([(name, p) for name, p in model.named_parameters()])

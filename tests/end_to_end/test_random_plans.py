@@ -1,0 +1,61 @@
+"""Random plans of random small models are the training of one process; `benchmarks.random_plans` runs more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from splitc.runtime.collectives.layouts import State, Transition
+from splitc.runtime.collectives.model_parallel import Group
+from tests.support.random_plans import Outcome, outcome, random_case
+
+NUMBER = 50
+
+
+def assert_right(got: Outcome) -> None:
+    assert not got.wrong, f"{got.asked}\n{got.wrong}"
+    assert not got.refused or got.names_a_layer, f"{got.asked}\n{got.refused}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
+    assert_right(outcome(seed, worlds=(2, 3, 4)))
+
+
+@pytest.mark.slow
+def test_new_random_plans_are_the_training_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    first = random.SystemRandom().randrange(10**9)
+    with capsys.disabled():
+        print(f"\nrandom plans of the seeds from {first}: python -m benchmarks.random_plans --first {first}")
+    outcomes = [outcome(seed) for seed in range(first, first + NUMBER)]
+    for each in outcomes:
+        assert_right(each)
+    refused = [each for each in outcomes if each.refused]
+    assert len(refused) <= NUMBER / 2, [each.reason for each in refused]
+
+
+def test_a_seed_gives_the_same_model_loss_and_data() -> None:
+    for seed in range(10):
+        first, second = random_case(seed), random_case(seed)
+        assert str(first.model) == str(second.model)
+        assert all(map(torch.equal, first.model.state_dict().values(), second.model.state_dict().values()))
+        (inputs, target), (others, goal) = first.batch(3, 1), second.batch(3, 1)
+        assert all(map(torch.equal, (*inputs, target), (*others, goal)))
+
+
+def moves_of(seed: int) -> tuple[Transition, ...]:
+    return outcome(seed, (2, 3)).transitions
+
+
+def test_a_transition_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scatter = Group._scatter_sum
+
+    def halved(self: Group, x: torch.Tensor, *rest: int) -> object:
+        return scatter(self, x / 2, *rest)  # type: ignore[arg-type]
+
+    found = next(seed for seed in range(30) if any(each.target is State.DIVIDED for each in moves_of(seed)))
+    assert not outcome(found, (2, 3)).wrong
+    monkeypatch.setattr(Group, "_scatter_sum", halved)
+    assert any(outcome(seed, (2, 3)).wrong for seed in range(found, found + 3))
