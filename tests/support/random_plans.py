@@ -282,7 +282,7 @@ def random_plan(seed: int, program: Program, worlds: tuple[int, ...] = WORLDS) -
     choose = random.Random(f"plan {seed}")
     world = choose.choice(worlds)
     layers = [layer.name for layer in program.layers]
-    kinds = {
+    kinds: dict[str, Callable[[], tuple[str, dict[str, Placement]]]] = {
         "groups of all ranks": lambda: ("auto", _in_groups(choose, program, layers, world)),
         "any place": lambda: ("auto", _anywhere(choose, program, layers, world)),
         "separated": lambda: _separated(choose, program, layers, world),

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from splitc.runtime.collectives.late_multiply import LateMultiply
 from splitc.runtime.transport.base import Transport, Work
-from tests.runtime.collectives.test_model_parallel import count_sent, own_of, random
+from tests.runtime.collectives.test_model_parallel import own_of, random
 from tests.support.ranks import on_ranks
+from tests.support.transitions import count_sent
 
 ROWS = [(2, 2), (1, 3, 2), (3, 0, 1)]
 

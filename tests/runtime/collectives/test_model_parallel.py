@@ -128,8 +128,8 @@ def test_a_rank_sends_the_bytes_of_the_table(transition: Transition, size: int) 
 # what one process computes
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    return Case(shape, Extents()).value(seed)
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return Case(shape, Extents(), dtype).value(seed)
 
 
 def mlp() -> tuple[Tensor, ...]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
 from splitc.runtime.transport.base import Transport, Work
 from splitc.runtime.transport.doubling import all_reduce, sent_bytes
-from tests.runtime.collectives.test_model_parallel import count_sent, random
+from tests.runtime.collectives.test_model_parallel import random
 from tests.support.ranks import on_ranks
+from tests.support.transitions import count_sent
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16]
 
