@@ -181,12 +181,10 @@ class Plan:
 
     def pieces(self, role: str, rank: int) -> Pieces:
         """The pieces in which `rank` computes in `role`."""
-        members, bounds = self.group(role, rank), self.batch_offsets[role]
-        first = self._positions[role][members[0]]
-        readers = self.batch_offsets[self.reader]
-        return pieces_of(
-            self.grouping(role).scheme, self.microbatches, readers, bounds[first : first + len(members) + 1]
-        )
+        grouping, bounds = self.grouping(role), self.batch_offsets[role]
+        first = self._positions[role][rank] // grouping.size * grouping.size
+        group, readers = bounds[first : first + grouping.size + 1], self.batch_offsets[self.reader]
+        return pieces_of(grouping.scheme, self.microbatches, readers, group)
 
     def microbatch_sizes(self, role: str, rank: int, microbatch: int) -> tuple[int, ...]:
         """For each member of the group of `rank`, how many of its examples are in a microbatch."""
@@ -221,16 +219,14 @@ class Plan:
             for k in range(first, last)
             for peer in ranks[k * size : (k + 1) * size]
         )
-        pieces = Pieces(self.microbatches, self.batch_offsets[self.reader])
-        positions = ((peer, *pieces.positions((a, b), microbatch)) for peer, a, b in shared)
+        counted = Pieces(self.microbatches, self.batch_offsets[self.reader]).positions
+        positions = ((peer, *counted((a, b), microbatch)) for peer, a, b in shared)
         return tuple((peer, a, b) for peer, a, b in positions if a < b)
 
     def is_local(self, producer: str, consumer: str) -> bool:
         """Whether every rank of `consumer` has its examples from itself, so that nothing travels between the roles."""
-        return (
-            self.roles[producer] == self.roles[consumer]
-            and self.batch_offsets[producer] == self.batch_offsets[consumer]
-        )
+        same = self.batch_offsets[producer] == self.batch_offsets[consumer]
+        return same and self.roles[producer] == self.roles[consumer]
 
     @cached_property
     def ranks_by_roles(self) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -258,11 +254,8 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             if data.pop("schema") != 1:
-                raise LaunchError(
-                    "plan.json has another schema than 1: it was written by another splitc; compile again"
-                )
+                raise LaunchError("plan.json was written by another splitc, with another schema than 1; compile again")
             del data["hash"]
-            prediction = Prediction.from_dict(data)
             decision = {key: value for key, value in data.items() if key not in PREDICTION_KEYS}
             bounds = decision.pop("examples")
             return cls(
@@ -274,7 +267,7 @@ class Plan:
                     "groups": {role: Grouping(**group) for role, group in data.get("groups", {}).items()},
                     "servers": tuple(data.get("servers", ())),
                     "rounds": Rounds(**data["rounds"]) if data.get("rounds") else None,
-                    "prediction": prediction,
+                    "prediction": Prediction.from_dict(data),
                 }
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -285,16 +278,13 @@ class Plan:
         """All fields but the prediction, under their names in plan.json."""
         decided = asdict(replace(self, prediction=Prediction()))
         del decided["prediction"]
-        if self.rounds is None:
-            del decided["rounds"]
-        if not self.insert_norm:
-            del decided["insert_norm"]
         for place in decided["placements"].values():
             for part in ("state", "arrives"):
                 if place[part] is None:
                     del place[part]
-        if self.schedule == "all_forward":
-            del decided["schedule"]
+        for name, usual in (("rounds", None), ("insert_norm", False), ("schedule", "all_forward")):
+            if decided[name] == usual:
+                del decided[name]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}
 
     @property

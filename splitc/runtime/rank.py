@@ -146,7 +146,7 @@ class Rank:
         """The ranks with work that get no example of a step with these batch offsets, a reader in any microbatch."""
         context, number = StepContext(self.spec.batch_offsets, tuple(offsets)), self.spec.roles[0].microbatches
         shares = zip(self.spec.readers, pairwise(offsets), strict=False)
-        idle = [rank for rank, (first, last) in shares if last - first < number]
+        idle = [rank for rank, (first, last) in shares if last - first < number > 1]
         for (rank, _), examples in self._examples.items():
             first, last = context.interval(examples)
             if examples[0] < examples[1] and first == last:
