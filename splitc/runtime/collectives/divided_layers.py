@@ -38,13 +38,15 @@ class DividedLayers:
         counted = target != ignore_index
         label = target.where(counted, 0)
         _require_below(label, features, "target")
+        if not width:  # a rank without a class
+            logits = F.pad(logits, (0, 1), value=torch.finfo(logits.dtype).min)
         shifted = logits - self._group.maximum(logits.amax(1)).unsqueeze(1)
         place = label - first
-        picked = shifted.gather(1, place.clamp(0, width - 1).unsqueeze(1)).squeeze(1)
+        picked = shifted.gather(1, place.clamp(0, max(width - 1, 0)).unsqueeze(1)).squeeze(1)
         terms = [shifted.exp().sum(1), picked.where((place >= 0) & (place < width), 0)]
         weights = logits.new_ones(features) if weight is None else weight.to(logits.dtype)
         if label_smoothing:
-            terms.append(shifted @ weights[first : first + width])
+            terms.append(shifted[:, :width] @ weights[first : first + width])
         sums = self._group.transition(torch.stack(terms), Transition(State.PARTIAL, State.REPLICATE), Extents())
         log, own = sums[0].log(), weights[label].where(counted, 0)
         loss = (log - sums[1]) * own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,9 +39,10 @@ def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int) -> None:
-    classes, options = 11, dict(OPTIONS[name])
+@pytest.mark.parametrize(("size", "classes"), [(2, 11), (3, 11), (4, 11), (6, 4)])
+def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int, classes: int) -> None:
+    """In groups of more ranks than classes, some have none."""
+    options = dict(OPTIONS[name])
     options["weight"] = random(1, classes).abs() if options.get("weight") else None
     logits, target = problem(classes)
     whole = logits.clone().requires_grad_()
@@ -55,6 +57,36 @@ def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int) -> N
         return loss.detach(), own.grad
 
     found = on_group(size, member)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad, rtol=1e-11, atol=1e-11)
+
+
+EXTREME: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked": lambda logits: logits.index_fill(1, torch.tensor([4, 5, 9]), -torch.inf),
+    "all of a rank masked": lambda logits: logits.index_fill(1, torch.arange(4, 8), -torch.inf),
+    "large": lambda logits: logits * 1e6,
+    "no rows": lambda logits: logits[:0],
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_logits_of_extreme_values_give_the_same_loss(name: str) -> None:
+    logits, target = problem(11)
+    logits = EXTREME[name](logits)
+    target = target.where(target % 5 < 4, 3)[: len(logits)]  # a class that is not masked
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, target, reduction="sum")
+    expected.backward()
+    assert whole.grad is not None
+
+    def member(group: Group) -> tuple[Tensor, Tensor | None]:
+        own = logits.split([4, 4, 3], 1)[group.index].clone().requires_grad_()
+        loss = layers_of(group).cross_entropy(own, target, features=11, reduction="sum")
+        loss.backward()
+        return loss.detach(), own.grad
+
+    found = on_group(3, member)
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(torch.cat([grad for _, grad in found], 1), whole.grad, rtol=1e-11, atol=1e-11)
