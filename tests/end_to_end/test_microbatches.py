@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
+from splitc.ir.actions import print_actions
 from splitc.ir.placements import SCHEDULES
 from splitc.ir.strategies import parse_strategy
 from splitc.runtime.errors import LaunchError
+from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
 from tests.support.delays import delays
 from tests.support.every_strategy import Asked, every_strategy, planned
@@ -112,6 +114,14 @@ def test_one_piece_computes_while_the_next_one_travels() -> None:
     in_turn = planned(3, "layer_separation(n_c=2, n_f=1, microbatches=4, schedule=1f1b)", global_batch=16).files
     assert "    def forward(k):" in in_turn["conv.py"] and "forward(k + 2)" in in_turn["conv.py"]
     assert max(map(len, (in_turn["conv.py"] + in_turn["fc.py"]).splitlines())) <= 120
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_actions_of_a_step_in_microbatches_print_and_parse_back(schedule: str) -> None:
+    program = planned(4, f"layer_separation(ranks=2+1+1, microbatches=3, schedule={schedule})", global_batch=12).program
+    for part in program.rank_programs:
+        text = print_actions(part.actions)
+        assert parse_actions(text) == part.actions and "[2]" in text and "[" not in print_actions(part.whole)
 
 
 def test_evaluation_runs_whole_and_accumulation_adds_up() -> None:
