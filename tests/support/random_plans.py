@@ -404,7 +404,8 @@ def outcome(seed: int, worlds: tuple[int, ...] = WORLDS) -> Outcome:
     program = analyse(case.model, inputs, target, case.loss)
     asked = random_plan(seed, program, worlds)
     if case.normalises_the_batch:  # which needs two examples a rank, in each of its microbatches
-        asked = replace(asked, strategy=re.sub("microbatches=[34]", "microbatches=2", asked.strategy), options={})
+        strategy = re.sub("microbatches=[34]", "microbatches=2", asked.strategy)
+        asked = replace(asked, strategy=strategy, options={"global_batch": 4 * asked.world})
     settings = Settings(asked.world, strategy=asked.strategy, cluster=CLUSTER, pins=asked.pins, **asked.options)
     try:
         compiled = CompiledProgram(specialise(program, settings), case.model, example, settings)
