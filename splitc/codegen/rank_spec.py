@@ -98,7 +98,7 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
             other: tuple(Route(*route) for route in plan.routes(rank, role, other, grouped))
             for other, grouped in together.items()
         },
-        ranks=plan.roles[role] if any(node.kwargs.get("own") for node in stage.graph.nodes) else (),
+        ranks=plan.together(role, rank) if any(node.kwargs.get("own") for node in stage.graph.nodes) else (),
         own_sums=stage.own_sums,
     )
 

@@ -153,9 +153,14 @@ class Plan:
 
     def replicas(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of `role` that hold the same parameters as `rank` and train together: one of each group."""
-        ranks, size = self.roles[role], self.grouping(role).size
-        same = ranks[self._positions[role][rank] % size :: size]
-        return tuple(other for other in same if other in self.unit(rank)) if self.rounds else same
+        index, size = self._positions[role][rank], self.grouping(role).size
+        return self.together(role, rank)[index % size :: size]
+
+    def together(self, role: str, rank: int) -> tuple[int, ...]:
+        """The ranks of `role` that train together with `rank`: all where there are no rounds."""
+        return (
+            tuple(other for other in self.roles[role] if other in self.unit(rank)) if self.rounds else self.roles[role]
+        )
 
     def trains_copies(self, role: str) -> bool:
         """Whether several ranks that train together in a role hold the same parameters."""

@@ -108,7 +108,7 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     averages = action.verb == "average"
     group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
     if not averages and names[0] in stage.own_sums:
-        replicas = plan.roles[stage.role]
+        replicas = plan.together(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
     if averages and plan.deals:  # with the optimizer's state
@@ -213,7 +213,7 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             continue
         own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
         ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
-        ranks = plan.roles[role] if own else ranks
+        ranks = plan.together(role, rank) if own else ranks
         everyone = plan.batch_offsets[role][-1]
         values = _values(op, node, spec, mine if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
