@@ -146,7 +146,7 @@ def test_each_forward_stands_in_a_region_and_each_backward_outside() -> None:
 def test_ranks_in_several_roles_and_turns_have_their_seats_regions() -> None:
     text = program("modulo_shard(mp=2, scheme=B)", pins=PINS).files["conv_fc.py"]
     assert "    with conv.autocast(torch.bfloat16):\n        cut0" in text
-    assert "        with fc.autocast(torch.bfloat16):\n            loss = stage.forward_fc(" in text
+    assert "        with fc[k].autocast(torch.bfloat16):\n            loss = stage.forward_fc(" in text
 
 
 def test_programs_without_autocast_are_as_they_were() -> None:

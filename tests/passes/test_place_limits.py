@@ -10,7 +10,7 @@ from splitc.errors import PlacementError
 from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.placements import Placement
 from splitc.ir.program import SizeSpec
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation
+from splitc.ir.strategies import Auto, DataParallel, HybridSingle, LayerSeparation
 from splitc.ir.strategy import Strategy
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
@@ -99,7 +99,7 @@ def test_pins_that_cannot_be_followed_are_told_all_at_once() -> None:
         (LayerSeparation(), "all", "layer_separation has only trunk, head"),
         (DataParallel(), Placement(holding="sharded"), "holding 'sharded' of fc1"),
         (DataParallel(), Placement(sync="late_multiply"), "sync 'late_multiply' of fc1"),
-        (LayerSeparation(), Placement(group=2), "group 2 of fc1"),
+        (HybridSingle(), Placement(group=2), "group 2 of fc1"),
     ],
 )
 def test_pins_that_contradict_the_strategy_are_refused(strategy: Strategy, pin: str | Placement, words: str) -> None:

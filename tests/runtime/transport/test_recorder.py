@@ -18,6 +18,7 @@ from torch import Tensor
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.simulation.timeline import simulate
+from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport import recorder as machinery
 from splitc.runtime.transport.base import CompletedWork, Transport, Work
@@ -144,7 +145,8 @@ def test_waits_inside_of_backward_are_recorded() -> None:
         recorder = Recorder(transport)
         x = torch.ones(8, requires_grad=True)
         with recorder.step():
-            y = Group(recorder, (0, 1)).copy_to_group(x).sum()
+            entered = Transition(State.REPLICATE, State.DIVIDED)
+            y = Group(recorder, (0, 1)).transition(x, entered, Extents()).sum()
             if recorder.rank == 1:
                 time.sleep(LATE)
             y.backward()
