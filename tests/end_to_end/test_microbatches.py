@@ -16,7 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.actions import print_actions
 from splitc.ir.placements import SCHEDULES
-from splitc.ir.strategies import parse_strategy
+from splitc.ir.strategies import ModuloShard, parse_strategy
 from splitc.runtime.errors import LaunchError
 from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
@@ -27,7 +27,7 @@ from tests.support.ranks import assert_same, batches_for, compile_net, on_worker
 
 def in_pieces(world: int, asked: Asked, number: int, schedule: str, **options: Any) -> CompiledProgram:
     strategy = parse_strategy(asked.strategy)
-    whole = replace(strategy, scheme="BK") if number > 1 and getattr(strategy, "scheme", None) else strategy
+    whole = replace(strategy, scheme="BK") if number > 1 and isinstance(strategy, ModuloShard) else strategy
     asked = replace(asked, strategy=replace(whole, microbatches=number, schedule=schedule))  # type: ignore[arg-type]
     batch = world * 5 + 1  # which neither the ranks nor the microbatches divide
     return planned(world, asked, torch.float64, global_batch=batch, **options)

@@ -13,6 +13,7 @@ from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.strategy import Strategy
 
 CLUSTER = "v100-10gbe"
 
@@ -23,7 +24,7 @@ def compiled(
     target: Any,
     loss: Any,
     world: int,
-    strategy: str = "auto",
+    strategy: str | Strategy = "auto",
     *,
     analysed: Program | None = None,
     **options: Any,
