@@ -255,7 +255,8 @@ class _Walk:
         """cross_entropy(logits, target)  ->  cross_entropy(logits' features, target, features=C)."""
         logits, target, *_ = node.args
         assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
-        options = {key: value for key, value in node.kwargs.items() if value not in (None, -100, 0.0, "mean")}
+        usual = {"ignore_index": -100, "label_smoothing": 0.0, "reduction": "mean"}
+        options = {key: value for key, value in node.kwargs.items() if value is not None and value != usual.get(key)}
         node.args = (logits, self._transitions.moved(target, State.REPLICATE))
         node.target, node.kwargs = comm_ops.cross_entropy, {"features": shape_of(logits)[-1], **options}
         update_info(node, state=State.REPLICATE)

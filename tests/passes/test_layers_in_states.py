@@ -108,6 +108,7 @@ LOSSES: dict[str, Any] = {
     "mean": {},
     "sum": {"reduction": "sum"},
     "ignored targets": {"ignore_index": 2},
+    "padding": {"ignore_index": 0},
     "weights": {"weight": True},
     "label smoothing": {"label_smoothing": 0.1},
     "all": {"label_smoothing": 0.1, "weight": True, "ignore_index": 2},

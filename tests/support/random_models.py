@@ -270,7 +270,7 @@ def _masked(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def _weighted(scores: Tensor, target: Tensor) -> Tensor:
-    weight = torch.linspace(0.5, 2, CLASSES, dtype=scores.dtype)
+    weight = torch.linspace(0.5, 2, scores.size(-1), dtype=scores.dtype)
     return F.cross_entropy(scores, target, weight=weight)
 
 
@@ -279,7 +279,7 @@ def _sum(scores: Tensor, target: Tensor) -> Tensor:
 
 
 def _squares(scores: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(scores, F.one_hot(target, CLASSES).to(scores.dtype))
+    return F.mse_loss(scores, F.one_hot(target, scores.size(-1)).to(scores.dtype))
 
 
 def _several(scores: Tensor, target: Tensor) -> Tensor:

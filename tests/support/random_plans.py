@@ -57,10 +57,16 @@ class Chain(nn.Module):
         for _ in range(choose.randint(1, 5)):
             block, width = random_block(choose, width, self.kind in ("features", "images"))
             blocks.append(block)
+        self.by_token = self.kind == "tokens" and choose.random() < 0.6
+        self.classes = choose.choice([CLASSES, CLASSES, VOCABULARY, 3 * VOCABULARY])
+        if self.by_token and choose.random() < 0.4:  # a language model, whose head is its table of tokens
+            self.classes = VOCABULARY
+            blocks.append(nn.Linear(width, width := self.first.embedding_dim))
         self.blocks = nn.ModuleList(blocks)
-        self.by_token = self.kind == "tokens" and choose.random() < 0.5
-        self.head = nn.Linear(width, CLASSES, bias=choose.random() < 0.7)
-        self.aux = nn.Linear(width, CLASSES) if choose.random() < 0.2 else None
+        self.head = nn.Linear(width, self.classes, bias=choose.random() < 0.7)
+        if self.by_token and self.head.weight.shape == self.first.weight.shape and choose.random() < 0.7:
+            self.head.weight = self.first.weight
+        self.aux = nn.Linear(width, self.classes) if choose.random() < 0.2 else None
 
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
@@ -216,6 +222,14 @@ def random_block(choose: random.Random, width: int, flat: bool) -> tuple[nn.Modu
     return Of(choose.choice(sorted(Of.FUNCTIONS))), width
 
 
+class Shifted(Loss):
+    """A language model's loss: the scores of a token are of the next one."""
+
+    def __call__(self, scores: Any, target: Tensor) -> Tensor:
+        several = scores if isinstance(scores, tuple) else (scores,)
+        return super().__call__(tuple(each[..., :-1, :] for each in several), target[..., 1:])
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its loss, in float64."""
@@ -235,7 +249,7 @@ class Case:
             shape = shapes.get(self.model.kind, (self.model.inputs,))
             x = torch.randn(examples, *shape, dtype=torch.float64, generator=generator)
         shape = (examples, 3) if self.model.by_token else (examples,)
-        return (x,), torch.randint(CLASSES, shape, generator=generator)
+        return (x,), torch.randint(self.model.classes, shape, generator=generator)
 
     def value(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """The loss of a batch, as eager code computes it."""
@@ -252,7 +266,8 @@ def random_case(seed: int) -> Case:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Chain(choose).double()
-    return Case(seed, model, Loss(choose.choice(LOSSES)))
+    loss = Loss(choose.choice(LOSSES))
+    return Case(seed, model, Shifted(loss.of) if model.by_token and choose.random() < 0.5 else loss)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -277,6 +292,9 @@ class Asked:
         return f"world={self.world}, strategy={self.strategy!r}{options}, pins={{{pins}}}"
 
 
+_STRATEGIES = ("data_parallel", "late_multiply", "hybrid_single", "layer_separation", "parameter_server(servers=1)")
+
+
 def random_plan(seed: int, program: Program, worlds: tuple[int, ...] = WORLDS) -> Asked:
     """A plan for the layers of a program."""
     choose = random.Random(f"plan {seed}")
@@ -286,8 +304,9 @@ def random_plan(seed: int, program: Program, worlds: tuple[int, ...] = WORLDS) -
         "groups of all ranks": lambda: ("auto", _in_groups(choose, program, layers, world)),
         "any place": lambda: ("auto", _anywhere(choose, program, layers, world)),
         "separated": lambda: _separated(choose, program, layers, world),
+        "a strategy": lambda: (choose.choice([*_STRATEGIES, f"modulo_shard(mp={choose.choice(_sizes(world))})"]), {}),
     }
-    strategy, pins = kinds[choose.choices(list(kinds), [4, 1, 2])[0]]()
+    strategy, pins = kinds[choose.choices(list(kinds), [4, 1, 2, 1])[0]]()
     number, schedule = choose.choice([1, 1, 2, 3, 4]), choose.choice(["all_forward", "1f1b"])
     if number > 1:
         pieces = f"microbatches={number}, schedule={schedule}"
