@@ -128,7 +128,8 @@ def _levels(
             levels[i] = levels[j] = max(levels[i], levels[j])
         if levels == before:
             return levels
-    raise PlacementError("layers that share a parameter lie before and after layers in another place")
+    why = next(why for (i, _), why in together.items() if levels[i] != before[i])
+    raise PlacementError(f"layers that cannot be separated lie before and after layers in another place: {why}")
 
 
 def apply_pins(

@@ -50,7 +50,7 @@ class Chain(nn.Module):
         width = choose.randint(3, 9)
         match self.kind:
             case "tokens":
-                self.first: nn.Module = nn.Embedding(VOCABULARY, width)
+                self.first: nn.Module = (table := nn.Embedding(VOCABULARY, width))
             case "images":
                 self.first = Convolutions(choose, width := choose.randint(2, 4))
                 width *= 4
@@ -64,11 +64,11 @@ class Chain(nn.Module):
         self.classes = choose.choice([CLASSES, CLASSES, VOCABULARY, 3 * VOCABULARY])
         if self.by_token and choose.random() < 0.4:  # a language model, whose head is its table of tokens
             self.classes = VOCABULARY
-            blocks.append(nn.Linear(width, width := self.first.embedding_dim))
+            blocks.append(nn.Linear(width, width := table.embedding_dim))
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, self.classes, bias=choose.random() < 0.7)
-        if self.by_token and self.head.weight.shape == self.first.weight.shape and choose.random() < 0.7:
-            self.head.weight = self.first.weight
+        if self.by_token and self.head.weight.shape == table.weight.shape and choose.random() < 0.7:
+            self.head.weight = table.weight
         self.aux = nn.Linear(width, self.classes) if choose.random() < 0.2 else None
 
     def forward(self, x: Tensor) -> Any:
