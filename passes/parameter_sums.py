@@ -62,7 +62,7 @@ def sum_over_role(program: PlacedProgram, graph: fx.Graph, role: str, transition
         if node.target is comm_ops.all_reduce and info(node).role == role:
             others = [name for name in node.kwargs["parameters"] if name not in own]
             graph.erase_node(node)
-    at_the_end(graph, role, comm_ops.all_reduce, (*others, *own), own=tuple(own))
+    at_the_end(graph, role, comm_ops.all_reduce, (*own, *others), own=tuple(own))  # buckets fill from the last one
 
 
 def readers_of_parameters(program: PlacedProgram, graph: fx.Graph, role: str) -> dict[str, list[fx.Node]]:

@@ -325,3 +325,14 @@ def test_a_normalisation_after_rows_reads_the_whole_sum() -> None:
     assert isinstance(program.evaluation, LoweredProgram)
     shards = {name: dim for stage in program.evaluation.stages for name, dim in stage.shards.items()}
     assert shards["1.running_mean"] == 0 and "4.running_mean" not in shards
+
+
+def test_what_ranks_use_on_their_own_examples_is_summed_last() -> None:
+    """The bias of a first layer is the last to have its gradient: no other bucket waits for it."""
+    rows = Placement(group=2, holding="sharded", split="rows", state="batch")
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    pins = {"2": rows, "4": replace(rows, split="columns", state=None)}
+    program = compiled(model, (torch.randn(4, 6),), torch.randint(CLASSES, (4,)), F.cross_entropy, 4, pins=pins)
+    (stage,) = (stage for stage in program.program.stages if stage.own_sums)
+    assert stage.own_sums == ("2.bias",)
+    assert len(stage.buckets) > 1 and stage.buckets[-1] == ("2.bias",)

@@ -66,16 +66,13 @@ class Group:
 
     def maximum(self, x: Tensor) -> Tensor:
         """The largest of the members' `x`, element by element, without gradient."""
-        largest = x.detach().clone(memory_format=torch.contiguous_format)
-        self._transport.all_reduce(largest, self.ranks, maximum=True).wait()
-        self.sent_bytes += 2 * (self.size - 1) * largest.nbytes // self.size
-        return largest
+        return self.all_reduce_scalar(x, maximum=True)
 
-    def all_reduce_scalar(self, x: Tensor) -> Tensor:
-        """The sum of the members' `x`, detached."""
+    def all_reduce_scalar(self, x: Tensor, maximum: bool = False) -> Tensor:
+        """The sum of the members' `x`, or the largest, detached."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
-            self._transport.all_reduce(total, self.ranks).wait()
+            self._transport.all_reduce(total, self.ranks, maximum=maximum).wait()
             self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
         return total
 
