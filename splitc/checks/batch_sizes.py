@@ -1,22 +1,30 @@
-"""Check that every batch of a plan takes the branches that were traced."""
+"""Check that every batch of a plan takes the branches that were traced, and that BatchNorm can normalise it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from splitc.errors import PlacementError
+from splitc.ir.graph import info, normalises_examples, tensor_spec
 from splitc.ir.plan import Plan
-from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.program import LoweredProgram, Program
+from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import refused_batch
 
 
-def require_batch_sizes(program: PlacedProgram) -> None:
-    """Raise PlacementError when a rank, or one process with the global batch, would take another branch."""
+def require_batch_sizes(program: LoweredProgram) -> None:
+    """Raise PlacementError when a rank, or one process with the global batch, would take another branch.
+
+    Or when BatchNorm would have one value of a channel to normalise, which torch refuses.
+    """
     if why := refused_batch(program.guards, _batch_sizes(program.plan)):
         raise PlacementError(
             f"{why}; compile with an example and a global_batch within that range, or leave the batch size out of that "
             f"line"
         )
+    if why := next(_single_values(program), None):
+        raise PlacementError(f"{why}: take a larger global_batch, fewer ranks or microbatches, or sync_batchnorm")
 
 
 def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
@@ -33,6 +41,25 @@ def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
                 f"{why} {layer} is multiplied late in role {place.role}, whose ranks divide what one reads, so that "
                 f"some have no examples in a microbatch: take 1, or sync 'all_reduce'"
             )
+
+
+def _single_values(program: LoweredProgram) -> Iterator[str]:
+    """Yield where BatchNorm would have one value of each channel."""
+    plan = program.plan
+    for stage in program.stages:
+        norms = [node for node in stage.graph.nodes if normalises_examples(program.root, node)]
+        for node in norms:
+            spec = tensor_spec(node)
+            for rank in plan.roles[stage.role]:
+                for k in range(plan.num_microbatches(stage.role)):
+                    sizes = plan.microbatch_sizes(stage.role, rank, k)
+                    own = plan.batch(stage.role, rank, k) if info(node).state is State.BATCH else sum(sizes)
+                    batch, channels, *others = spec.at(own)
+                    if batch * math.prod(others) == 1:
+                        yield (
+                            f"{info(node).layer} ({info(node).source}): BatchNorm needs several values of each of its "
+                            f"{channels} channels, and rank {rank} ({stage.role}) has one"
+                        )
 
 
 def _batch_sizes(plan: Plan) -> dict[int, str]:

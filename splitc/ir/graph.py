@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir import comm_ops
 from splitc.ir.program import Cut, Program, Spec, TensorSpec
@@ -207,6 +208,16 @@ def changes_statistics(node: fx.Node) -> bool:
     named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
     flag = named.get("training", False) if node.target is F.batch_norm else named.get("use_input_stats", True)
     return flag is True and named.get("running_mean") is not None
+
+
+def normalises_examples(root: torch.nn.Module, node: fx.Node) -> bool:
+    """Whether the node normalises by the mean and the variance of the examples that it is given."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    named = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return node.target is F.batch_norm and named.get("training", False) is True
 
 
 def assigned(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:

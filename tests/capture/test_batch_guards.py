@@ -120,6 +120,29 @@ def test_within_the_range_training_is_that_of_one_process(strategy: str) -> None
     assert compiled(Net(over), *of(52), F.cross_entropy, 2, strategy).verify(dtype=torch.float64).holds
 
 
+NORMALISED = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "rank"),
+    [
+        ("data_parallel", 4, 0),
+        ("data_parallel", 7, 3),
+        ("data_parallel(microbatches=2)", 12, 0),
+    ],
+)
+def test_a_norm_that_would_have_one_value_is_refused_before_training(strategy: str, batch: int, rank: int) -> None:
+    example = torch.randn(2, 8), torch.randint(4, (2,))
+    with pytest.raises(PlacementError, match=rf"1 \(Sequential\): BatchNorm needs several .* rank {rank} .* has one"):
+        compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=batch)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel(sync_batchnorm=True)", "modulo_shard(mp=2)", "single_device"])
+def test_a_norm_may_have_one_example_of_each_rank(strategy: str) -> None:
+    example = torch.randn(2, 8), torch.randint(4, (2,))
+    assert compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=4).verify().holds
+
+
 def test_every_step_is_checked_tails_included() -> None:
     program = compiled(Net(over), *of(52), F.cross_entropy, 2, "data_parallel")
 

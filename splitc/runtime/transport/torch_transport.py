@@ -77,6 +77,7 @@ class TorchTransport(Transport):
             dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)
 
     def close(self) -> None:
+        self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
