@@ -63,7 +63,7 @@ def calibrate(
         own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         if separate and not ranks.gpus:
             own = replace(own, device=part_of(own.device, _share(budget / 20)))
-    fits = timer.all_gather_objects(own)
+    fits = transport.all_gather_objects(own)
     samples = measure_links(
         transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host, ranks.transfers_take_cores
     )
@@ -107,7 +107,7 @@ def _ranks(timer: RankTimer, separate: bool) -> RankLayout:
     slots = torch.cuda.device_count() if gpu else max(1, cores() // torch.get_num_threads())
     if timer.transport.waits_hold_the_stream:
         slots = here  # NCCL has checked that each has a GPU of its own
-    hosts = timer.all_gather_objects((here, slots))
+    hosts = timer.transport.all_gather_objects((here, slots))
     per_host = {each for each, _ in hosts}
     if len(per_host) > 1 and not separate:
         counts = ", ".join(str(each) for each, _ in hosts)

@@ -22,10 +22,11 @@ import torch
 
 from splitc.cost_models.calibration.device_fit import Rates, Sample, fit_rates, fitted
 from splitc.cost_models.calibration.microbenchmarks import Microbenchmark, microbenchmarks, products
-from splitc.cost_models.compute.clocks import Clock, clock_of, seeded
+from splitc.cost_models.compute.clocks import clock_of, seeded
 from splitc.cost_models.compute.counting import OpCounter, merged
 from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
+from splitc.runtime.clocks import Clock
 
 _LEAST, _MOST = 3, 25  # rounds
 _OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)

@@ -17,6 +17,7 @@ from splitc.cost_models.calibration.links import measure_links
 from splitc.cost_models.calibration.rank_timer import midmean
 from splitc.ir.cluster import Link
 from splitc.runtime.transport.base import AllOf, Transport, Work
+from splitc.runtime.transport.messages import Arriving
 from splitc.runtime.transport.recorder import Forwarding
 from splitc.runtime.transport.simulated import run_ranks
 
@@ -64,21 +65,8 @@ class Loopback(Forwarding):
         arriving = {rank: torch.empty_like(output) for rank in others}
         works = [self._irecv(arriving[rank], rank, _TAG) for rank in others]
         works += [self._isend(pieces[rank], rank, _TAG) for rank in others]
-        return _Summed(output, [pieces[self.rank], *arriving.values()], AllOf(works))
-
-    def _connect(self, ranks: tuple[int, ...]) -> None:
-        """There are two ranks, and they are connected."""
-
-
-class _Summed:
-    """A work that leaves the sum of `parts` in `output`."""
-
-    def __init__(self, output: Tensor, parts: list[Tensor], work: Work) -> None:
-        self._output, self._parts, self._work = output, parts, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._output.copy_(torch.stack(self._parts).sum(0))
+        parts = [pieces[self.rank], *arriving.values()]
+        return Arriving(AllOf(works), lambda: output.copy_(torch.stack(parts).sum(0)))
 
 
 def gpu_link(budget: float) -> Link:

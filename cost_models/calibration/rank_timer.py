@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from splitc.runtime.transport.base import Transport
 
 Progress = Callable[[str], None]
-Value = TypeVar("Value")
 
 LEAST, MOST = 3, 400  # timed runs
 _FIGURES = 3  # floats that ranks exchange at once
@@ -39,11 +37,6 @@ class RankTimer:
         self.progress = progress
         self.spent = 0.0
         self._buffers: list[Tensor] = []
-
-    def all_gather_objects(self, value: Value) -> list[Value]:
-        """All ranks' values in rank order, on every rank."""
-        values: list[Value] = self.transport.broadcast_object(self.transport.gather_objects(value))
-        return values
 
     def seconds(self, ranks: Sequence[int], run: Callable[[], object], allowed: float) -> float:
         """Seconds that `run`, an operation of `ranks`, takes the slowest of them; the other ranks wait.

@@ -39,9 +39,6 @@ class NullTransport(Transport):
     def barrier(self) -> None:
         return
 
-    def close(self) -> None:
-        return
-
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         return self._flight(tensor.contiguous())
 
@@ -62,9 +59,6 @@ class NullTransport(Transport):
         summands = [leaving[ranks.index(self.rank)], *(output.new_empty(output.shape) for _ in ranks[1:])]
         output.copy_(reduce(torch.add, summands))
         return self._flight(output, *leaving, *summands)
-
-    def _connect(self, ranks: tuple[int, ...]) -> None:
-        return
 
     def _flight(self, *tensors: Tensor) -> Work:
         self._travels(tensors)

@@ -25,13 +25,14 @@ import torch
 from torch import fx, nn
 
 from splitc.capture.evaluate import execute
-from splitc.cost_models.compute.clocks import Clock, clock_of
+from splitc.cost_models.compute.clocks import clock_of
 from splitc.cost_models.compute.flops import new_functions
 from splitc.errors import CostError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import Measured
 from splitc.ir.graph import info
 from splitc.ir.program import Program
+from splitc.runtime.clocks import Clock
 
 FIRST, LEAST, MOST = 2, 3, 25
 """Warm-up passes, which allocate memory and choose algorithms; then the fewest and the most timed passes."""

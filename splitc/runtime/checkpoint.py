@@ -112,9 +112,7 @@ def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] |
         problems = list(call() or ())
     except Exception as error:
         problems = [f"rank {transport.rank}: {type(error).__name__}: {error}"]
-    found = transport.gather_objects(problems) or ()
-    lines = list(dict.fromkeys(line for own in found for line in own))
-    if lines := transport.broadcast_object(lines):
+    if lines := dict.fromkeys(line for own in transport.all_gather_objects(problems) for line in own):
         raise LaunchError("\n".join([f"{title}:", *(f"  - {line}" for line in lines)]))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .collectives.layouts import State
 from .collectives.model_parallel import feature_widths
 from .spec import RoleSpec
-from .transport.base import Transport
+from .transport.base import AllOf, Transport
 from .transport.messages import Arriving, Messages
 
 
@@ -67,7 +67,7 @@ class CutComm:
                 part.copy_(self._messages.receive_local(role, self.role))
             else:
                 works.append(self._transport.irecv(part, peer))
-        return Arriving(value, works)
+        return Arriving(AllOf(works), lambda: value)
 
     def _span(self, state: str) -> tuple[int, int]:
         """The examples that this rank has of a value in a state: its own, or its group's."""

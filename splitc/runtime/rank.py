@@ -54,14 +54,12 @@ class Rank:
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(rank, role) -> its examples of the compiled batch, of all ranks."""
-        tables = self.transport.gather_objects({(self.index, role.role): role.examples for role in self.spec.roles})
-        table = None if tables is None else {key: value for each in tables for key, value in each.items()}
-        found: dict[tuple[int, str], tuple[int, int]] = self.transport.broadcast_object(table)
-        return found
+        own = {(self.index, role.role): role.examples for role in self.spec.roles}
+        return {key: examples for each in self.transport.all_gather_objects(own) for key, examples in each.items()}
 
     def require_equal(self, settings: Mapping[str, Any]) -> None:
         """Raise LaunchError, on every rank, when the ranks were started with different settings.  Collective."""
-        found = self.transport.broadcast_object(self.transport.gather_objects(dict(settings)))
+        found = self.transport.all_gather_objects(dict(settings))
         for name, first in found[0].items():
             for rank, other in enumerate(found):
                 if other[name] != first:

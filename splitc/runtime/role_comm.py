@@ -20,9 +20,9 @@ from .collectives.divided_layers import DividedLayers
 from .collectives.gradients import Buckets, GradientSum
 from .collectives.late_multiply import LateMultiply
 from .collectives.layouts import Extents, State, Transition
-from .collectives.loss import Total, start_sum, target_weight
+from .collectives.loss import start_sum, target_weight
 from .collectives.meanwhile import Meanwhile
-from .collectives.model_parallel import Group, Moving, feature_widths
+from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
 from .collectives.sync_batch_norm import batch_norm_module
 from .cut_comm import CutComm
@@ -32,7 +32,7 @@ from .rounds.comm import RoundComm
 from .seeded.comm import SeededComm
 from .seeded.draws import Draws
 from .spec import RoleSpec, StepContext
-from .transport.messages import Messages
+from .transport.messages import Arriving, Messages
 
 
 class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
@@ -172,7 +172,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
 
     def start(
         self, value: Tensor | None, source: str, target: str, features: int = 0, dim: int = 0, rows: int = 1
-    ) -> Moving:
+    ) -> Arriving:
         """Start to bring a value, or a gradient, to another state; `wait` of what is returned gives it."""
         transition = Transition(State(source), State(target))
         return self._group.start(
@@ -247,7 +247,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
 
     def global_weight(
         self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, own: bool = False
-    ) -> Total:
+    ) -> Arriving:
         """Start to sum the weights of all replicas' targets: what a weighted mean over the global batch divides by."""
         total = target_weight(target, weight, ignore_index)
         return start_sum(self._messages, total, (self._role if own else self._replicas).ranks, total.dtype)
@@ -277,7 +277,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
 
     # -- with all ranks ------------------------------------------------------------------------------------------------
 
-    def sum_loss(self, contribution: Tensor, own: bool = False) -> Total:
+    def sum_loss(self, contribution: Tensor, own: bool = False) -> Arriving:
         """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
 
         own: it is of this rank's own examples, and counts anyway.

@@ -5,31 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..transport.base import Work
-from ..transport.messages import Messages
-
-
-class Total:
-    """A 0-d sum over ranks, the loss or its denominator, whose all-reduce may still be under way."""
-
-    def __init__(self, total: Tensor, work: Work, dtype: torch.dtype) -> None:
-        self._total, self._work, self._dtype = total, work, dtype
-
-    def wait(self) -> Tensor:
-        """The sum."""
-        self._work.wait()
-        return self._total.to(self._dtype)
+from ..transport.messages import Arriving, Messages
 
 
 def start_sum(
     messages: Messages, contribution: Tensor, ranks: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64
-) -> Total:
-    """Start to sum the contributions of `ranks`, by default all, in `dtype`; the total has their own."""
+) -> Arriving:
+    """Start to sum 0-d contributions of `ranks`, by default all, in `dtype`; the total has their own."""
     transport = messages.transport
     ranks = tuple(range(transport.world)) if ranks is None else ranks
     total = contribution.detach().to(transport.device, dtype, copy=True)
     messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
-    return Total(total, transport.all_reduce(total, ranks), contribution.dtype)
+    return Arriving(transport.all_reduce(total, ranks), lambda: total.to(contribution.dtype))
 
 
 def target_weight(target: Tensor, weight: Tensor | None = None, ignore_index: int = -100) -> Tensor:

@@ -9,28 +9,17 @@ member must reach it on all, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..transport.base import CompletedWork, Transport, Work, describe
+from ..transport.base import CompletedWork, Transport, describe
+from ..transport.messages import Arriving
 from .layouts import Extents, Move, Transition
 from .meanwhile import Meanwhile
-
-
-class Moving:
-    """A value on its way to another state; `wait` returns it there."""
-
-    def __init__(self, work: Work, finish: Callable[[], Tensor]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self) -> Tensor:
-        """The value in its new state."""
-        self._work.wait()
-        return self._finish()
 
 
 class Group:
@@ -83,11 +72,11 @@ class Group:
             self.meanwhile.one()
         return moving.wait()
 
-    def start(self, x: Tensor, transition: Transition, extents: Extents) -> Moving:
+    def start(self, x: Tensor, transition: Transition, extents: Extents) -> Arriving:
         """Start to bring a value, or a gradient, to another state, without autograd."""
         x = x.detach()
         if self.size == 1:
-            return Moving(CompletedWork(), lambda: x)
+            return Arriving(CompletedWork(), lambda: x)
         dim, sizes = extents.sizes(transition.by_examples)
         match transition.move:
             case Move.GATHER:
@@ -101,36 +90,36 @@ class Group:
             case Move.SUM:
                 total = x.clone(memory_format=torch.contiguous_format)
                 self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
-                return Moving(self._transport.all_reduce(total, self.ranks), lambda: total)
+                return Arriving(self._transport.all_reduce(total, self.ranks), lambda: total)
             case Move.SCATTER_SUM:
                 self._check(x, transition, dim, sizes, whole=True)
                 return self._scatter_sum(x, dim, sizes)
             case Move.SLICE:
                 self._check(x, transition, dim, sizes, whole=True)
-                return Moving(CompletedWork(), lambda: x.narrow(dim, sum(sizes[: self.index]), sizes[self.index]))
+                return Arriving(CompletedWork(), lambda: x.narrow(dim, sum(sizes[: self.index]), sizes[self.index]))
             case Move.PAD:
                 self._check(x, transition, dim, sizes)
                 padded = x.new_zeros(_resized(x, dim, sum(sizes)))
                 padded.narrow(dim, sum(sizes[: self.index]), sizes[self.index]).copy_(x)
-                return Moving(CompletedWork(), lambda: padded)
-        return Moving(CompletedWork(), lambda: x)
+                return Arriving(CompletedWork(), lambda: padded)
+        return Arriving(CompletedWork(), lambda: x)
 
     # -- collectives of unequal pieces ---------------------------------------------------------------------------------
 
-    def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Moving:
+    def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """All-gather: the members' tensors, of these sizes along `dim`, concatenated."""
         pieces = [x.new_empty(_resized(x, dim, size)) for size in sizes]
         self.sent_bytes += (self.size - 1) * x.nbytes
-        return Moving(self._transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
+        return Arriving(self._transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
 
-    def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Moving:
+    def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""
         pieces = x.split(list(sizes), dim)
         own = x.new_empty(pieces[self.index].shape)
         self.sent_bytes += x.nbytes - own.nbytes
-        return Moving(self._transport.reduce_scatter(own, pieces, self.ranks), lambda: own)
+        return Arriving(self._transport.reduce_scatter(own, pieces, self.ranks), lambda: own)
 
-    def _exchange(self, x: Tensor, dim: int, sizes: Sequence[int], other: int, others: Sequence[int]) -> Moving:
+    def _exchange(self, x: Tensor, dim: int, sizes: Sequence[int], other: int, others: Sequence[int]) -> Arriving:
         """All-to-all: the members' parts along `dim`, each cut along `other`, become parts along `other`."""
         pieces = [piece.contiguous() for piece in x.split(list(others), other)]
         received = [x.new_empty(_resized(pieces[self.index], dim, size)) for size in sizes]
@@ -138,7 +127,7 @@ class Group:
         peers = [(k, rank) for k, rank in enumerate(self.ranks) if k != self.index]
         self.sent_bytes += x.nbytes - pieces[self.index].nbytes
         sends, receives = ([(tensors[k], rank) for k, rank in peers] for tensors in (pieces, received))
-        return Moving(self._transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
+        return Arriving(self._transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
 
     def _check(self, x: Tensor, transition: Transition, dim: int, sizes: Sequence[int], whole: bool = False) -> None:
         """Raise ValueError when the members' sizes along `dim`, of which `x` has all or its own, do not fit."""

@@ -30,7 +30,7 @@ class Mismatch(RuntimeError):
 class Work(Protocol):
     """An operation under way.  Keep it until `wait`: it keeps the tensors alive."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when the operation is complete and its tensors may be read and reused.
 
         A second wait returns at once.  Raises PeerLost when a peer is gone.
@@ -204,6 +204,11 @@ class Transport(ABC):
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
         """Return all ranks' picklable values in rank order on rank `dst`, None elsewhere."""
 
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return all ranks' picklable values in rank order on every rank."""
+        values: list[Any] = self.broadcast_object(self.gather_objects(value))
+        return values
+
     @abstractmethod
     def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
         """Return to every rank its own of rank `src`'s `values`; the others pass None.
@@ -215,9 +220,9 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when every rank has called this."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Close the connections that this transport made, after all work is complete."""
+        """Close the connections that this transport made, if any, after all work is complete."""
+        return
 
     @abstractmethod
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...
@@ -237,8 +242,9 @@ class Transport(ABC):
     @abstractmethod
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work: ...
 
-    @abstractmethod
-    def _connect(self, ranks: tuple[int, ...]) -> None: ...
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        """Create the communicator of `ranks`, where there is one."""
+        return
 
     def _exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], ranks: tuple[int, ...], tag: int

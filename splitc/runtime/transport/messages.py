@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -11,16 +11,15 @@ from .base import Transport, Work
 
 
 class Arriving:
-    """A tensor that is on its way from other ranks."""
+    """A tensor that is made of what other ranks send.  finish: makes it, once `work` is complete."""
 
-    def __init__(self, value: Tensor, works: Sequence[Work]) -> None:
-        self._value, self._works = value, works
+    def __init__(self, work: Work, finish: Callable[[], Tensor]) -> None:
+        self._work, self._finish = work, finish
 
     def wait(self) -> Tensor:
         """The tensor, once all of it has come."""
-        for work in self._works:
-            work.wait()
-        return self._value
+        self._work.wait()
+        return self._finish()
 
 
 class Messages:

@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..clocks import Clock, HostClock, StreamClock
 from .base import CompletedWork, Message, Transport, Work
 
 Route = tuple[int, int, int]
@@ -102,7 +103,7 @@ class Recorder(Forwarding):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self.steps: list[Step] = []
-        self._clock: _Clock = _StreamClock(self.device) if transport.waits_hold_the_stream else _HostClock()
+        self._clock: Clock = StreamClock(self.device) if transport.waits_hold_the_stream else HostClock(time.monotonic)
         self._zero = 0.0
         self._issued: list[_Recorded] | None = None
 
@@ -125,15 +126,16 @@ class Recorder(Forwarding):
     def step(self) -> Iterator[None]:
         """Record one step; a step that raises is not recorded."""
         self._synchronise()
-        self._clock.start()
-        self._issued = []
+        self._issued, first = [], self._clock.now()
+        self._clock.settle()
         begin = time.monotonic()
         yield
         self._synchronise()
         end = time.monotonic()
         issued, self._issued = self._issued, None
-        operations = tuple(each.read(self._zero, end) for each in issued)
-        self.steps.append(Step(begin - self._zero, end - self._zero, operations))
+        begin, end = begin - self._zero, end - self._zero
+        operations = tuple(each.read(lambda mark: begin + self._clock.between(first, mark), end) for each in issued)
+        self.steps.append(Step(begin, end, operations))
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -197,80 +199,30 @@ class Recorder(Forwarding):
 class _Recorded:
     """The work of an operation that is recorded; its times are marks of the clock until the step has ended."""
 
-    def __init__(self, operation: Operation, start: Callable[[], Work], clock: _Clock) -> None:
+    def __init__(self, operation: Operation, start: Callable[[], Work], clock: Clock) -> None:
         self._operation, self._clock = operation, clock
         self._waits: list[tuple[Any, Any]] = []
         self._completed: Any = None
-        self._issued = clock.mark()
+        self._issued = clock.now()
         self.work = start()
 
     def complete(self) -> None:
         """Mark the completion; called from any thread, with the host's clock."""
-        self._completed = self._clock.mark()
+        self._completed = self._clock.now()
 
     def wait(self) -> None:
-        begin = self._clock.mark()
+        begin = self._clock.now()
         self.work.wait()
-        self._waits.append((begin, self._clock.mark()))
+        self._waits.append((begin, self._clock.now()))
         self.work = CompletedWork()  # which holds no tensors
 
-    def read(self, zero: float, end: float) -> Operation:
-        """The operation with its times in seconds after `zero`.  end: of the step, when everything is complete."""
-
-        def seconds(mark: Any) -> float:
-            return self._clock.seconds(mark) - zero
-
+    def read(self, seconds: Callable[[Any], float], end: float) -> Operation:
+        """The operation with the `seconds` of its marks.  end: of the step, when everything is complete."""
         waits = tuple((seconds(begin), seconds(ended)) for begin, ended in self._waits)
         ends = [waits[0][1]] if waits else []
         ends += [seconds(self._completed)] if self._completed is not None else []
-        completed = min(ends, default=end - zero)
+        completed = min(ends, default=end)
         return replace(self._operation, issued=seconds(self._issued), completed=completed, waits=waits)
-
-
-class _Clock(Protocol):
-    """Marks points in time, which can be read after the step."""
-
-    def start(self) -> None:
-        """Begin a step; everything issued before is complete."""
-
-    def mark(self) -> Any:
-        """Now."""
-
-    def seconds(self, mark: Any) -> float:
-        """The time of a mark on the scale of `time.monotonic`."""
-
-
-class _HostClock:
-    """The time at which the program makes a mark."""
-
-    def start(self) -> None:
-        pass
-
-    def mark(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, mark: float) -> float:
-        return mark
-
-
-class _StreamClock:
-    """The time at which the GPU's current stream reaches a mark, not when the program makes it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def start(self) -> None:
-        self._first: Any = self.mark()
-        self._first.synchronize()
-        self._at = time.monotonic()
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, mark: Any) -> float:
-        return self._at + float(self._first.elapsed_time(mark)) / 1e3  # events count milliseconds
 
 
 def _host() -> str:

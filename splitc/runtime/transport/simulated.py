@@ -120,9 +120,6 @@ class SimulatedTransport(Transport):
         )
         return _Once(lambda: output.detach().copy_(result()[ranks.index(self.rank)]))
 
-    def _connect(self, ranks: tuple[int, ...]) -> None:
-        """Nothing to create: the first member creates a collective."""
-
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         data = pickle.dumps(value) if self.rank == src else None
         return pickle.loads(self._join_all(f"broadcast_object from rank {src}", data)[src])
@@ -138,9 +135,6 @@ class SimulatedTransport(Transport):
 
     def barrier(self) -> None:
         self._join_all("barrier", None)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
     def _join_all(self, what: str, contribution: Any) -> list[Any]:
         """The contributions of all ranks, once all have joined."""

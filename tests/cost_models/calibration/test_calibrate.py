@@ -402,7 +402,7 @@ def test_all_ranks_get_the_same_calibration_and_it_is_a_cluster(monkeypatch: pyt
 
 def test_hosts_with_unequal_numbers_of_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(transport: Transport) -> None:
-        monkeypatch.setattr(RankTimer, "all_gather_objects", lambda self, value: [(2, 1), (2, 1), (1, 1)])
+        monkeypatch.setattr(Transport, "all_gather_objects", lambda self, value: [(2, 1), (2, 1), (1, 1)])
         calibrate(transport, 1.0)
 
     with pytest.raises(LaunchError, match=r"unequal numbers of ranks.*2, 2, 1.*--separate"):
