@@ -54,28 +54,38 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         return replace(
             stage,
             own_sums=tuple(name for name in summed if name in own),
-            buckets=self._buckets(program, summed, own, most=max(_nbytes(program, summed) // 4, _LEAST)),
+            buckets=self._buckets(program, summed, own, min(self.nbytes, max(_nbytes(program, summed) // 4, _LEAST))),
             served=self._buckets(program, pushed),
             averaged=tuple(bucket for bucket, _ in averaged),
             fragments=tuple(k for _, k in averaged),
         )
 
     def _buckets(
-        self, program: Program, names: list[str], own: Collection[str] = (), most: float = math.inf
+        self, program: Program, names: list[str], own: Collection[str] = (), alone: float = math.inf
     ) -> tuple[tuple[str, ...], ...]:
-        """`names`, from the last to the first, in buckets; those in `own` in others than the rest."""
-        buckets: list[list[str]] = []
-        size = 0
+        """`names`, from the last to the first, in buckets by when they are full; those in `own` in others.
+
+        alone: bytes of a bucket, from which a tensor has its own, so that it is summed where it is.
+        """
+
+        def kind(name: str) -> tuple[object, bool]:
+            return program.tensors[name].dtype, name in own
+
+        full: list[tuple[str, ...]] = []
+        waiting: list[str] = []
+        limit = min(self.nbytes, alone)
         for name in reversed(names):
-            holding = program.tensors[name]
-            last = buckets[-1][0] if buckets else name
-            unlike = program.tensors[last].dtype != holding.dtype or (last in own) != (name in own)
-            if not buckets or size >= min(self.nbytes, most) or unlike:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(name)
-            size += holding.nbytes
-        return tuple(map(tuple, buckets))
+            if program.tensors[name].nbytes >= alone:
+                full.append((name,))
+                continue
+            if waiting and kind(waiting[-1]) != kind(name):
+                full.append(tuple(waiting))
+                waiting = []
+            waiting.append(name)
+            if _nbytes(program, waiting) >= limit:
+                full.append(tuple(waiting))
+                waiting = []
+        return (*full, tuple(waiting)) if waiting else tuple(full)
 
 
 def _nbytes(program: Program, names: Iterable[str]) -> int:

@@ -34,10 +34,11 @@ def buckets_of(program: LoweredProgram) -> str:
     [
         (16_000_000, "all: bucket0: b.bias b.weight a.bias a.weight"),
         (
-            140,  # b holds 4 * (5 + 5 * 6) bytes
+            140,  # b holds 4 * (5 + 5 * 6) bytes, and a.weight alone 4 * 6 * 8
             """\
             all: bucket0: b.bias b.weight
-            all: bucket1: a.bias a.weight""",
+            all: bucket1: a.weight
+            all: bucket2: a.bias""",
         ),
         (
             1,

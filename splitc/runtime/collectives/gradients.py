@@ -82,7 +82,8 @@ class GradientSum:
 
     def _start(self, transport: Transport, ranks: Sequence[tuple[int, ...]]) -> None:
         bucket, own = self._buckets[len(self._started)], ranks[len(self._started)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        parts = [(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]  # one alone is summed where it is
         sum_up = doubling.all_reduce if self._algorithm == "recursive_doubling" else Transport.all_reduce
         self._started.append((flat, sum_up(transport, flat, own)))
 

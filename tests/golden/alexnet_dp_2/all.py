@@ -55,18 +55,18 @@ class Stage(nn.Module):
 
 BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 16.4 MB
-        "classifier.6.bias",
         "classifier.6.weight",
     ),
     (  # 67.1 MB
-        "classifier.4.bias",
         "classifier.4.weight",
     ),
     (  # 151 MB
-        "classifier.1.bias",
         "classifier.1.weight",
     ),
-    (  # 5.90 MB
+    (  # 5.94 MB
+        "classifier.6.bias",
+        "classifier.4.bias",
+        "classifier.1.bias",
         "features.10.bias",
         "features.10.weight",
         "features.8.bias",

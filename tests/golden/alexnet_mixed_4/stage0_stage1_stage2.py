@@ -62,19 +62,21 @@ class Stage(nn.Module):
 
 
 STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
-    (  # 369 kB
-        "features.10.bias",
-        "features.10.weight",
-        "features.8.bias",
+    (  # 221 kB
         "features.8.weight",
     ),
     (  # 166 kB
-        "features.6.bias",
         "features.6.weight",
     ),
-    (  # 100 kB
+    (  # 225 kB
+        "features.10.bias",
+        "features.10.weight",
+        "features.8.bias",
+        "features.6.bias",
         "features.3.bias",
         "features.3.weight",
+    ),
+    (  # 23.3 kB
         "features.0.bias",
         "features.0.weight",
     ),
@@ -83,8 +85,10 @@ STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
 
 STAGE1_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 4.72 MB
-        "classifier.1.bias",
         "classifier.1.weight",
+    ),
+    (  # 2.05 kB
+        "classifier.1.bias",
     ),
 )
 
@@ -102,10 +106,10 @@ def step(stage0, stage1, stage2, stage, images, target):
     d_cut2 = stage2.recv("stage3", (-1, 1024), torch.float32)    # <- stage3  16.4 kB
     cut2.backward(d_cut2)
     stage2.multiply()                                            # late-multiplied gradients, W' = E^T X
-    with stage1.all_reduce(stage, STAGE1_BUCKETS):               # 4.72 MB in 1 bucket, during backward
+    with stage1.all_reduce(stage, STAGE1_BUCKETS):               # 4.72 MB in 2 buckets, during backward
         cut1.backward(cut1_stage2.grad)
     d_cut0 = stage1.reduce_scatter(cut0_group.grad, to="batch")  # reduce-scatter over the group
-    with stage0.all_reduce(stage, STAGE0_BUCKETS):               # 636 kB in 3 buckets, during backward
+    with stage0.all_reduce(stage, STAGE0_BUCKETS):               # 636 kB in 4 buckets, during backward
         cut0.backward(d_cut0)
     return total.wait()
 
