@@ -40,14 +40,12 @@ class LayerSeparation(Strategy):
     """
 
     name = "layer_separation"
-    n_c: int | None = None
-    n_f: int | None = None
+    n_c: int | None = whole(1)
+    n_f: int | None = whole(1)
     ranks: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("n_c", "n_f"):
-            whole(self, option, 1)
         if self.ranks is None:
             return
         if self.n_c is not None or self.n_f is not None:
@@ -72,15 +70,9 @@ class ParameterServer(Strategy):
     """
 
     name = "parameter_server"
-    servers: int | None = None
-    beside: bool | None = None
-    overlap: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(self, "servers", 1)
-        for option in ("beside", "overlap"):
-            one_of(self, option, (True, False))
+    servers: int | None = whole(1)
+    beside: bool | None = one_of(True, False)
+    overlap: bool | None = one_of(True, False)
 
 
 @dataclass(frozen=True)
@@ -100,15 +92,9 @@ class ModuloShard(InRounds):
     """
 
     name = "modulo_shard"
-    mp: int | None = None
-    scheme: str | None = None
-    updates: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(self, "mp", 2)
-        one_of(self, "scheme", SCHEMES)
-        one_of(self, "updates", UPDATES)
+    mp: int | None = whole(2)
+    scheme: str | None = one_of(*SCHEMES)
+    updates: str | None = one_of(*UPDATES)
 
     @property
     def is_exact(self) -> bool:
@@ -128,7 +114,7 @@ class LocalSGD(InRounds):
 
     name = "local_sgd"
     exact = False
-    period: int = 8
+    period: int = whole(1, default=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,13 +132,8 @@ class IndependentSubnets(Strategy):
 
     name = "independent_subnets"
     exact = False
-    local_steps: int = 8
-    insert_norm: bool | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(self, "local_steps", 1)
-        one_of(self, "insert_norm", (True, False))
+    local_steps: int = whole(1, default=8)
+    insert_norm: bool | None = one_of(True, False)
 
 
 @dataclass(frozen=True)

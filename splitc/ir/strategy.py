@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -12,6 +13,31 @@ from splitc.runtime.spec import Rounds
 
 
 @dataclass(frozen=True)
+class _Valid:
+    """What an option may be, if it is given: a test of it, and the same in words."""
+
+    holds: Callable[[Any], bool]
+    must: str
+
+
+def whole(least: int, default: int | None = None) -> Any:
+    """An option that is a whole number of at least `least`."""
+    valid = _Valid(lambda value: type(value) is int and value >= least, f"a whole number of at least {least}")
+    return field(default=default, metadata={"valid": valid})
+
+
+def number() -> Any:
+    """An option that is a number."""
+    return field(default=None, metadata={"valid": _Valid(lambda value: type(value) in (int, float), "a number")})
+
+
+def one_of(*known: object) -> Any:
+    """An option that is one of these values."""
+    valid = _Valid(lambda value: value in known, f"one of {', '.join(map(str, known))}")
+    return field(default=None, metadata={"valid": valid})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Base of all strategies.  name: how users write it.  exact: whether it is the same training as in one process.
 
@@ -19,20 +45,22 @@ class Strategy:
     sync_batchnorm: BatchNorm normalises over the whole global batch, as in one process, not over each rank's part.
     microbatches: parts of each reader's batch that go through the ranks one after another, in the order of `schedule`,
     "all_forward" or "1f1b"; 1 and all_forward unless given.
+
+    Raises PlacementError for an option that is not valid.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
-    all_reduce: str | None = field(default=None, kw_only=True)
-    sync_batchnorm: bool | None = field(default=None, kw_only=True)
-    microbatches: int | None = field(default=None, kw_only=True)
-    schedule: str | None = field(default=None, kw_only=True)
+    all_reduce: str | None = one_of(*ALL_REDUCES)
+    sync_batchnorm: bool | None = one_of(True, False)
+    microbatches: int | None = whole(1)
+    schedule: str | None = one_of(*SCHEDULES)
 
     def __post_init__(self) -> None:
-        one_of(self, "all_reduce", ALL_REDUCES)
-        one_of(self, "sync_batchnorm", (True, False))
-        one_of(self, "schedule", SCHEDULES)
-        whole(self, "microbatches", 1)
+        for option in fields(self):
+            value, valid = getattr(self, option.name), option.metadata.get("valid")
+            if value is not None and valid is not None and not valid.holds(value):
+                raise PlacementError(f"{self.name}: {option.name} is {value!r}; it must be {valid.must}")
 
     @property
     def is_exact(self) -> bool:
@@ -44,7 +72,7 @@ class Strategy:
         return f"{self.name}({', '.join(options)})" if options else self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InRounds(Strategy):
     """Base of strategies in which units of ranks may train by themselves, and average after each `period` updates.
 
@@ -55,23 +83,17 @@ class InRounds(Strategy):
     through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
     """
 
-    period: int | None = field(default=None, kw_only=True)
-    outer_lr: float | None = field(default=None, kw_only=True)
-    outer_momentum: float | None = field(default=None, kw_only=True)
-    nesterov: bool | None = field(default=None, kw_only=True)
-    fragments: int | None = field(default=None, kw_only=True)
-    delay: int | None = field(default=None, kw_only=True)
-    mixing: float | None = field(default=None, kw_only=True)
-    through: str | None = field(default=None, kw_only=True)
+    period: int | None = whole(1)
+    outer_lr: float | None = number()
+    outer_momentum: float | None = number()
+    nesterov: bool | None = one_of(True, False)
+    fragments: int | None = whole(1)
+    delay: int | None = whole(0)
+    mixing: float | None = number()
+    through: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, least in (("period", 1), ("fragments", 1), ("delay", 0)):
-            whole(self, option, least)
-        for option in ("outer_lr", "outer_momentum", "mixing"):
-            if type(getattr(self, option) or 0) not in (int, float):
-                raise PlacementError(f"{self.name}: {option} is {getattr(self, option)!r}; it must be a number")
-        one_of(self, "nesterov", (True, False))
         if (rounds := self.rounds(unit=1)) is not None and (problems := list(rounds_problems(rounds))):
             raise PlacementError(f"{self.name}: {'; '.join(problems)}")
 
@@ -101,17 +123,3 @@ def in_microbatches(strategy: Strategy, number: Any) -> Strategy:
 def options_of(strategy: Strategy | type[Strategy]) -> list[Field[Any]]:
     """A strategy's own options first, then those of all."""
     return sorted(fields(strategy), key=lambda f: bool(f.kw_only))
-
-
-def whole(strategy: Strategy, option: str, least: int) -> None:
-    """Raise PlacementError for what is given and no whole number of at least `least`."""
-    value = getattr(strategy, option)
-    if value is not None and (type(value) is not int or value < least):
-        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be a whole number of at least {least}")
-
-
-def one_of(strategy: Strategy, option: str, known: tuple[object, ...]) -> None:
-    """Raise PlacementError for what is given and not `known`."""
-    value = getattr(strategy, option)
-    if value is not None and value not in known:
-        raise PlacementError(f"{strategy.name}: {option} is {value!r}; it must be one of {', '.join(map(str, known))}")
