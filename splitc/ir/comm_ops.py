@@ -184,58 +184,39 @@ class CommOp:
         return Collective.NONE if self.adjoint is None else OPS[self.adjoint].collective
 
 
-OPS = {
-    op.name: op
-    for op in (
-        CommOp("send", Collective.SEND, Over.ROUTES, "recv_grad"),
-        CommOp("recv_grad", Collective.RECV, Over.ROUTES, "send"),
-        CommOp("recv", Collective.RECV, Over.ROUTES, "send_grad"),
-        CommOp("send_grad", Collective.SEND, Over.ROUTES, "recv"),
-        *(CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS),
-        CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", in_stage=True),
-        CommOp("gather_errors", Collective.ALL_GATHER, Over.REPLICAS, "late_multiply", in_stage=True),
-        CommOp("linear", Collective.NONE, in_stage=True),
-        CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", in_stage=True),
-        CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
-        CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
-        CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, in_stage=True),
-        CommOp("embedding", Collective.NONE, in_stage=True),
-        CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
-        CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True),
-        CommOp("uniform", Collective.NONE, in_stage=True),
-        CommOp("normal", Collective.NONE, in_stage=True),
-        CommOp("store_buffer", Collective.NONE, in_stage=True),
-        CommOp("pull", Collective.RECV, Over.SERVERS, "push", in_stage=True),
-        CommOp("push", Collective.SEND, Over.SERVERS, "pull"),
-        CommOp("send_parameters", Collective.SEND, Over.SERVERS, "reduce_gradients"),
-        CommOp("reduce_gradients", Collective.RECV, Over.SERVERS, "send_parameters"),
-        CommOp("all_reduce", Collective.ALL_REDUCE, Over.REPLICAS, "all_reduce"),
-        CommOp("all_reduce_tied", Collective.ALL_REDUCE, None, "all_reduce_tied"),
-        CommOp("sum_loss", Collective.ALL_REDUCE, Over.WORLD),
-    )
+NODES: dict[Callable[..., Any], CommOp] = {
+    send: CommOp("send", Collective.SEND, Over.ROUTES, "recv_grad"),
+    recv: CommOp("recv", Collective.RECV, Over.ROUTES, "send_grad"),
+    **{each: CommOp(each.__name__, forward_collective(each), Over.GROUP, in_stage=True) for each in TRANSITIONS},
+    late_multiply: CommOp("late_multiply", Collective.NONE, Over.REPLICAS, "gather_errors", in_stage=True),
+    linear: CommOp("linear", Collective.NONE, in_stage=True),
+    batch_norm: CommOp("batch_norm", Collective.ALL_REDUCE, Over.REPLICAS, "batch_norm", in_stage=True),
+    all_reduce_scalar: CommOp("all_reduce_scalar", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
+    global_weight: CommOp("global_weight", Collective.ALL_REDUCE, Over.REPLICAS, None, in_stage=True),
+    cross_entropy: CommOp("cross_entropy", Collective.ALL_REDUCE, Over.GROUP, in_stage=True),
+    embedding: CommOp("embedding", Collective.NONE, in_stage=True),
+    scale_by_share: CommOp("scale_by_share", Collective.NONE, None, "scale_by_share", in_stage=True),
+    dropout: CommOp("dropout", Collective.NONE, None, "dropout", in_stage=True),
+    uniform: CommOp("uniform", Collective.NONE, in_stage=True),
+    normal: CommOp("normal", Collective.NONE, in_stage=True),
+    store_buffer: CommOp("store_buffer", Collective.NONE, in_stage=True),
+    pull: CommOp("pull", Collective.RECV, Over.SERVERS, "push", in_stage=True),
+    push: CommOp("push", Collective.SEND, Over.SERVERS, "pull"),
+    all_reduce: CommOp("all_reduce", Collective.ALL_REDUCE, Over.REPLICAS, "all_reduce"),
 }
-"""Every operation, by the name of its node or action."""
-
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    send,
-    recv,
-    *TRANSITIONS,
-    late_multiply,
-    linear,
-    batch_norm,
-    pull,
-    push,
-    all_reduce,
-    all_reduce_scalar,
-    global_weight,
-    cross_entropy,
-    embedding,
-    scale_by_share,
-    *DRAWS,
-    store_buffer,
-)
-NODES = {function: OPS[function.__name__] for function in _FUNCTIONS}
 """The operations that are nodes of a graph, by their function."""
+
+_NO_NODES = (
+    CommOp("recv_grad", Collective.RECV, Over.ROUTES, "send"),
+    CommOp("send_grad", Collective.SEND, Over.ROUTES, "recv"),
+    CommOp("gather_errors", Collective.ALL_GATHER, Over.REPLICAS, "late_multiply", in_stage=True),
+    CommOp("send_parameters", Collective.SEND, Over.SERVERS, "reduce_gradients"),
+    CommOp("reduce_gradients", Collective.RECV, Over.SERVERS, "send_parameters"),
+    CommOp("all_reduce_tied", Collective.ALL_REDUCE, None, "all_reduce_tied"),
+    CommOp("sum_loss", Collective.ALL_REDUCE, Over.WORLD),
+)
+OPS = {op.name: op for op in (*NODES.values(), *_NO_NODES)}
+"""Every operation, by the name of its node or action."""
 
 
 def op_of(node: fx.Node) -> CommOp | None:
