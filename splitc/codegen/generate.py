@@ -25,10 +25,9 @@ def generate(program: LoweredProgram) -> dict[str, str]:
     files = {f"{rank_program.name}.py": role_file(program, rank_program) for rank_program in program.rank_programs}
     if plan.servers:
         files["served.py"] = served_file(program)
-    working = {rank for rank_program in program.rank_programs for rank in rank_program.ranks}
     for rank in range(plan.world):
-        files[f"rank{rank}.py"] = rank_file(program, rank) if rank in working else idle_rank_file(program, rank)
-    if len(working) < plan.world:
+        files[f"rank{rank}.py"] = rank_file(program, rank) if plan.duties(rank) else idle_rank_file(program, rank)
+    if not all(map(plan.duties, range(plan.world))):
         files[f"{IDLE}.py"] = _idle_file(program)
     files["launch.py"] = _launch_file(program)
     files["plan.json"] = plan.to_json()

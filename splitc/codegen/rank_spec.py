@@ -20,7 +20,7 @@ IDLE = "idle"
 def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
     """Describe a rank; one that has no rank program is idle."""
     plan = program.plan
-    roles = next((each.roles for each in program.rank_programs if rank in each.ranks), ())
+    roles = plan.duties(rank)
     stages = [program.stage(role) for role in roles if role != SERVER]
     described = [_role(program, stage, rank, is_server=SERVER in roles) for stage in stages]
     if not stages:

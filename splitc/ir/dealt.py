@@ -72,5 +72,4 @@ def dealt_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -
         sizes = [sum(exchanged_nbytes(t, stage.dealt[t.name], count, other, verb) for t in alike) for other in ranks]
         sent = (sum(sizes) - sizes[rank] if verb != "collect" else (count - 1) * sizes[rank]) / count
         shape, payload = (round(sum(sizes) / dtype.itemsize),), Payload(What(action.verb), str(dtype), stage.role)
-        if len(ranks) > 1:
-            yield WireOp("collective", payload, ranks, shape, dtype, sent, None, Collective.ALL_TO_ALL)
+        yield WireOp("collective", payload, ranks, shape, dtype, sent, None, Collective.ALL_TO_ALL)

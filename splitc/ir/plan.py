@@ -99,7 +99,7 @@ class Plan:
 
     def duties(self, rank: int) -> tuple[str, ...]:
         """The roles of `rank`, that of a server included; none for a rank without work."""
-        return next((roles for roles, ranks in self.ranks_by_roles.items() if rank in ranks), ())
+        return self.roles_of(rank) + (SERVER,) * (rank in self.servers)
 
     @property
     def deals(self) -> bool:
@@ -236,17 +236,12 @@ class Plan:
     @cached_property
     def ranks_by_roles(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """The combinations of roles that ranks have -> those ranks.  Ranks of one combination run one program."""
-        roles_of: dict[int, tuple[str, ...]] = dict.fromkeys(range(self.world), ())
-        for role, ranks in (*self.roles.items(), (SERVER, self.servers)):
-            for rank in ranks:
-                roles_of[rank] += (role,)
         found: dict[tuple[str, ...], list[int]] = {}
-        for rank, roles in roles_of.items():
-            if roles:
-                found.setdefault(roles, []).append(rank)
+        for rank in range(self.world):
+            found.setdefault(self.duties(rank), []).append(rank)
         order = [*self.roles, SERVER]
-        by_role = sorted(found.items(), key=lambda part: [order.index(role) for role in part[0]])
-        return {roles: tuple(ranks) for roles, ranks in by_role}
+        by_role = sorted(found.keys() - {()}, key=lambda roles: [order.index(role) for role in roles])
+        return {roles: tuple(found[roles]) for roles in by_role}
 
     def to_json(self) -> str:
         """Text that `from_json` reads back; same plan, same text."""

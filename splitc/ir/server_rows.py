@@ -14,22 +14,15 @@ from torch import fx
 from splitc.ir.graph import tensors_of_node
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import Program
+from splitc.runtime.collectives import parameter_server
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(parameter_server.Piece):
     """Rows `first` to `last` of a parameter, along its first dim, which `server` holds."""
 
-    name: str
-    server: int
-    first: int
-    last: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def pushable(program: Program) -> frozenset[str]:
@@ -72,6 +65,7 @@ def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tupl
         for server, (first, last) in zip(servers, pairwise(bounds), strict=True):
             if first < last:
                 shape = (last - first, *holding.shape[1:]) if holding.shape else ()
-                found.append(Piece(holding.name, server, first, last, shape, holding.dtype))
+                nbytes = math.prod(shape) * holding.dtype.itemsize
+                found.append(Piece(holding.name, server, first, last, nbytes, shape, holding.dtype))
         before += holding.nbytes
     return tuple(found)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 from splitc.ir.actions import Action
 from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
 from splitc.ir.server_rows import Piece, pieces
 from splitc.ir.wire_op import Payload, What, WireOp
-from splitc.runtime.collectives import parameter_server as runtime
+from splitc.runtime.collectives.parameter_server import coalesce
 
 
 def worker_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
@@ -59,13 +58,5 @@ def _message(kind: str, stage: Stage, bucket: int, message: Sequence[Piece], pul
 
 
 def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
-    """Return the pieces of a bucket in order; each tuple is one message."""
-    return _packed(tuple(pieces(program, bucket, program.plan.servers)), runtime.COALESCED_BELOW)
-
-
-@lru_cache(maxsize=1024)
-def _packed(spread: tuple[Piece, ...], alone: int) -> list[tuple[Piece, ...]]:
-    """Pack pieces into messages as the runtime does.  alone: size from which a piece travels alone (bytes)."""
-    by_name = {(piece.name, piece.server): piece for piece in spread}
-    packed = runtime.coalesce(runtime.Piece(p.name, p.server, p.first, p.last, p.nbytes) for p in spread)
-    return [tuple(by_name[piece.name, piece.server] for piece in message) for message in packed]
+    """Return the pieces of a bucket in order, packed as the runtime does; each tuple is one message."""
+    return coalesce(pieces(program, bucket, program.plan.servers))

@@ -34,11 +34,9 @@ def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
     """Return what `rank` sends, receives and reduces in one training step, in order; computed once for a program."""
     ranks = _WIRES.setdefault(program, {})
     if rank not in ranks:
-        if all(rank not in members for members in program.plan.ranks_by_roles.values()):
-            ranks[rank] = tuple(_loss(program.plan, rank))  # a rank without work receives the loss
-        else:
-            actions = program.rank_program(rank).actions
-            ranks[rank] = tuple(op for action in actions for op in of_action(program, rank, action))
+        works = bool(program.plan.duties(rank))  # one without work receives the loss
+        actions = program.rank_program(rank).actions if works else (Action("sum_loss"),)
+        ranks[rank] = tuple(op for action in actions for op in of_action(program, rank, action))
     return ranks[rank]
 
 
@@ -46,7 +44,8 @@ def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[Wi
     """Yield what `rank` communicates in one action."""
     rounds, once = program.plan.rounds, action.verb in (*BEGIN_ROUND, *END_ROUND)
     for op in _of_action(program, rank, action):
-        yield replace(op, times=1 / rounds.steps) if rounds is not None and once else op
+        if op.kind != "collective" or len(op.ranks) > 1:
+            yield replace(op, times=1 / rounds.steps) if rounds is not None and once else op
 
 
 def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -54,7 +53,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
         case "sum_loss":
             yield from _loss(program.plan, rank)
         case "all_reduce_tied":
-            yield from _tied(program, action.value)
+            yield _tied(program, action.value)
         case "send_parameters" | "reduce_gradients":
             yield from server_ops(program, rank, action)
         case "pull" | "push":
@@ -62,7 +61,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
         case "weigh" | "forward" | "backward":
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
         case "all_reduce" | "average":
-            yield from _bucket(program, program.stage(action.role), rank, action)
+            yield _bucket(program, program.stage(action.role), rank, action)
         case "deal" | "fetch_ahead" | "collect":
             yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
@@ -71,39 +70,26 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from _over_group(program, rank, action)
 
 
-def _collective(
-    algorithm: str,
-    payload: Payload,
-    ranks: tuple[int, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    sent: float,
-    layer: str | None = None,
-) -> Iterator[WireOp]:
-    if len(ranks) > 1:
-        yield WireOp("collective", payload, ranks, shape, dtype, sent, layer, algorithm)
-
-
 def _loss(plan: Plan, rank: int) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     collective, nbytes = OPS["sum_loss"].collective, torch.float64.itemsize
     last = 1 / plan.rounds.steps if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
-        sent = collective.sent(nbytes, nbytes, len(ranks))
-        for op in _collective(collective, Payload(What.LOSS), ranks, (), torch.float64, sent):
-            if times:
-                yield replace(op, times=times)
+        if times:
+            sent = collective.sent(nbytes, nbytes, len(ranks))
+            yield WireOp("collective", Payload(What.LOSS), ranks, (), torch.float64, sent, None, collective, times)
 
 
-def _tied(program: PlacedProgram, name: str) -> Iterator[WireOp]:
-    """Yield the all-reduce of the gradient of a parameter that several roles use."""
+def _tied(program: PlacedProgram, name: str) -> WireOp:
+    """Return the all-reduce of the gradient of a parameter that several roles use."""
     collective, tensor, ranks = OPS["all_reduce_tied"].collective, program.tensors[name], program.tied[name]
     sent = collective.sent(tensor.nbytes, tensor.nbytes, len(ranks))
-    yield from _collective(collective, Payload(What.TIED, name), ranks, tensor.shape, tensor.dtype, sent)
+    payload = Payload(What.TIED, name)
+    return WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, sent, None, collective)
 
 
-def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
-    """Yield the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
+def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
+    """Return the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
     plan, names = program.plan, stage.bucket(action)
     averages = action.verb == "average"
     group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
@@ -113,17 +99,16 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
     if averages and plan.deals:  # with the optimizer's state
         numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
-    nbytes, collective = numel * dtype.itemsize, OPS["all_reduce"].collective
+    nbytes = numel * dtype.itemsize
     payload = Payload(What.AVERAGE if averages else What.BUCKET, role=stage.role, bucket=action.bucket)
     if averages and plan.rounds is not None and plan.rounds.through == "server":
-        sent = nbytes * (len(replicas) - 1.0 if rank == replicas[0] else 1.0)
-        yield from _collective("server", payload, replicas, (numel,), dtype, sent)
+        algorithm, sent = "server", nbytes * (len(replicas) - 1.0 if rank == replicas[0] else 1.0)
     elif plan.all_reduce == "backend" or averages:
-        sent = collective.sent(nbytes, nbytes, len(replicas))
-        yield from _collective(collective, payload, replicas, (numel,), dtype, sent)
+        algorithm = OPS["all_reduce"].collective
+        sent = algorithm.sent(nbytes, nbytes, len(replicas))
     else:
-        sent = doubling_sent(nbytes, replicas.index(rank), len(replicas))
-        yield from _collective(plan.all_reduce, payload, replicas, (numel,), dtype, sent)
+        algorithm, sent = plan.all_reduce, doubling_sent(nbytes, replicas.index(rank), len(replicas))
+    return WireOp("collective", payload, replicas, (numel,), dtype, sent, None, algorithm)
 
 
 def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -154,22 +139,23 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
     transition = cut.entry.adjoint if action.verb.endswith("_grad") else cut.entry
     payload = Payload(What(action.verb), cut.name, action.role, microbatch=action.microbatch)
     layer = program.layer_of.get(cut.value)
-    yield from _moved(program.plan, rank, action, cut.spec, transition, payload, layer)
+    if (op := _moved(program.plan, rank, action, cut.spec, transition, payload, layer)) is not None:
+        yield op
 
 
 def _moved(
     plan: Plan, rank: int, action: Action, spec: TensorSpec, transition: Transition, payload: Payload, layer: str | None
-) -> Iterator[WireOp]:
-    """Yield the collective of a transition in a microbatch; none for one without examples."""
+) -> WireOp | None:
+    """Return the collective of a transition in a microbatch; none for one without examples."""
     members = plan.group(action.role, rank)
     examples = plan.microbatch_sizes(action.role, rank, action.microbatch)
-    if transition.move not in COLLECTIVES or not any(examples):
-        return
+    if transition.move not in COLLECTIVES or not any(examples) or len(members) == 1:
+        return None
     widths = (b - a for a, b in pairwise(share_out(spec.shape[-1] if spec.shape else 0, len(members))))
     extents = Extents(examples, tuple(widths))
     sent = nbytes_sent(transition, spec.nbytes(sum(examples)), extents, members.index(rank))
-    collective = COLLECTIVES[transition.move]
-    yield from _collective(collective, payload, members, spec.at(sum(examples)), spec.dtype, sent, layer)
+    shape, collective = spec.at(sum(examples)), COLLECTIVES[transition.move]
+    return WireOp("collective", payload, members, shape, spec.dtype, sent, layer, collective)
 
 
 # -- inside a stage ----------------------------------------------------------------------------------------------------
@@ -206,7 +192,8 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
             what = What.NODE_GRADIENT if backward else What.NODE
             moved = transition.adjoint if backward else transition
             payload = Payload(what, node.name, role, microbatch=action.microbatch)
-            yield from ((node, each) for each in _moved(plan, rank, action, spec, moved, payload, layer))
+            if (wire_op := _moved(plan, rank, action, spec, moved, payload, layer)) is not None:
+                yield node, wire_op
             continue
         collective = op.backward if backward else op.collective
         if collective is Collective.NONE:
@@ -214,6 +201,8 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         own = bool(node.kwargs.get("own")) or info(node).state is State.BATCH
         ranks = plan.group(role, rank) if op.over is Over.GROUP else plan.replicas(role, rank)
         ranks = plan.together(role, rank) if own else ranks
+        if len(ranks) == 1:
+            continue
         everyone = plan.batch_offsets[role][-1]
         values = _values(op, node, spec, mine if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
@@ -222,9 +211,8 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         for value in values:
             payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
             sent = collective.sent(value.nbytes, value.nbytes, len(ranks))
-            layer = None if value.packed else info(node).layer or None
-            for each in _collective(collective, payload, ranks, value.shape, value.dtype, sent, layer):
-                yield node, replace(each, packed=value.packed)
+            wire_op = WireOp("collective", payload, ranks, value.shape, value.dtype, sent, layer, collective)
+            yield node, replace(wire_op, layer=None, packed=value.packed) if value.packed else wire_op
 
 
 def _packs(program: PlacedProgram, late: Sequence[fx.Node], examples: int, everyone: int) -> Iterator[_Value]:

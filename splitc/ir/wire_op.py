@@ -56,17 +56,14 @@ class Payload:
     def __str__(self) -> str:
         rows = f"[{', '.join(f'{a}:{b}' for a, b in filter(None, (self.rows, self.columns)))}]"
         piece = f"[{self.microbatch}]" if self.microbatch else ""
+        d = "d_" if self.what in (What.CUT_GRADIENT, What.NODE_GRADIENT) else ""
         match self.what:
-            case What.CUT:
-                return f"{self.name}.{self.role}.{self.peer}{piece}{rows}"
-            case What.CUT_GRADIENT:
-                return f"d_{self.name}.{self.role}.{self.peer}{piece}{rows}"
+            case What.CUT | What.CUT_GRADIENT:
+                return f"{d}{self.name}.{self.role}.{self.peer}{piece}{rows}"
             case What.MODULO | What.MODULO_GRADIENT | What.ALL_TO_ALL | What.ALL_TO_ALL_GRADIENT:
                 return f"{self.what} {self.name}[{self.microbatch}]"
-            case What.NODE:
-                return f"{self.role}.{self.name}[{self.microbatch}]"
-            case What.NODE_GRADIENT:
-                return f"d_{self.role}.{self.name}[{self.microbatch}]"
+            case What.NODE | What.NODE_GRADIENT:
+                return f"{d}{self.role}.{self.name}[{self.microbatch}]"
             case What.LATE:
                 return f"{self.what} {self.role}.{self.name}[{self.microbatch}]"
             case What.BUCKET:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,12 @@ class Piece:
 Message = tuple[Piece, ...]
 """Pieces of one bucket on one server, which travel together."""
 
+P = TypeVar("P", bound=Piece)
 
-def coalesce(pieces: Iterable[Piece]) -> list[Message]:
+
+def coalesce(pieces: Iterable[P]) -> list[tuple[P, ...]]:
     """The messages that carry a bucket's pieces, in their order."""
-    found: list[list[Piece]] = []
+    found: list[list[P]] = []
     for piece in pieces:
         joins = found and found[-1][-1].server == piece.server
         if joins and max(piece.nbytes, found[-1][-1].nbytes) < COALESCED_BELOW:
