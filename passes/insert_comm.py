@@ -128,7 +128,7 @@ def _copied(graph: fx.Graph, node: fx.Node, role: str) -> fx.Node:
 def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Iterator[str]) -> None:
     """Send `value` to `role`, and let the readers there read what they receive."""
     spec = info(value).spec
-    if _is_size_source(value, role):
+    if all(_reads_size(user) for user in value.users if info(user).role == role):
         return  # only sizes read it there; `_rebase_sizes` finds them another tensor
     producer = info(value).role
     local = plan.is_local(producer, role)
@@ -160,11 +160,6 @@ def _last_of_role(value: fx.Node) -> fx.Node:
     while value.op == "placeholder" and value.next.op == "placeholder":
         value = value.next
     return value
-
-
-def _is_size_source(value: fx.Node, role: str) -> bool:
-    readers = [user for user in value.users if info(user).role == role]
-    return all(_reads_size(user) for user in readers)
 
 
 def _reads_size(node: fx.Node) -> bool:
@@ -220,12 +215,9 @@ def _size(graph: fx.Graph, tensor: fx.Node, node: fx.Node) -> Any:
     assert isinstance(wanted, SizeSpec)
     value = graph.call_method("size", (tensor, spec.batch_dim))
     set_info(value, like, spec=SizeSpec(spec.rows))
-    for function, number in (
-        (operator.floordiv, spec.rows),
-        (operator.mul, wanted.scale),
-        (operator.add, wanted.offset),
-    ):
-        if number != (0 if function is operator.add else 1):
+    steps = ((operator.floordiv, spec.rows, 1), (operator.mul, wanted.scale, 1), (operator.add, wanted.offset, 0))
+    for function, number, neutral in steps:
+        if number != neutral:
             with graph.inserting_after(value):
                 value = graph.call_function(function, (value, number))
             set_info(value, like)

@@ -22,12 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import ClassVar
 
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
-from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.profiling.measured import is_measured, require_this_machine
 from splitc.errors import PlacementError, bullets
@@ -50,7 +48,6 @@ from splitc.ir.strategies import (
     ModuloShard,
     ParameterServer,
     SingleDevice,
-    parse_strategy,
 )
 from splitc.ir.strategy import Strategy
 from splitc.passes.planner.pin_checks import MIXED
@@ -99,22 +96,6 @@ class Place(Pass[Program, PlacedProgram]):
     optimizer_copies: int = 1
     time_limit: float = 60.0
     model: str = ""
-
-    @classmethod
-    def for_settings(
-        cls,
-        cluster: str | Path | Cluster | None,
-        world: int,
-        strategy: str | Strategy | type[Strategy],
-        pins: Mapping[str, str | Placement],
-        global_batch: int | None,
-        memory: float | None,
-    ) -> Place:
-        """The pass for what a user wrote: names of a cluster and of a strategy are looked up.
-
-        Raises CostError and PlacementError for unknown ones.
-        """
-        return cls(load_cluster(cluster), world, parse_strategy(strategy), pins, global_batch, memory)
 
     def run(self, program: Program) -> PlacedProgram:
         request, key = self._request(program), self._key(program)

@@ -44,7 +44,11 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
         graph, _ = copy_graph(program.graph)
         nodes = {node.name: node for node in graph.nodes}
         for term in program.loss_terms:
-            _RULES[term.kind](graph, nodes[term.node])
+            node = nodes[term.node]
+            if term.kind == "weighted":
+                _divide_by_weight(graph, node)
+            for function in _AFTER.get(term.kind, ()):
+                node = _after(graph, node, function)
         if microbatched:
             for node in list(graph.nodes):
                 if node.target in (comm_ops.all_reduce_scalar, comm_ops.global_weight):
@@ -78,23 +82,7 @@ def _compute_once(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
             _compute_once(graph, apart, total)
 
 
-def _mean(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, node, comm_ops.scale_by_share)
-
-
-def _sum(graph: fx.Graph, node: fx.Node) -> None:
-    """The parts of a sum add up by themselves."""
-
-
-def _total(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, node, comm_ops.all_reduce_scalar)
-
-
-def _mean_total(graph: fx.Graph, node: fx.Node) -> None:
-    _after(graph, _after(graph, node, comm_ops.scale_by_share), comm_ops.all_reduce_scalar)
-
-
-def _weighted(graph: fx.Graph, node: fx.Node) -> None:
+def _divide_by_weight(graph: fx.Graph, node: fx.Node) -> None:
     target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
     weight = node.kwargs.get("weight")
     ignore_index = node.kwargs.get("ignore_index", -100)
@@ -115,4 +103,9 @@ def _after(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> fx.N
     return new
 
 
-_RULES = {"mean": _mean, "sum": _sum, "weighted": _weighted, "sum denominator": _total, "mean denominator": _mean_total}
+_AFTER = {
+    "mean": (comm_ops.scale_by_share,),
+    "mean denominator": (comm_ops.scale_by_share, comm_ops.all_reduce_scalar),
+    "sum denominator": (comm_ops.all_reduce_scalar,),
+}
+"""Kind of a term -> what follows it, one after the other; the parts of a sum add up by themselves."""

@@ -132,16 +132,10 @@ def specialise(
                 ) from error
             cluster = None
         else:
-            place = Place.for_settings(
-                settings.cluster,
-                settings.world,
-                settings.strategy,
-                settings.pins,
-                settings.global_batch,
-                settings.memory,
-            )
-            cluster = place.cluster
-            placed = run_pass(replace(place, model=model), program, watch)
+            cluster, strategy = load_cluster(settings.cluster), parse_strategy(settings.strategy)
+            memory, batch = settings.memory, settings.global_batch
+            place = Place(cluster, settings.world, strategy, settings.pins, batch, memory, model=model)
+            placed = run_pass(place, program, watch)
             now("writing programs for")
             lowered = lower(placed, watch)
             now("simulating")

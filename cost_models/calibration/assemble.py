@@ -15,6 +15,7 @@ from typing import Any
 from splitc.cost_models.calibration.devices import DeviceFit
 from splitc.cost_models.calibration.link_fit import LinkFit
 from splitc.cost_models.calibration.samples import LIKE
+from splitc.cost_models.compute.roofline import achieved_flop_rate
 from splitc.ir.cluster import Cluster, Device, Unlike
 from splitc.ir.cluster_file import from_data, to_data
 
@@ -100,20 +101,13 @@ def _of_whole_cores(found: LinkFit, ranks: RankLayout) -> LinkFit:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
-def part_of(device: Device, share: float) -> Device:
-    """A device that a rank has for a `share` of the time, as under a quota."""
-    return device.slowed(1 / share)
-
-
 def alike(a: Device, b: Device) -> bool:
     """Whether two devices reach nearly the same FLOP rates and memory bandwidth."""
-    rates = [(_reached(a, dtype), _reached(b, dtype)) for dtype in a.flop_rate if dtype in b.flop_rate]
+    if a.flop_rate.keys() != b.flop_rate.keys():
+        return False
+    rates = [(achieved_flop_rate(a, dtype), achieved_flop_rate(b, dtype)) for dtype in a.flop_rate]
     rates.append((a.memory_bandwidth * a.efficiency_of("memory"), b.memory_bandwidth * b.efficiency_of("memory")))
-    return a.flop_rate.keys() == b.flop_rate.keys() and all(max(pair) < LIKE * min(pair) for pair in rates)
-
-
-def _reached(device: Device, dtype: str) -> float:
-    return device.flop_rate[dtype] * device.efficiency_of("matmul")
+    return all(max(pair) < LIKE * min(pair) for pair in rates)
 
 
 def mean_device(devices: Sequence[Device]) -> Device:

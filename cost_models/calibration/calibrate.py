@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from splitc.cost_models.calibration.assemble import RankLayout, assemble, part_of, rounded
+from splitc.cost_models.calibration.assemble import RankLayout, assemble, rounded
 from splitc.cost_models.calibration.devices import Residual, averaged, measure_device
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_links
 from splitc.cost_models.calibration.links import measure_links
@@ -62,7 +62,7 @@ def calibrate(
     if ranks.measures(transport.rank):
         own = measure_device(transport.device, budget * _DEVICES, lambda text: progress(f"device, {text}"))
         if separate and not ranks.gpus:
-            own = replace(own, device=part_of(own.device, _share(budget / 20)))
+            own = replace(own, device=own.device.slowed(1 / _share(budget / 20)))
     fits = transport.all_gather_objects(own)
     samples = measure_links(
         transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host, ranks.transfers_take_cores

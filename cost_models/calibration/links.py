@@ -138,6 +138,7 @@ def _operation(timer: RankTimer, kind: str, ranks: Ranks) -> Callable[[Tensor], 
     place, (hub, *others) = ranks.index(timer.rank), ranks
     partner = ranks[(place + n // 2) % n]  # in the other half
     is_hub, everybody = timer.rank == hub, tuple(sorted(ranks))
+    peers = others if is_hub else [hub]
 
     def pieces_of(tensor: Tensor) -> tuple[list[Tensor], Tensor]:
         """One of n equal pieces for each rank, and a buffer as large as one."""
@@ -155,15 +156,11 @@ def _operation(timer: RankTimer, kind: str, ranks: Ranks) -> Callable[[Tensor], 
             case "exchange":
                 (received,) = timer.buffers(tensor.numel(), 1)
                 transport.exchange([(tensor, partner)], [(received, partner)], ranks).wait()
-            case "many_to_one" if is_hub:
-                messages = list(zip(timer.buffers(tensor.numel(), len(others)), others, strict=True))
+            case "many_to_one" | "one_to_many" if is_hub == (kind == "one_to_many"):
+                transport.exchange([(tensor, peer) for peer in peers], [], everybody).wait()
+            case "many_to_one" | "one_to_many":
+                messages = list(zip(timer.buffers(tensor.numel(), len(peers)), peers, strict=True))
                 transport.exchange([], messages, everybody).wait()
-            case "many_to_one":
-                transport.exchange([(tensor, hub)], [], everybody).wait()
-            case "one_to_many" if is_hub:
-                transport.exchange([(tensor, other) for other in others], [], everybody).wait()
-            case "one_to_many":
-                transport.exchange([], [(tensor, hub)], everybody).wait()
             case "all_reduce":
                 transport.all_reduce(tensor, ranks).wait()
             case "all_gather":

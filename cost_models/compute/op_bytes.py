@@ -84,18 +84,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def _as_made(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    return made[0].numel()
-
-
-def _whole_rows(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    return given[1].numel() * given[0].shape[-1]
-
-
-def _one_each(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    return given[1].numel()
-
-
 _FREE = {  # they set memory aside, or say that a tensor is a constant
     *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize"),
     *("lift", "lift_fresh"),
@@ -106,9 +94,13 @@ _UNREAD = {  # they look at the shape of what they are given, or write over it
     *("log_normal", "cauchy"),
 }
 _LOOKUPS: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {  # numbers that are read of a table
-    **dict.fromkeys(("embedding", "index_select", "gather", "index", "_unsafe_index", "take"), _as_made),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _whole_rows),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _one_each),
+    **dict.fromkeys(
+        ("embedding", "index_select", "gather", "index", "_unsafe_index", "take"), lambda given, made: made[0].numel()
+    ),
+    **dict.fromkeys(
+        ("_embedding_bag", "_embedding_bag_forward_only"), lambda given, made: given[1].numel() * given[0].shape[-1]
+    ),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), lambda given, made: given[1].numel()),
 }
 _SHAPE_ONLY = {"nll_loss_backward": 1, "nll_loss2d_backward": 1, "copy": 0}
 """Which argument of an op is not read."""

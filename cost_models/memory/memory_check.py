@@ -14,7 +14,7 @@ from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
 from splitc.ir.plan import SERVER, Plan, ranks_text
 from splitc.ir.program import LoweredProgram, PlacedProgram
-from splitc.ir.server_rows import pieces
+from splitc.ir.server_rows import Piece, pieces
 from splitc.ir.wire import nbytes_trained, wire
 
 
@@ -79,19 +79,22 @@ def _kinds(program: LoweredProgram) -> list[object]:
     """Return, for every rank, all that its memory depends on: its rank program, and its sizes in each role."""
     plan = program.plan
     programs = {rank: each for each in program.rank_programs for rank in each.ranks}
+
+    def sizes(role: str, rank: int) -> tuple[object, ...]:
+        served = role == SERVER
+        return tuple(each.shape for each in _rows(program, rank)) if served else _sizes(plan, role, rank)
+
     return [
-        (each.name, *(_rows(program, rank) if role == SERVER else _sizes(plan, role, rank) for role in each.roles))
-        if (each := programs.get(rank)) is not None
-        else None
+        (each.name, *(sizes(role, rank) for role in each.roles)) if (each := programs.get(rank)) is not None else None
         for rank in range(plan.world)
     ]
 
 
-def _rows(program: LoweredProgram, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the parameter rows that a server holds."""
+def _rows(program: LoweredProgram, rank: int) -> list[Piece]:
+    """The parameter rows that a server holds."""
     buckets = [bucket for stage in program.stages for bucket in stage.served]
     placed = [piece for bucket in buckets for piece in pieces(program, bucket, program.plan.servers)]
-    return tuple(piece.shape for piece in placed if piece.server == rank)
+    return [piece for piece in placed if piece.server == rank]
 
 
 def _sizes(plan: Plan, role: str, rank: int) -> tuple[object, ...]:
@@ -126,9 +129,6 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
             cost = program.costs[layer].at(plan.peak_batch(role, rank))
             moved += cost.saved_bytes + cost.forward_bytes_accessed
             backward = max(backward, cost.backward_bytes_accessed)
-    if rank in plan.servers:
-        served = [bucket for stage in program.stages for bucket in stage.served]
-        placed = [piece for bucket in served for piece in pieces(program, bucket, plan.servers)]
-        held += sum(piece.nbytes for piece in placed if piece.server == rank)
+    held += sum(piece.nbytes for piece in _rows(program, rank))
     exchanged = sum(op.nbytes for op in wire(program, rank))
     return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged

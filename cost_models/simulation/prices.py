@@ -10,23 +10,21 @@ from splitc.ir.cluster import Cluster, Device
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire_op import Payload, WireOp
 
-_UPDATE = {0: 3, 1: 8, 2: 19}
-"""Bytes read and written in an update, as multiples of the parameters' bytes: SGD, with momentum, Adam."""
+UPDATE = 8
+"""Bytes read and written in an update by SGD with momentum, as a multiple of the parameters' bytes."""
 
 
 class Prices:
-    """Cached times of layers and transfers on a cluster.  optimizer_copies: of the parameters in the optimizer.
+    """Cached times of layers and transfers on a cluster.
 
     travelling: what ranks have begun in one step and wait for in another, by rank, role and bucket.
     """
 
-    def __init__(self, program: LoweredProgram, cluster: Cluster, optimizer_copies: int = 1) -> None:
+    def __init__(self, program: LoweredProgram, cluster: Cluster) -> None:
         self.program, self.cluster = program, cluster
-        self.passes = _UPDATE.get(optimizer_copies, 3 + 8 * optimizer_copies)
         plan = program.plan
         self._paths = Paths(cluster, plan.world)
         self._dtypes = layer_dtypes(program, cluster.device)
-        self._devices: dict[int, Device] = {}
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
         self._transfers: dict[tuple[Payload, tuple[int, ...], int], Transfer] = {}
         self._times = 1
@@ -43,11 +41,6 @@ class Prices:
         if self._times > 1 and isinstance(operation, Begin):
             return Begin(operation.transfer, self._times * operation.nbytes)
         return operation
-
-    def device(self, rank: int) -> Device:
-        """Return the device of `rank`; equal devices are one object."""
-        found = self.cluster.device_of(rank)
-        return self._devices.setdefault(id(found), found)
 
     def layer(self, layer: str, batch: int, device: Device) -> tuple[float, float]:
         """Return the forward and backward time of a whole layer (s)."""

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation, Transfer, Wait
-from splitc.cost_models.simulation.prices import Prices
+from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
 from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, Action
@@ -45,7 +45,7 @@ class _Step:
     def __init__(self, prices: Prices, rank: int, update: int) -> None:
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
         self.update, self.last = update, self.plan.rounds.steps if self.plan.rounds else 1
-        self.device = prices.device(rank)
+        self.device = prices.cluster.device_of(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
         self._counts: dict[tuple[str, Payload, int], int] = defaultdict(int)
@@ -272,7 +272,7 @@ class _Step:
 
     def _update(self, nbytes: float) -> None:
         if nbytes:
-            self._done.append(Compute("update", self.prices.passes * nbytes / self._memory_rate))
+            self._done.append(Compute("update", UPDATE * nbytes / self._memory_rate))
 
     def _copy(self, name: str, nbytes: float) -> None:
         """Read and write `nbytes`."""

@@ -31,17 +31,15 @@ class Timeline:
     spans: tuple[Span, ...] = ()
 
 
-def simulate(
-    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, optimizer_copies: int = 1
-) -> Timeline:
+def simulate(program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False) -> Timeline:
     """Simulate `steps` steps of a lowered program, or as many rounds.
 
     `step_seconds` is the mean of all but the first, if any.  Updates of a round with nothing between them are one
     step that takes as many times as long.
 
-    record: keep the span of every operation.  optimizer_copies: copies of the parameters in the optimizer state.
+    record: keep the span of every operation.
     """
-    prices = Prices(program, cluster, optimizer_copies)
+    prices = Prices(program, cluster)
     ranks, of_round = range(program.plan.world), list(_of_round(program))
     programs: list[list[Operation]] = [[] for _ in ranks]
     for update, times in steps * of_round:

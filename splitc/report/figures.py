@@ -60,16 +60,7 @@ def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "strategy": candidate.strategy,
-        "step_seconds": candidate.step_seconds,
-        "samples_per_second": candidate.samples_per_second,
-        "global_batch": candidate.global_batch,
-        "exact": candidate.exact,
-        "feasible": candidate.feasible,
-        "why": candidate.why,
-        "roles": {role: len(ranks) for role, ranks in candidate.roles.items()},
-    }
+    return asdict(candidate) | {"roles": {role: len(ranks) for role, ranks in candidate.roles.items()}}
 
 
 @dataclass(frozen=True)

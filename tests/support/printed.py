@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.graph import info
 from splitc.ir.pass_manager import Pass, run_pass
 from splitc.ir.placements import Placement
 from splitc.ir.printer import print_program
 from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
 from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
 from splitc.passes.split_ranks import SplitRanks
@@ -44,7 +46,7 @@ def placed(
 ) -> PlacedProgram:
     """Capture a model of inputs (4, 8) and outputs (4, 5) and place it: what the first rewriting pass takes."""
     program = analyse(model, torch.randn(4, 8), torch.randn(4, 5) if target is None else target, loss)
-    return run_pass(Place.for_settings(CLUSTER, world, strategy, pins or {}, None, None), program)
+    return run_pass(Place(load_cluster(CLUSTER), world, parse_strategy(strategy), pins or {}), program)
 
 
 def program_before(pass_type: type[Pass[Any, Any]], program: PlacedProgram) -> Any:

@@ -24,7 +24,7 @@ from splitc.cli.files import write_file
 from splitc.cli.progress import Step
 from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration import links
-from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, part_of, rounded
+from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, rounded
 from splitc.cost_models.calibration.calibrate import Calibration, calibrate
 from splitc.cost_models.calibration.devices import DeviceFit, Residual
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_factor, fit_line, fit_links
@@ -361,7 +361,7 @@ def test_gpus_of_one_host_are_shared_only_where_they_are_fewer_than_ranks() -> N
 def test_devices_are_alike_within_a_margin_and_their_mean_lies_between() -> None:
     assert alike(DEVICE, DEVICE.scaled(1.1)) and not alike(DEVICE, DEVICE.scaled(1.2))
     assert not alike(DEVICE, replace(DEVICE, memory_bandwidth=1e10))
-    mean = mean_device([DEVICE, part_of(DEVICE, 4.0)])
+    mean = mean_device([DEVICE, DEVICE.slowed(1 / 4.0)])
     assert mean.flop_rate["float32"] == pytest.approx(2e11) and mean.efficiency["matmul"] == pytest.approx(0.9)
     assert mean.launch == pytest.approx(1.5e-6)
 
