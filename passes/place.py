@@ -202,6 +202,8 @@ class Place(Pass[Program, PlacedProgram]):
             self.optimizer_copies,
             self.time_limit,
             self.strategy.all_reduce or "backend",
+            self.strategy.microbatches or 1,
+            self.strategy.schedule or "all_forward",
         )
 
     def _choose(self, priced: tuple[PricedPlan, ...]) -> tuple[PricedPlan, float]:

@@ -86,8 +86,8 @@ def divide(request: Request, rules: CutRules, n_c: int, n_f: int, shared: bool =
             layer,
             conv_seconds=request.seconds(layer, conv_batch, request.world),
             fc_seconds=request.seconds(layer, fc_batch, request.world),
-            conv_memory=request.layer_memory(layer, conv_batch, n_c > 1),
-            fc_memory=request.layer_memory(layer, fc_batch, n_f > 1) + copies,
+            conv_memory=request.layer_memory(layer, request.live(conv_batch, 1), n_c > 1),
+            fc_memory=request.layer_memory(layer, request.live(fc_batch), n_f > 1) + copies,
             gradient=request.gradient(layer),
             parameters=any(h.parameter for h in held),
             may_be_conv=0 in allowed,
@@ -103,8 +103,8 @@ def divide(request: Request, rules: CutRules, n_c: int, n_f: int, shared: bool =
             value.layer,
             value.readers,
             seconds=there + back,
-            conv_memory=cut_nbytes(value.spec, conv_batch),
-            fc_memory=cut_nbytes(value.spec, fc_batch),
+            conv_memory=cut_nbytes(value.spec, request.live(conv_batch, 1)),
+            fc_memory=cut_nbytes(value.spec, request.live(fc_batch)),
         )
 
     return Division(

@@ -59,9 +59,10 @@ def price_plan(request: Request, plan: Plan, proved: bool = False) -> PricedPlan
 def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dict[str, float]]:
     """Bytes that rank 0 needs, which has every role, and those that each layer needs there."""
     plan = program.plan
-    needed = {}
+    needed, names = {}, list(plan.roles)
     for name, place in plan.placements.items():
-        batch = plan.peak_batch(place.role, plan.roles[place.role][0])
+        later = len(names) - names.index(place.role) - 1
+        batch = request.live(plan.peak_batch(place.role, plan.roles[place.role][0]), later)
         needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
         if place.holding == "subnet":  # a slice of it, beside the part that the rank owns between rounds
             owned = sum(h.nbytes * (1 + request.optimizer_copies * h.trainable) for h in request.held[name])

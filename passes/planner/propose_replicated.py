@@ -26,7 +26,7 @@ def on_all(request: Request, strategy: str, ranks: int) -> PricedPlan:
     seconds = sum(request.seconds(layer, batch, ranks) for layer in layers)
     if gradient:
         seconds += request.all_reduce_seconds(gradient, range(ranks))
-    needed = {layer: request.layer_memory(layer, batch, ranks > 1) for layer in layers}
+    needed = {layer: request.layer_memory(layer, request.live(batch), ranks > 1) for layer in layers}
     problems = contradictions(request, strategy)
     if ranks > 1:
         problems += unsummed(request, layers)

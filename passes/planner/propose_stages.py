@@ -173,7 +173,8 @@ def _short(request: Request, roles: _Roles, role_of: dict[str, int]) -> list[str
     """A line for each role whose ranks have too little memory."""
     why = []
     for role, name in enumerate(roles.names):
-        batch, summed = largest(roles.bounds[role]), len(roles.ranks[role]) > 1
+        batch = request.live(largest(roles.bounds[role]), len(roles.names) - role - 1)
+        summed = len(roles.ranks[role]) > 1
         needed = {layer: request.layer_memory(layer, batch, summed) for layer, r in role_of.items() if r == role}
         why += shortage((name,), roles.ranks[role], sum(needed.values()), request.memory_of(request.world), needed)
     return why

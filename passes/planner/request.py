@@ -33,7 +33,7 @@ class Request:
 
     global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes of a rank; None:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
-    all_reduce: its algorithm, "backend" or "recursive_doubling".
+    all_reduce: its algorithm, "backend" or "recursive_doubling".  microbatches, schedule: those asked for.
     """
 
     program: Program
@@ -45,6 +45,8 @@ class Request:
     optimizer_copies: int = 1
     time_limit: float = 60.0
     all_reduce: str = "backend"
+    microbatches: int = 1
+    schedule: str = "all_forward"
 
     def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """Summing `nbytes` over the ranks of a group, while other groups of as many ranks do the same.
@@ -130,6 +132,11 @@ class Request:
     @cached_property
     def _device_for(self) -> Callable[[int], Device]:
         return cache(self.cluster.device_for)
+
+    def live(self, batch: int, later: int = 0) -> int:
+        """The most of `batch` examples whose activations a rank keeps at once, with `later` roles after its own."""
+        pieces = min(later + 1, self.microbatches) if self.schedule == "1f1b" or not later else self.microbatches
+        return min(batch, -(-batch // self.microbatches) * pieces)
 
     def layer_memory(self, layer: str, batch: int, summed: bool) -> float:
         """Bytes that a layer needs on a rank; `summed`: its gradient is all-reduced, from a copy."""

@@ -26,6 +26,7 @@ class CutComm:
     _messages: Messages
     _transport: Transport
     _role_examples: Mapping[int, tuple[int, int]]
+    _piece: int | None
 
     def _positions(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where examples of the compiled batch lie in this step's batch or, counted within it, in the microbatch."""
@@ -44,7 +45,7 @@ class CutComm:
             if peer == self._transport.rank:
                 self._messages.put_local(self.role, role, part)
             else:
-                self._messages.send(part, peer)
+                self._messages.send(part, peer, (self.role, role, self._piece))
 
     def recv(
         self, role: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int = 1, of: str = "batch", to: str = "batch"
@@ -67,7 +68,12 @@ class CutComm:
                 part.copy_(self._messages.receive_local(role, self.role))
             else:
                 works.append(self._transport.irecv(part, peer))
-        return Arriving(AllOf(works), lambda: value)
+
+        def arrived() -> Tensor:
+            self._messages.answered((self.role, role, self._piece))  # what comes back is made of what was sent
+            return value
+
+        return Arriving(AllOf(works), arrived)
 
     def _span(self, state: str) -> tuple[int, int]:
         """The examples that this rank has of a value in a state: its own, or its group's."""

@@ -1,8 +1,9 @@
 """The communicator of one role of a rank: what generated code calls to exchange tensors with other ranks.
 
 Examples are counted in the compiled global batch; in a step of another batch size (the tail of an epoch) every boundary
-moves with its reader's.  A send starts at once and is waited for at the step's end: what was sent must not change
-before.  Operations are issued in the order of the generated lines, so that the order checked at compile time holds.
+moves with its reader's.  A send starts at once and is waited for when an answer has come, or at the step's end: what
+was sent must not change before.  Operations are issued in the order of the generated lines, so that the order checked
+at compile time holds.
 """
 
 from __future__ import annotations

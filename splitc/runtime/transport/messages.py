@@ -23,21 +23,22 @@ class Arriving:
 
 
 class Messages:
-    """Sends of one rank, kept until the step's end; what one of its roles sends to another stays in memory.
+    """Sends of one rank, kept until an answer comes or the step ends.
 
+    What one of its roles sends to another stays in memory.
     sent_bytes: payload bytes sent so far, as the communication nodes define them.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.sent_bytes = 0
-        self._pending: list[Work] = []
+        self._pending: defaultdict[object, list[Work]] = defaultdict(list)
         self._unfinished: list[Callable[[], None]] = []
         self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        """Start to send `tensor`, which must not change before `wait`."""
-        self._pending.append(self.transport.isend(tensor, dst))
+    def send(self, tensor: Tensor, dst: int, answer: object = None) -> None:
+        """Start to send `tensor`, which must not change before `wait`.  answer: what shows that it has arrived."""
+        self._pending[answer].append(self.transport.isend(tensor, dst))
         self.count(tensor.nbytes)
 
     def count(self, nbytes: int) -> None:
@@ -62,8 +63,12 @@ class Messages:
             finish()
         self._unfinished.clear()
 
+    def answered(self, answer: object) -> None:
+        """Let go of what was sent until `answer` came."""
+        for work in self._pending.pop(answer, ()):
+            work.wait()
+
     def wait(self) -> None:
         """Return when all sends are complete, and their tensors may be reused."""
-        for work in self._pending:
-            work.wait()
-        self._pending.clear()
+        for answer in list(self._pending):
+            self.answered(answer)
