@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from splitc.ir.pass_manager import Pass, Watcher, run_pass, run_passes
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.assign_states import AssignStates
@@ -41,9 +43,5 @@ def lower(program: PlacedProgram, watch: Watcher | None = None) -> LoweredProgra
 
 def lower_unchecked(program: PlacedProgram) -> LoweredProgram:
     """Run all of them without checks: for a plan that is only priced, of which nothing is written or run."""
-    for on_graph in ON_THE_GRAPH:
-        program = on_graph.run(program)
-    lowered = SplitRanks().run(program)
-    for on_stages in ON_THE_STAGES:
-        lowered = on_stages.run(lowered)
-    return lowered
+    program = reduce(lambda given, each: each.run(given), ON_THE_GRAPH, program)
+    return reduce(lambda given, each: each.run(given), ON_THE_STAGES, SplitRanks().run(program))

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
+from splitc.capture.region_runs import unchanged
 from splitc.capture.source_lines import first_line
-from splitc.capture.twins import Twin, same_buffers
+from splitc.capture.twins import Twin
 from splitc.errors import CaptureError
 from splitc.ir.graph import info, is_region
 from splitc.ir.interpreter import NodeHook, NodeRunner
@@ -87,7 +88,7 @@ class Apart:
                     value = self._rows(node, values[0], k)
                 else:
                     module = runner.fetch_attr(str(node.target)) if is_region(node) else nn.Module()
-                    with same_buffers(module):
+                    with unchanged(module.buffers()):
                         value = runner.run_node(node)
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"

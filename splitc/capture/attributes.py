@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,14 +39,15 @@ class Attributes:
 
     def traced(self, name: str) -> torch.Tensor:
         """The tensor by name in the traced copy: fake, or a constant."""
-        tensor = self.constants[name] if name in self.constants else _get(self._root, name)
+        tensor: torch.Tensor = self.constants[name] if name in self.constants else attrgetter(name)(self._root)
         if not isinstance(tensor, FakeTensor):
             self.constants[name] = tensor
         return tensor
 
     def real(self, name: str) -> torch.Tensor:
         """The tensor by name, with its data."""
-        return self.constants[name] if name in self.constants else _get(self._original, name)
+        tensor: torch.Tensor = self.constants[name] if name in self.constants else attrgetter(name)(self._original)
+        return tensor
 
     def adopt_constants(self) -> None:
         """Register the constants as buffers of the traced copy, so that generated programs hold them."""
@@ -98,9 +101,3 @@ def _names(root: nn.Module) -> dict[int, str]:
             if isinstance(value, torch.Tensor) and not value.requires_grad:
                 names.setdefault(id(value), f"{path}.{name}" if path else name)
     return names
-
-
-def _get(root: nn.Module, name: str) -> torch.Tensor:
-    owner, _, last = name.rpartition(".")
-    tensor: torch.Tensor = getattr(root.get_submodule(owner), last)
-    return tensor

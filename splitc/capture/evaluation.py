@@ -7,8 +7,7 @@ stays on) has a graph of its own for that, which is validated as the one for tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
@@ -20,6 +19,7 @@ from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import NORMS, changes_statistics, copy_graph, info, op_name
 from splitc.ir.program import Program
+from splitc.runtime.evaluation import evaluating
 
 
 def capture_evaluation(
@@ -32,7 +32,7 @@ def capture_evaluation(
     """
     if not program.reads_mode:
         return None
-    with _evaluating(model, *([example.loss] if isinstance(example.loss, nn.Module) else [])):
+    with evaluating(model, *([example.loss] if isinstance(example.loss, nn.Module) else [])):
         try:
             found = capture(model, example, program.name, program.autocast, training=program)
             for node in found.graph.nodes:
@@ -50,19 +50,6 @@ def capture_evaluation(
             return found
         except CaptureError as error:
             return str(error)
-
-
-@contextmanager
-def _evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Set modules to evaluation mode; restore the flag of each submodule afterwards."""
-    before = {each: each.training for module in modules for each in module.modules()}
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for each, training in before.items():
-            each.training = training
 
 
 def _skip(graph: fx.Graph, nodes: list[fx.Node]) -> None:

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from splitc.capture.attributes import identifier
 from splitc.capture.proxy import TracedTensor, is_proxy, leaves
-from splitc.capture.refusals import Unsupported, hook_text
+from splitc.capture.refusals import hook_text
 from splitc.capture.tracer import Tracer
 
 _FACTORIES = (
@@ -71,7 +71,7 @@ def _refused(tracer: Tracer, text: str) -> Callable[..., Any]:
     """A function that raises a CaptureError with this text."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise tracer.refused(Unsupported(text))
+        tracer.refuse(text)
 
     return refuse
 
@@ -110,13 +110,11 @@ def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
         if held is None or tracer.evaluator.busy:
             put(module, name, value)
         elif tracer.attribute_of(held) is not value:  # `self.steps += 1` has written into the buffer already
-            raise tracer.refused(
-                Unsupported(
-                    f"assigns to {name} of {type(module).__name__} while the model runs: ranks see different "
-                    f"parts of the batch, so their copies would differ; use a plain attribute for what "
-                    f"forward computes anew, or change it outside of forward",
-                    stays=True,
-                )
+            tracer.refuse(
+                f"assigns to {name} of {type(module).__name__} while the model runs: ranks see different parts of the "
+                f"batch, so their copies would differ; use a plain attribute for what forward computes anew, or change "
+                f"it outside of forward",
+                stays=True,
             )
 
     return module_setattr
@@ -142,11 +140,9 @@ def _autograd_function(tracer: Tracer) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)
-        raise tracer.refused(
-            Unsupported(
-                f"the custom autograd function {cls.__name__} has a backward that a traced graph would lose; write it "
-                f"with torch operations, or with .detach() (straight-through: x + (f(x) - x).detach())"
-            )
+        tracer.refuse(
+            f"the custom autograd function {cls.__name__} has a backward that a traced graph would lose; write it "
+            f"with torch operations, or with .detach() (straight-through: x + (f(x) - x).detach())"
         )
 
     return classmethod(apply)
@@ -154,11 +150,9 @@ def _autograd_function(tracer: Tracer) -> Any:
 
 def _script_function(tracer: Tracer) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        raise tracer.refused(
-            Unsupported(
-                f"{getattr(function, 'name', 'a function')} is compiled by torch.jit.script and cannot be traced; "
-                f"use the Python function it was made from"
-            )
+        tracer.refuse(
+            f"{getattr(function, 'name', 'a function')} is compiled by torch.jit.script and cannot be traced; use the "
+            f"Python function it was made from"
         )
 
     return call

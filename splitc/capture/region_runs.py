@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from splitc.capture.batch_dims import infer_spec
-from splitc.capture.example import LOSS, Example
+from splitc.capture.example import Example
 from splitc.capture.gradients import leaves
 from splitc.capture.module_calls import intercepted
 from splitc.capture.refusals import writes_text
@@ -160,34 +160,35 @@ def _run(
     """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
     calls: dict[str, list[_Call]] = {path: [] for path in paths}
     values = example.rows(rows)
-    watched = {_module(model, example, path): calls[path] for path in paths}
+    root = example.root(model)
+    watched = {root.get_submodule(path) if path else model: calls[path] for path in paths}
     own = {id(parameter): parameter for module in watched for parameter in module.parameters()}
-    tensors_before = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *own.values())]
 
     def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watched[module].append(_watch(module, call, args, kwargs, counter))
         return watched[module][-1].output
 
-    try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            intercepted(watched, run),
-            same_generators(),
-            torch.enable_grad(),
-            under_autocast(model, autocast),
-        ):
-            example.loss_of(example.output(model, values), values)
-    finally:
-        with torch.no_grad():
-            for tensor, was in tensors_before:
-                tensor.copy_(was)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        unchanged((*model.buffers(), *own.values())),
+        intercepted(watched, run),
+        same_generators(),
+        torch.enable_grad(),
+        under_autocast(model, autocast),
+    ):
+        example.loss_of(example.output(model, values), values)
     return calls
 
 
-def _module(model: nn.Module, example: Example, path: str) -> nn.Module:
-    module = example.loss if path == LOSS and not hasattr(model, LOSS) else model.get_submodule(path)
-    assert isinstance(module, nn.Module)
-    return module
+@contextmanager
+def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore tensors afterwards, which regions may change."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, was in before:
+            tensor.data.copy_(was)  # backward may still read it
 
 
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:

@@ -285,8 +285,10 @@ class Tracer:
         if self.failure is None and self.refusal is None and line is not None:
             self.failure = Failure(LOSS if self.origin == LOSS and not path else path, type(module), line)
 
+    def refuse(self, text: str, stays: bool = False) -> NoReturn:
+        """Raise the error for the user.  stays: see `Unsupported`."""
+        raise self.refused(Unsupported(text, stays=stays))
+
     def lost(self, function: Any) -> NoReturn:
         """Refuse a call that handed a traced tensor to C++ code without `__torch_function__`."""
-        raise self.refused(
-            Unsupported(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")
-        )
+        self.refuse(f"{function} is called in a way that cannot be traced; use torch functions and tensor methods")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from splitc.capture.example import LOSS, Example
 from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
+from splitc.capture.region_runs import unchanged
 from splitc.capture.regions import own_draws, with_loss_module
 from splitc.ir.autocast import under_autocast
 from splitc.ir.program import Program
@@ -122,7 +123,7 @@ class Twin:
         held = self._root_tensors if tensors is None else tensors
         with ExitStack() as stack:
             if apart:
-                stack.enter_context(same_buffers(self.root))
+                stack.enter_context(unchanged(self.root.buffers()))
             if self.wide:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(torch.float64)
@@ -132,18 +133,6 @@ class Twin:
             stack.enter_context(under_autocast(self.model, self._autocast))
             stack.enter_context(_Standing(self._program, held, self.wide, apart))
             yield
-
-
-@contextmanager
-def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards, which regions may change."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, version, was in before:
-            if buffer._version != version:
-                buffer.data.copy_(was)  # backward may still read it
 
 
 def real_root(program: Program, model: nn.Module, example: Example) -> nn.Module:

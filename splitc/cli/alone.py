@@ -11,6 +11,7 @@ from splitc.capture.source_lines import frame_of
 from splitc.cli.model_file import ModelFile
 from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
+from splitc.runtime.transport.base import describe
 
 
 def runs_alone(file: ModelFile, autocast: torch.dtype | None) -> CaptureError | None:
@@ -48,6 +49,4 @@ def _user_line(error: BaseException) -> str:
 
 
 def _described(values: Mapping[str, torch.Tensor]) -> str:
-    return ", ".join(
-        f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in values.items()
-    )
+    return ", ".join(f"{name} {describe(value)}" for name, value in values.items())

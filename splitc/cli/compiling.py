@@ -84,14 +84,13 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress)
             code=file.code,
             now=now,
         )
-    except SplitcError as error:
-        if error.__cause__ is not None and (problem := runs_alone(file, settings.autocast)) is not None:
-            raise problem from error
-        raise
     except Exception as error:
-        if (problem := runs_alone(file, settings.autocast)) is not None:
+        is_ours = isinstance(error, SplitcError)
+        may_be_the_models = not is_ours or error.__cause__ is not None
+        if may_be_the_models and (problem := runs_alone(file, settings.autocast)) is not None:
             raise problem from error
-        error.add_note(f"{file.name} itself runs on its example, but splitc could not trace it")
+        if not is_ours:
+            error.add_note(f"{file.name} itself runs on its example, but splitc could not trace it")
         raise
 
 

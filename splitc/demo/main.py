@@ -83,18 +83,17 @@ def _demo(folder: Path, epochs: int) -> int:
     torch.save(train.tensors, folder / _DATA)
     _say(f"one process, {digits.GLOBAL_BATCH} images a step")
     trainings = {"one process": train_alone(train, epochs)}
-    share = digits.GLOBAL_BATCH // digits.WORLD
-    _say(f"DDP, {digits.WORLD} processes x {share} images; they take some seconds to start")
-    ddp = train_on_ranks("ddp", folder, epochs)
-    if ddp is None:
-        return _failed("DDP")
-    trainings["DDP"] = ddp
-    share = digits.GLOBAL_BATCH // digits.CONV_RANKS
-    _say(f"splitc, {digits.CONV_RANKS} conv processes x {share} images, 1 fc process; started by torchrun too")
-    separated = train_on_ranks("splitc", folder, epochs)
-    if separated is None:
-        return _failed("splitc")
-    trainings["splitc"] = separated
+    share, of_conv = digits.GLOBAL_BATCH // digits.WORLD, digits.GLOBAL_BATCH // digits.CONV_RANKS
+    for name, ranks in (
+        ("DDP", f"{digits.WORLD} processes x {share} images; they take some seconds to start"),
+        ("splitc", f"{digits.CONV_RANKS} conv processes x {of_conv} images, 1 fc process; started by torchrun too"),
+    ):
+        _say(f"{name}, {ranks}")
+        training = train_on_ranks(name.lower(), folder, epochs)
+        if training is None:
+            print(f"splitc demo: the {name} training failed; its own error stands first above", file=sys.stderr)
+            return 1
+        trainings[name] = training
 
     _title("3. Compare")
     print(comparison(trainings, held_out))
@@ -155,11 +154,6 @@ def train_on_ranks(way: str, folder: Path, epochs: int) -> Training | None:
     if torchrun(["-m", "splitc.demo.train", *arguments], digits.WORLD).returncode:
         return None
     return Training.load(folder / f"{way}.pt")
-
-
-def _failed(name: str) -> int:
-    print(f"splitc demo: the {name} training failed; its own error stands first above", file=sys.stderr)
-    return 1
 
 
 def comparison(trainings: Mapping[str, Training], held_out: TensorDataset) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,15 +38,9 @@ class Evaluation:
     def loss(self, batch: tuple[Tensor, ...], context: StepContext) -> Tensor:
         """The global loss of a batch.  Buffers are the first replica's.  Collective."""
         stage = self._state.stage
-        training = [module for module in stage.modules() if module.training]
-        stage.eval()
-        try:
-            with torch.no_grad(), self._rank.step(context) as comms:
-                self._broadcast_buffers()
-                return self._run(*comms, stage, *self._rank.on_device(batch))
-        finally:
-            for module in training:
-                module.training = True
+        with evaluating(stage), torch.no_grad(), self._rank.step(context) as comms:
+            self._broadcast_buffers()
+            return self._run(*comms, stage, *self._rank.on_device(batch))
 
     def keep(self, batch: tuple[Tensor, ...], context: StepContext) -> None:
         """Keep a batch that was trained on for the next sample."""
@@ -73,6 +68,19 @@ class Evaluation:
         holders = self._state.buffer_holders()
         for work in [transport.broadcast(buffers[key], ranks[0], ranks) for key, ranks in holders.items()]:
             work.wait()
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Set modules to evaluation mode; restore the flag of each submodule afterwards."""
+    before = [(each, each.training) for module in modules for each in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for each, training in before:
+            each.training = training
 
 
 class _Moments:
