@@ -135,12 +135,7 @@ def _explicit_arguments(node: fx.Node, name: str) -> dict[str, Any]:
     defaults = {**_DEFAULTS.get(name.rpartition(".")[2], {}), **defaults}
 
     def is_default(key: str, value: Any) -> bool:
-        known = (
-            key in defaults
-            and not isinstance(value, fx.Node)
-            and type(value) is type(defaults[key])
-            and value == defaults[key]
-        )
+        known = key in defaults and type(value) is type(defaults[key]) and value == defaults[key]
         return known or key == "_stacklevel"
 
     explicit: dict[str, Any] = {k: v for k, v in node.kwargs.items() if not is_default(k, v)}

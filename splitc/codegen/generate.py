@@ -16,7 +16,6 @@ from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
 from splitc.ir.plan import ranks_text
 from splitc.ir.program import LoweredProgram
-from splitc.version import __version__
 
 
 def generate(program: LoweredProgram) -> dict[str, str]:
@@ -38,7 +37,7 @@ def _idle_file(program: LoweredProgram) -> str:
     title = f"Ranks of {program.name} that the plan gives no work: they only receive the loss."
     return "\n".join(
         [
-            *docstring(f"{title}  Written by splitc {__version__}; yours to edit.", []),
+            *docstring(title),
             IDLE_BODY.format(hash=program.plan.hash, zero=zero_text(program)),
         ]
     )
@@ -69,8 +68,7 @@ def _launch_file(program: LoweredProgram) -> str:
     roles = ", ".join(f"{role} {ranks_text(ranks)}" for role, ranks in plan.roles.items())
     title = f"Train {program.name} on {plan.world} ranks: {plan.strategy}{', approximate' * (not plan.exact)}, {roles}."
     rest = LAUNCH_OPTIONS.format(world=plan.world, hash=plan.hash).splitlines()
-    head = docstring(f"{title}  Written by splitc {__version__}; yours to edit.", rest)
-    return "\n".join([*head, LAUNCH.format(world=plan.world, hash=plan.hash)])
+    return "\n".join([*docstring(title, rest), LAUNCH.format(world=plan.world, hash=plan.hash)])
 
 
 LAUNCH_OPTIONS = """\

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from splitc.ir.names import printable, prose
+from splitc.version import __version__
 
 WIDTH = 120
 _GAP = "  # "
@@ -50,13 +51,11 @@ def wrapped(text: str, width: int) -> list[str]:
     return [text[: start + 1], *(f"{indent}    {line}" for line in inner), f"{indent}{text[end:]}"]
 
 
-def docstring(title: str, rest: Sequence[str]) -> list[str]:
-    """A module's docstring of any texts: the title, which may take several lines, and lines after an empty one."""
-    lines, rest = (
-        textwrap.wrap(f'"""{prose(title)}', WIDTH - 3, break_long_words=False, break_on_hyphens=False),
-        [*map(prose, rest)],
-    )
-    return [*lines, "", *rest, '"""'] if rest else [*lines[:-1], f'{lines[-1]}"""']
+def docstring(title: str, rest: Sequence[str] = ()) -> list[str]:
+    """A file's docstring of any texts: the title, which may take several lines, and lines after an empty one."""
+    whole = f'"""{prose(title)}  Written by splitc {__version__}; yours to edit.'
+    lines = textwrap.wrap(whole, WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+    return [*lines, "", *map(prose, rest), '"""'] if rest else [*lines[:-1], f'{lines[-1]}"""']
 
 
 def _longest_brackets(text: str) -> tuple[int, int] | None:

@@ -17,7 +17,6 @@ from splitc.ir.rounds import rounds_text
 from splitc.ir.wire import wire
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import RankSpec
-from splitc.version import __version__
 
 _NOTES = {
     "examples": "this rank's examples of the global batch: first, one past the last",
@@ -68,8 +67,7 @@ def rank_file(program: LoweredProgram, rank: int) -> str:
 def idle_rank_file(program: LoweredProgram, rank: int) -> str:
     """The file of a rank that the plan gives no work."""
     title = f"Rank {rank} of {program.plan.world} of {program.name}: the plan {program.plan.strategy} gives it no work."
-    head = docstring(f"{title}  Written by splitc {__version__}; yours to edit.", [])
-    return _file(head, [f"from {IDLE} import Stage, evaluate, step"], program, rank_spec(program, rank))
+    return _file(docstring(title), [f"from {IDLE} import Stage, evaluate, step"], program, rank_spec(program, rank))
 
 
 def served_file(program: LoweredProgram) -> str:
@@ -77,7 +75,7 @@ def served_file(program: LoweredProgram) -> str:
     plan = program.plan
     title = f"The parameters that the servers of {program.name} hold: {ranks_text(plan.servers)} of {plan.world}."
     lines = [
-        *docstring(f"{title}  Written by splitc {__version__}; yours to edit.", []),
+        *docstring(title),
         *("", "from splitc.runtime import Rows", "", f'PLAN = "{plan.hash}"', ""),
         "SERVED = {  # role of the workers -> buckets, in the order in which backward fills them",
     ]
@@ -102,8 +100,7 @@ def _title(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> str:
     examples = " and ".join(f"{start} to {stop - 1}" for start, stop in intervals)
     return (
         f"Rank {rank} of {plan.world} of {program.name}: role{'s' if len(roles) > 1 else ''} {names}"
-        f"{f', examples {examples} of {plan.global_batch}' if stages else ''}.  "
-        f"Written by splitc {__version__}; yours to edit."
+        f"{f', examples {examples} of {plan.global_batch}' if stages else ''}."
     )
 
 

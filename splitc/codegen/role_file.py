@@ -10,15 +10,15 @@ from splitc import units
 from splitc.codegen.cut_lines import common_batch, in_state
 from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
-from splitc.codegen.stage import module_imports, parameter_count, shape_text, stage_class
-from splitc.codegen.step import averaged_name, buckets_name, dealt_name, step_functions
+from splitc.codegen.stage import module_imports, shape_text, stage_class
+from splitc.codegen.stage_names import constant
+from splitc.codegen.step import step_functions
 from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
 from splitc.ir.wire import bucket_nbytes, numel_on
-from splitc.version import __version__
 
 
 def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
@@ -28,18 +28,8 @@ def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
     peaks = {stage.role: {plan.peak_batch(stage.role, rank) for rank in rank_program.ranks} for stage in stages}
     batches = {role: min(found) if len(found) == 1 else None for role, found in peaks.items()}
     body = [f'PLAN = "{plan.hash}"', "", "", *stage_class(program, stages or [_server_stage(program)], batches), "", ""]
-    for stage in stages:
-        if stage.buckets:
-            body += [*_buckets(program, rank_program, stage), "", ""]
-    for stage in stages:
-        if stage.dealt:
-            body += [*_dealt(rank_program, stage), "", ""]
-        if stage.averaged:
-            body += [*_averaged(program, rank_program, stage), "", ""]
-    if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
-        body += [*_tied(program, rank_program), "", ""]
-    if every := {stage.role: names for stage in stages if (names := trained_every_microbatch(program, stage))}:
-        body += [*_every_microbatch(every), "", ""]
+    for lines in _constants(program, rank_program, stages):
+        body += [*lines, "", ""]
     body += step_functions(program, rank_program)
     served = ["", "from served import SERVED"] if any("SERVED" in line for line in body) else []
     return "\n".join([*_header(program, rank_program, stages), "", *module_imports(body), *served, "", *body, ""])
@@ -57,7 +47,7 @@ def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stag
     plan = program.plan
     roles = " and ".join(f'"{role}"' for role in rank_program.roles)
     title = f"Role{'s' if len(rank_program.roles) > 1 else ''} {roles} of {program.name}: "
-    title += f"{ranks_text(rank_program.ranks)} of {plan.world}.  Written by splitc {__version__}; yours to edit."
+    title += f"{ranks_text(rank_program.ranks)} of {plan.world}."
     lines: list[str] = []
     rows = [row for stage in stages for row in _rows(program, rank_program, stage)]
     width = max((len(name) for _, name, _ in rows), default=0)
@@ -68,11 +58,12 @@ def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stag
     if any(stage.has_loss for stage in stages):
         lines.append(f"{'' if before == 'out' else 'out':<9}loss")
     if stages:
-        held = sum(numel * size for stage in stages for numel, size in _held(program, stage))
-        count = sum(parameter_count(program, stage) for stage in stages)
-        lines.append(f"holds    {units.count(count)} parameters, {units.nbytes(held)}")
-        work = [stage_work(program, stage) for stage in stages]
-        flops, seconds = (sum(each[k] for each in work) for k in (0, 1))
+        held = [each for stage in stages for each in _held(program, stage)]
+        count, nbytes = sum(numel for numel, _ in held), sum(numel * size for numel, size in held)
+        lines.append(f"holds    {units.count(count)} parameters, {units.nbytes(nbytes)}")
+        work = [(program.costs[layer], plan.largest_batch(stage.role)) for stage in stages for layer in stage.layers]
+        flops = sum(cost.at(batch).flops for cost, batch in work)
+        seconds = sum(plan.prediction.layer_seconds.get(layer, 0.0) for stage in stages for layer in stage.layers)
         compute = f"{units.flops(flops)}, {units.seconds(seconds)} of compute in a step"
         lines.append(f"predicts {compute} on {plan.prediction.cluster}")
     else:
@@ -114,28 +105,28 @@ def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:
             yield numel_on(program, stage, name, 0, size), program.tensors[name].dtype.itemsize
 
 
-def stage_work(program: PlacedProgram, stage: Stage) -> tuple[float, float]:
-    """FLOPs and compute seconds of the role's busiest rank in one step."""
-    plan = program.plan
-    batch = plan.largest_batch(stage.role)
-    flops = sum(program.costs[layer].at(batch).flops for layer in stage.layers)
-    return flops, sum(plan.prediction.layer_seconds.get(layer, 0.0) for layer in stage.layers)
-
-
-def _buckets(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
-    name = buckets_name(rank_program, stage)
-    return _in_buckets(
-        program, stage, stage.buckets, f"{name} = (  # gradients all-reduced together, in the order of backward"
-    )
-
-
-def _averaged(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> list[str]:
-    name = averaged_name(rank_program, stage)
-    return _in_buckets(program, stage, stage.averaged, f"{name} = (  # averaged together over the units in a round")
+def _constants(program: LoweredProgram, rank_program: RankProgram, stages: list[Stage]) -> Iterator[list[str]]:
+    """The tables that the functions of a step read."""
+    for stage in (stage for stage in stages if stage.buckets):
+        name = constant("BUCKETS", rank_program, stage)
+        head = f"{name} = (  # gradients all-reduced together, in the order of backward"
+        yield _in_buckets(program, stage, stage.buckets, head)
+    for stage in stages:
+        if stage.dealt:
+            yield _dealt(rank_program, stage)
+        if stage.averaged:
+            name = constant("AVERAGED", rank_program, stage)
+            head = f"{name} = (  # averaged together over the units in a round"
+            yield _in_buckets(program, stage, stage.averaged, head)
+    if any(action.verb == "all_reduce_tied" for action in rank_program.actions):
+        yield _tied(program, rank_program)
+    if every := {stage.role: names for stage in stages if (names := trained_every_microbatch(program, stage))}:
+        yield _every_microbatch(every)
 
 
 def _dealt(rank_program: RankProgram, stage: Stage) -> list[str]:
-    lines = [f"{dealt_name(rank_program, stage)} = {{  # tensor -> dim -> the neurons along it, dealt in each round"]
+    name = constant("DEALT", rank_program, stage)
+    lines = [f"{name} = {{  # tensor -> dim -> the neurons along it, dealt in each round"]
     for name, dims in stage.dealt.items():
         runs = {
             dim: " ".join(f"Neurons({literal(run.layer)}, {run.width})," for run in own) for dim, own in dims.items()

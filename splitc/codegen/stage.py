@@ -28,7 +28,7 @@ from splitc.ir.actions import Action
 from splitc.ir.graph import assigned, denominators, info, is_entry, op_name, starts_at_once
 from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import transition_of
-from splitc.ir.wire import inside, numel_on
+from splitc.ir.wire import inside
 from splitc.ir.wire_op import WireOp
 from splitc.runtime.collectives.layouts import State
 
@@ -236,12 +236,6 @@ def shape_text(spec: TensorSpec, batch: int | None) -> str:
     rows = "b" if spec.rows == 1 else f"{spec.rows}*b"
     sizes = [rows if d == spec.batch_dim else str(n) for d, n in enumerate(spec.shape)]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-
-
-def parameter_count(program: PlacedProgram, stage: Stage) -> int:
-    """Parameters that the first rank of the role holds."""
-    size = program.plan.grouping(stage.role).size
-    return sum(numel_on(program, stage, h, 0, size) for h in stage.tensors if program.tensors[h].parameter)
 
 
 def uses(lines: list[str], word: str) -> bool:

@@ -7,6 +7,7 @@ import keyword
 from torch import fx
 
 from splitc.ir import comm_ops
+from splitc.ir.actions import RankProgram
 from splitc.ir.graph import cut_of, denominators, info, is_entry
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
@@ -33,6 +34,11 @@ def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "", v
     while name in held:
         name += "_"
     return name
+
+
+def constant(name: str, rank_program: RankProgram, stage: Stage) -> str:
+    """A constant of a stage, `BUCKETS`, or `CONV_BUCKETS` beside those of another stage."""
+    return name if len(rank_program.roles) == 1 else f"{stage.role.upper()}_{name}"
 
 
 def returned_cuts(stage: Stage) -> list[Cut]:

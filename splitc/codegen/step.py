@@ -12,6 +12,7 @@ from splitc.codegen.microbatches import microbatched
 from splitc.codegen.stage_names import (
     EVALUATING,
     computed_once,
+    constant,
     forward_inputs,
     method_name,
     own_evaluation,
@@ -69,21 +70,6 @@ def _where(stages: Sequence[Stage]) -> str:
     return f"are left in `.grad`{summed}"
 
 
-def buckets_name(rank_program: RankProgram, stage: Stage) -> str:
-    """The constant that lists the buckets of gradients which a stage all-reduces."""
-    return "BUCKETS" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_BUCKETS"
-
-
-def averaged_name(rank_program: RankProgram, stage: Stage) -> str:
-    """The constant that lists what a stage averages after a round."""
-    return "AVERAGED" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_AVERAGED"
-
-
-def dealt_name(rank_program: RankProgram, stage: Stage) -> str:
-    """The constant that lists what is dealt in each round."""
-    return "DEALT" if len(rank_program.roles) == 1 else f"{stage.role.upper()}_DEALT"
-
-
 class _StepWriter:
     """Writes one function of a rank program, from its actions.
 
@@ -107,23 +93,25 @@ class _StepWriter:
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
-        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *self._inputs()])
         verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else _EVALUATED
         actions = self._rank_program.actions if self._training else self._rank_program.whole
         actions = tuple(a for a in actions if a.verb in verbs)
         loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
         body = [*self._body(actions), (f"return {loss}", "")]
+        return self._function(name, self._inputs(), doc, body)
+
+    def _function(self, name: str, inputs: Sequence[str], doc: str, body: Sequence[Line]) -> list[str]:
+        """The lines of a function that takes `inputs` after communicators and stage."""
+        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *inputs])
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
 
     def round_function(self, name: str, doc: str, verbs: Collection[str]) -> list[str]:
         """A function of the round's actions among `verbs`."""
-        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage"])
         body = [line for a in self._rank_program.actions if a.verb in verbs for line in self._lines(a)]
-        return [f"def {name}({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
+        return self._function(name, [], doc, body)
 
     def after_update(self, rounds: Rounds) -> list[str]:
         """The function of fragments that take turns."""
-        arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", "update"])
         travels = f"; it arrives {rounds.delay} update{'s' * (rounds.delay > 1)} later" if rounds.delay else ""
         body: list[Line] = []
         for update in sorted({a.update for a in self._rank_program.actions if a.update}):
@@ -131,15 +119,12 @@ class _StepWriter:
             for action in (a for a in self._rank_program.actions if a.update == update):
                 body += [(f"    {text}", note) for text, note in self._exchange(action, waits=not rounds.delay)]
         doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
-        return [f"def after_update({arguments}):", f'    """{doc}"""', *aligned(body, "    ")]
+        return self._function("after_update", ["update"], doc, body)
 
     def _inputs(self) -> list[str]:
         """The inputs of the program that any of the stages reads or passes on."""
-        found = []
-        for stage in self.stages:
-            names = variables(stage.graph)
-            found += [names[node] for node in stage.graph.nodes if node.op == "placeholder"]
-        return found
+        named = [pair for stage in self.stages for pair in variables(stage.graph).items()]
+        return [name for node, name in named if node.op == "placeholder"]
 
     def _body(self, actions: Sequence[Action]) -> list[Line]:
         if not self._microbatched:
@@ -166,7 +151,8 @@ class _StepWriter:
         stage = self._program.stage(action.role)
         match action.verb:
             case "deal" | "fetch_ahead" | "collect":
-                return [(f"{comm}.{action.verb}(stage, {dealt_name(self._rank_program, stage)})", _DEALT[action.verb])]
+                dealt = constant("DEALT", self._rank_program, stage)
+                return [(f"{comm}.{action.verb}(stage, {dealt})", _DEALT[action.verb])]
             case "keep" | "average":
                 return self._exchange(action)
             case "weigh":
@@ -212,7 +198,7 @@ class _StepWriter:
     def _exchange(self, action: Action, waits: bool = True) -> list[Line]:
         """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
         stage, comm, rounds = self._program.stage(action.role), self._cuts.comm(action.role), self._plan.rounds
-        name, bucket = averaged_name(self._rank_program, stage), action.bucket or 0
+        name, bucket = constant("AVERAGED", self._rank_program, stage), action.bucket or 0
         assert rounds is not None, action
         if action.verb == "keep":
             options = f"lr={rounds.outer_lr}, momentum={rounds.outer_momentum}, nesterov={rounds.nesterov}"
@@ -263,7 +249,7 @@ class _StepWriter:
         after: list[Line] = []
         if stage.buckets:
             note = f"{self._buckets(stage, stage.buckets)}, {self._when(stage)}"
-            around.append((f"{comm}.all_reduce(stage, {buckets_name(self._rank_program, stage)})", note))
+            around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self._rank_program, stage)})", note))
         if stage.served and self._plan.overlap:
             note = f"{self._buckets(stage, stage.served)}, during backward"
             around.append((f"{comm}.push(stage, {_served(stage)})", note))
