@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.graph import op_name, shape_of
+from splitc.ir.graph import arguments_of, op_name, shape_of
 
 _FUNCTIONS: frozenset[Any] = frozenset(
     getattr(module, name)
@@ -35,8 +35,7 @@ def is_elementwise(node: fx.Node) -> bool:
 def keeps_features(node: fx.Node) -> bool:
     """Whether a node changes the dims before the last alone, whatever the size of the last: flatten(0, -2), view_as."""
     if node.target in ("flatten", torch.flatten):
-        given: Any = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | node.kwargs
-        return bool(given.get("end_dim", -1) == -2)
+        return bool(arguments_of(node, "input", "start_dim", "end_dim").get("end_dim", -1) == -2)
     return node.target in ("view_as", "reshape_as")
 
 

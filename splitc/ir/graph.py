@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir import comm_ops
@@ -67,9 +67,19 @@ def is_region(node: fx.Node) -> bool:
     return node.op == "call_module" and info(node).draw is not None
 
 
+def called_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls; None for a node that calls none."""
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def arguments_of(node: fx.Node, *names: str) -> dict[str, Any]:
+    """The arguments that a node gives by position to parameters of these names, and all that it gives by name."""
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
 def region_of(program: Program, node: fx.Node) -> OwnCode | None:
     """What is known of the region that a node calls, by the shapes of its inputs; None for any other node."""
-    module = program.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = called_module(program.root, node)
     if not isinstance(module, Region):
         return None
     specs: list[Spec] = []
@@ -160,8 +170,7 @@ def at_the_end(
     graph: fx.Graph, role: str, function: Callable[..., Any], parameters: tuple[str, ...], **options: Any
 ) -> None:
     """Add a node that says how the gradients of a role's parameters are summed."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    with graph.inserting_before(output):
+    with graph.inserting_before(graph.output_node()):
         node = graph.call_function(function, (), {"role": role, "parameters": parameters, **options})
     set_info(node, NodeInfo(source="gradients", role=role))
 
@@ -205,18 +214,16 @@ def changes_statistics(node: fx.Node) -> bool:
     """Whether the node is a normalisation function that updates running statistics."""
     if node.target not in NORMS:
         return False
-    named = dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)) | node.kwargs
+    named = arguments_of(node, "input", "running_mean", "running_var")
     flag = named.get("training", False) if node.target is F.batch_norm else named.get("use_input_stats", True)
     return flag is True and named.get("running_mean") is not None
 
 
-def normalises_examples(root: torch.nn.Module, node: fx.Node) -> bool:
+def normalises_examples(root: nn.Module, node: fx.Node) -> bool:
     """Whether the node normalises by the mean and the variance of the examples that it is given."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
+    if (module := called_module(root, node)) is not None:
         return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    named = dict(zip(names, node.args, strict=False)) | node.kwargs
+    named = arguments_of(node, "input", "running_mean", "running_var", "weight", "bias", "training")
     return node.target is F.batch_norm and named.get("training", False) is True
 
 

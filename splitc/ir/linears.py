@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from splitc.ir.graph import info, put_in_place, set_info
+from splitc.ir.graph import arguments_of, called_module, info, put_in_place, set_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, TensorSpec
 
@@ -32,13 +32,12 @@ class Linear:
 
 def as_linear(program: Program, node: fx.Node) -> Linear | None:
     """`node` as a linear layer; None when it is none, or when its weight is computed."""
-    if node.op == "call_module":
-        module = program.root.get_submodule(str(node.target))
-        if type(module) is not nn.Linear or len(node.args) != 1 or node.kwargs:
+    if (module := called_module(program.root, node)) is not None:
+        read = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        if type(module) is not nn.Linear or not isinstance(read, fx.Node):
             return None
-        read = node.args[0]
         bias_name = None if module.bias is None else f"{node.target}.bias"
-        return Linear(node, read, f"{node.target}.weight", bias_name) if isinstance(read, fx.Node) else None
+        return Linear(node, read, f"{node.target}.weight", bias_name)
     if node.target is not F.linear:
         return None
     value, weight, bias = _operands(node)
@@ -54,21 +53,17 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
     """Input, weight and bias of an F.linear node."""
-    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    given = arguments_of(node, "input", "weight", "bias")
     return given["input"], given["weight"], given.get("bias")
 
 
 def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
     """The layers whose parameters only linear nodes read, and which share none with another layer -> these nodes."""
     found: dict[str, tuple[Linear, ...]] = {}
-    users: dict[str, int] = {}
-    for layer in program.layers:
-        for name in dict.fromkeys(layer.tensors):
-            users[name] = users.get(name, 0) + 1
     nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         uses = _uses(program, layer, nodes)
-        if uses and all(users[name] == 1 for name in layer.tensors):
+        if uses and all(program.users[name] == 1 for name in layer.tensors):
             found[layer.name] = uses
     return found
 
@@ -79,11 +74,8 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
     for name in layer.nodes:
         node = nodes[name]
         reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not info(n).copied_to_each_stage]
-        if node.op != "call_module" and not reads:
-            continue
-        if node.op == "call_module" and not any(
-            True for _ in program.root.get_submodule(str(node.target)).parameters()
-        ):
+        module = called_module(program.root, node)
+        if not (reads if module is None else any(True for _ in module.parameters())):
             continue
         linear = as_linear(program, node)
         if linear is None or not _is_batch_first(linear.value):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.elementwise import is_elementwise, keeps_features
-from splitc.ir.graph import info, shape_of, tensors_of_node
+from splitc.ir.graph import arguments_of, called_module, info, op_name, shape_of, tensors_of_node
 from splitc.ir.linears import Linear, as_linear, linear_layers
 from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.spec import DealtDims, Neurons
@@ -69,10 +68,6 @@ class _Walk:
         self._linears = {
             uses[0].node.name: (layer, uses[0]) for layer, uses in linear_layers(program).items() if len(uses) == 1
         }
-        self._users: dict[str, int] = {}
-        for layer in program.layers:
-            for name in dict.fromkeys(layer.tensors):
-                self._users[name] = self._users.get(name, 0) + 1
         self._calls = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
         self._values: dict[fx.Node, Runs] = {}
         self._normed: dict[fx.Node, bool] = {}
@@ -111,7 +106,8 @@ class _Walk:
         spec = info(node).spec
         if isinstance(spec, TensorSpec):
             tensors = [n for n in node.all_input_nodes if isinstance(info(n).spec, TensorSpec)]
-            if self._is_batch_norm(node) and len(spec.shape) == 2:
+            is_norm = type(called_module(self._program.root, node)) is nn.BatchNorm1d and self._owns(node)
+            if is_norm and len(spec.shape) == 2:
                 return self._visit_norm(node, reads[0])
             if _is_concatenation(node, spec):
                 return self._keep(node, tensors, tuple(run for n in tensors for run in self._runs(n)))
@@ -196,16 +192,11 @@ class _Walk:
     def _linear(self, node: fx.Node) -> Linear | None:
         return as_linear(self._program, node) if node.name in self._linears else None
 
-    def _is_batch_norm(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or not self._owns(node):
-            return False
-        return type(self._program.root.get_submodule(str(node.target))) is nn.BatchNorm1d
-
     def _owns(self, node: fx.Node) -> bool:
         """Whether no other layer, and no other call, reads the tensors of a node."""
         own = set(tensors_of_node(self._program, node))
         calls = sum(bool(own.intersection(tensors_of_node(self._program, other))) for other in self._calls)
-        return calls == 1 and all(self._users.get(name, 1) == 1 for name in own)
+        return calls == 1 and all(self._program.users.get(name, 1) == 1 for name in own)
 
     def _is_final(self, node: fx.Node) -> bool:
         """Whether no layer with parameters follows."""
@@ -223,12 +214,11 @@ class _Walk:
 
 def embedding_weight(program: Program, node: fx.Node) -> str | None:
     """The parameter of a node that looks up rows of an embedding; None for any other node."""
-    if node.op == "call_module":
-        is_embedding = isinstance(program.root.get_submodule(str(node.target)), nn.Embedding | nn.EmbeddingBag)
-        return f"{node.target}.weight" if is_embedding else None
+    if isinstance(called_module(program.root, node), nn.Embedding | nn.EmbeddingBag):
+        return f"{node.target}.weight"
     if node.target not in (F.embedding, F.embedding_bag):
         return None
-    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    weight = arguments_of(node, "input", "weight")["weight"]
     return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
 
 
@@ -248,7 +238,7 @@ def divisible_layers(program: Program) -> frozenset[str]:
 
 def is_batch_norm(program: Program, node: fx.Node) -> bool:
     """Whether a node is a module that normalises over examples."""
-    return node.op == "call_module" and isinstance(program.root.get_submodule(str(node.target)), _BatchNorm)
+    return isinstance(called_module(program.root, node), _BatchNorm)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -261,14 +251,13 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_norm(program: Program, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(program.root.get_submodule(str(node.target)), _NORMS)
-    return getattr(node.target, "__name__", "") in ("batch_norm", "layer_norm", "rms_norm", "group_norm")
+    is_function = op_name(node) in ("batch_norm", "layer_norm", "rms_norm", "group_norm")
+    return is_function or isinstance(called_module(program.root, node), _NORMS)
 
 
 def _is_concatenation(node: fx.Node, spec: TensorSpec) -> bool:
     """Whether a node concatenates features."""
-    dim: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    dim = arguments_of(node, "tensors", "dim").get("dim", 0)
     return node.target in (torch.cat, torch.concat, torch.concatenate) and dim in (-1, len(spec.shape) - 1)
 
 

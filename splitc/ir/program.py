@@ -8,6 +8,7 @@ A Program is frozen, and its type tells its stage: a captured `Program`, a `Plac
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -151,11 +152,8 @@ class Stage:
     def cut(self, action: Action) -> Cut:
         """Return the cut that an action moves."""
         cuts = self.sends if action.verb in PRODUCER_VERBS else self.receives
-        return next(
-            cut
-            for cut in cuts
-            if cut.name == action.value and (not action.peer or action.peer in (cut.producer, cut.consumer))
-        )
+        named = (cut for cut in cuts if cut.name == action.value)
+        return next(cut for cut in named if not action.peer or action.peer in (cut.producer, cut.consumer))
 
     def bucket(self, action: Action) -> tuple[str, ...]:
         """Return the tensors of an `all_reduce`, a `push`, or an `average` and its `arrive`."""
@@ -220,17 +218,17 @@ class Program:
 
     def edges(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Every (value, reader) of the graph; `all_input_nodes` also sees through lists and kwargs."""
-        for reader in self.graph.nodes:
-            for value in reader.all_input_nodes:
-                yield value, reader
+        return ((value, reader) for reader in self.graph.nodes for value in reader.all_input_nodes)
+
+    @cached_property
+    def users(self) -> Counter[str]:
+        """Parameter or buffer -> how many layers use it."""
+        return Counter(name for layer in self.layers for name in dict.fromkeys(layer.tensors))
 
     @property
     def loss(self) -> fx.Node:
         """The node of the loss, a 0-d tensor."""
-        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        loss: fx.Node
-        (loss,) = output.all_input_nodes
-        return loss
+        return self.graph.output_node().all_input_nodes[0]
 
     def placed(self, plan: Plan) -> PlacedProgram:
         """The program with a plan for it."""

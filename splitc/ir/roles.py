@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch.nn.modules.conv import _ConvNd
 
+from splitc.ir.graph import called_module, op_name
 from splitc.ir.program import Program
 
 MAX_STAGES = 6
@@ -30,9 +31,8 @@ ROLES = ("all", "worker", *STAGE_OF_ROLE)
 def has_convolutions(program: Program) -> bool:
     """Whether a layer of the model convolves, as a module or as a function."""
     for node in program.graph.nodes:
-        if node.op == "call_module" and isinstance(program.root.get_submodule(str(node.target)), _ConvNd):
-            return True
-        if node.op == "call_function" and getattr(node.target, "__name__", "").startswith("conv"):
+        is_function = node.op == "call_function" and op_name(node).startswith("conv")
+        if is_function or isinstance(called_module(program.root, node), _ConvNd):
             return True
     return False
 

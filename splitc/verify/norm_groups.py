@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir import comm_ops
-from splitc.ir.graph import info, region_of
+from splitc.ir.graph import called_module, info, region_of
 from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program, SizeSpec, TensorSpec
@@ -47,10 +47,10 @@ def norm_groups(program: PlacedProgram, local_batches: Sequence[int], unit: Sequ
 def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
     """The node of every BatchNorm call, and the rows that it normalises; a region may have several."""
     for node in program.graph.nodes:
-        module = program.root.get_submodule(node.target) if node.op == "call_module" else None
+        is_module = isinstance(called_module(program.root, node), _BatchNorm)
         if (own := region_of(program, node)) is not None:
             yield from ((node, rows) for rows in own.norms)
-        elif isinstance(module, _BatchNorm) or node.target in (F.batch_norm, comm_ops.batch_norm):
+        elif is_module or node.target in (F.batch_norm, comm_ops.batch_norm):
             spec = info(node).spec
             if not isinstance(spec, TensorSpec):
                 yield node, SizeSpec(1)
