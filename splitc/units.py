@@ -36,3 +36,8 @@ def seconds(value: float) -> str:
 def bandwidth(value: float) -> str:
     """Bytes per second as the network's bits per second: `1.25e9` -> `10.0 Gbit/s`."""
     return _scaled(value * 8, 1e3, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def numbered(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -32,10 +32,6 @@ class NullTransport(Transport):
         """Return the batch bounds of all ranks, from the plan, on the first call; then this rank's value only."""
         return [self._examples.pop()] if self._examples else [value]
 
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        self._check_scatter(values, src)
-        return None if values is None else values[self.rank]
-
     def barrier(self) -> None:
         return
 

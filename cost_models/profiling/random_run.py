@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from splitc.ir.program import Program
 from splitc.ir.value_range import class_bound
+from splitc.runtime.own_code import plain_tensors
 
 
 def real_root(program: Program, where: torch.device) -> nn.Module:
@@ -20,10 +21,7 @@ def real_root(program: Program, where: torch.device) -> nn.Module:
     Matrices are about as torch initialises them, smaller parameters lie between 0 and 1; buffers (variances, masks,
     weights of classes) are 1, or valid indices where they are whole numbers.  The model's constants keep their data.
     """
-    tensors = {
-        id(t): t for m in program.root.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)
-    }  # neither parameters nor buffers: they are shared, as in `fake_copy`
-    memo: dict[int, Any] = dict(tensors)
+    memo: dict[int, Any] = {id(t): t for t in plain_tensors(program.root).values()}  # shared, as in `fake_copy`
     for _, parameter in program.root.named_parameters():
         memo[id(parameter)] = nn.Parameter(_weights(parameter, where), parameter.requires_grad)
     bounds = {str(n.target): class_bound(n, program.root) for n in program.graph.nodes if n.op == "get_attr"}

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from splitc.capture.refusals import Unsupported
 from splitc.capture.source_lines import name_in_user_code
+from splitc.runtime.own_code import plain_tensors
 
 
 class Attributes:
@@ -94,10 +95,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _names(root: nn.Module) -> dict[int, str]:
     """`id` -> name of every tensor that belongs to a module: parameters, buffers and plain attributes."""
     names: dict[int, str] = {}
-    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+    plain = {name: tensor for name, tensor in plain_tensors(root).items() if not tensor.requires_grad}
+    for name, tensor in (*root.named_parameters(), *root.named_buffers(), *plain.items()):
         names.setdefault(id(tensor), name)
-    for path, module in root.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not value.requires_grad:
-                names.setdefault(id(value), f"{path}.{name}" if path else name)
     return names

@@ -15,7 +15,7 @@ import hashlib
 import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,15 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), type(Not
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _CONTAINERS: tuple[type, ...] = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, types.MappingProxyType)
 _PLAIN = (object, dict, OrderedDict, list, tuple, set, frozenset, str, int, float)  # C classes that show their state
+_MADE_OF: Mapping[type, tuple[str, ...]] = {
+    **dict.fromkeys((*IN_C, types.GetSetDescriptorType, types.MemberDescriptorType), ("__objclass__", "__name__")),
+    **dict.fromkeys((staticmethod, classmethod), ("__func__",)),
+    types.MethodType: ("__func__", "__self__"),
+    property: ("fget", "fset", "fdel"),
+    functools.partial: ("func", "args", "keywords"),
+    functools.cached_property: ("func", "attrname"),
+}
+"""Types -> the attributes that an object of theirs is made of."""
 _MOST = 100_000  # objects; more take longer than what is saved
 
 
@@ -132,18 +141,8 @@ class _Digest:
             self._write(value.__self__, value.__name__)
         elif kind in (types.UnionType, types.GenericAlias):
             self._write(repr(value), *value.__args__)
-        elif isinstance(value, (*IN_C, types.GetSetDescriptorType, types.MemberDescriptorType)):
-            self._write(value.__objclass__, value.__name__)
-        elif kind is types.MethodType:
-            self._write(value.__func__, value.__self__)
-        elif kind in (staticmethod, classmethod):
-            self._write(value.__func__)
-        elif kind is property:
-            self._write(value.fget, value.fset, value.fdel)
-        elif kind is functools.partial:
-            self._write(value.func, value.args, value.keywords)
-        elif kind is functools.cached_property:
-            self._write(value.func, value.attrname)
+        elif kind in _MADE_OF:
+            self._write(*(getattr(value, name) for name in _MADE_OF[kind]))
         elif isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value and is_known(value):
             self._text(value.__name__)
         else:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError, bullets
+from splitc.runtime.own_code import plain_tensors
 
 
 class Unsupported(Exception):
@@ -160,10 +161,7 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
 
 def _overlaps(model: nn.Module) -> Iterator[str]:
     """Trainable parameters whose memory other tensors of the model share, though they are other objects."""
-    owned = dict(model.named_parameters()) | dict(model.named_buffers())
-    for path, module in model.named_modules():
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        owned |= {f"{path}.{name}".lstrip("."): value for name, value in plain.items()}
+    owned = dict(model.named_parameters()) | dict(model.named_buffers()) | plain_tensors(model)
     by_storage: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in owned.items():
         if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitc import units
 from splitc.errors import CaptureError
 from splitc.runtime.nested import parts, replaced, tensors
 
@@ -74,8 +75,8 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
     if len(sizes) != len(given):
         named = f" ({', '.join(map('.'.join, given))})" if isinstance(example, Mapping) else ""
         raise CaptureError(
-            f"--input gives {_count(len(sizes), 'size')}, but the example has "
-            f"{_count(len(given), 'tensor')}{named}; {_FORM}"
+            f"--input gives {units.numbered(len(sizes), 'size')}, but the example has "
+            f"{units.numbered(len(given), 'tensor')}{named}; {_FORM}"
         )
     for (path, like), shape in zip(list(given.items()), sizes, strict=True):
         if len(shape) == 1:
@@ -84,10 +85,6 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
             high = int(like.max()) + 1 if like.numel() and not like.dtype.is_floating_point else 2
             given[path] = _random(shape, like.dtype, high)
     return replaced(example if isinstance(example, Mapping) else as_tuple(example), given)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:

@@ -85,13 +85,13 @@ def _headline(program: PlacedProgram) -> str:
     )
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
-    layers = f"{len(program.layers)} layers" if len(program.layers) > 1 else "1 layer"
     lines = [
-        f"{program.name} on {_number(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
+        f"{program.name} on {units.numbered(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
         f"({'' if plan.exact else 'approximate, '}{proof})",
-        f"{roles}; a step of {_number(plan.global_batch, 'example')} takes "
+        f"{roles}; a step of {units.numbered(plan.global_batch, 'example')} takes "
         f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
-        f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in {layers}",
+        f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in "
+        f"{units.numbered(len(program.layers), 'layer')}",
     ]
     lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
     return "\n".join(map(_wrap, lines))
@@ -100,10 +100,6 @@ def _headline(program: PlacedProgram) -> str:
 def _simulated(prediction: Prediction) -> str:
     """Return the step time of the simulation, in which transfers overlap with computation."""
     return f"; simulated, with overlap, {units.seconds(prediction.simulated_seconds)}" if prediction.phases else ""
-
-
-def _number(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -118,9 +118,9 @@ def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] |
 
 def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
     """Return to every rank its own of rank 0's `parts`, tensors by name; the others pass None.  Collective."""
-    shapes = transport.scatter_objects(None if parts is None else [_shapes(part) for part in parts])
+    shapes = transport.broadcast_object(None if parts is None else [_shapes(part) for part in parts])
     if parts is None:
-        return dict(_received(transport, shapes, 0))
+        return dict(_received(transport, shapes[transport.rank], 0))
     for rank, part in enumerate(parts):
         if rank != transport.rank:
             _send(transport, part, rank)

@@ -8,6 +8,7 @@ round is sent while it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ..spec import DealtDims, Shard
 from ..transport.base import Work
 from ..transport.messages import Messages
-from .slices import Places, Slices, numel_of, pick, store
+from .slices import Block, Places, Slices, numel_of, pick, store
 
 State = Callable[[nn.Parameter], MutableMapping[str, Any]]
 """The optimizer's state of a parameter."""
@@ -30,8 +31,8 @@ class _Key(NamedTuple):
 
 
 Tensors = Mapping[_Key, Tensor]
-Blocks = Callable[[_Key, int], Sequence[Places]]
-"""The blocks of a tensor that are exchanged with a rank."""
+Blocks = Callable[[_Key, int, int], Sequence[Block]]
+"""The blocks of a tensor in the shard of one rank, its owner, and in the slice of another."""
 
 
 class _Arriving(NamedTuple):
@@ -40,7 +41,7 @@ class _Arriving(NamedTuple):
     work: Work
     keys: list[_Key]
     buffers: dict[int, Tensor]
-    blocks: Blocks
+    blocks: Callable[[_Key, int], Sequence[Places]]
 
 
 class Subnets:
@@ -79,14 +80,10 @@ class Subnets:
         slices = {key: t.new_empty(new.shape(key.name, t, self._own)) for key, t in owned.items()}
         fetched = {key for each in arriving for key in each.keys}
 
-        def blocks(key: _Key, owner: int, rank: int) -> list[Any]:
-            return list(new.blocks(key.name, owner, rank, before if key in fetched else None))
+        def blocks(key: _Key, owner: int, rank: int) -> Sequence[Block]:
+            return new.blocks(key.name, owner, rank, before if key in fetched else None)
 
-        arriving = arriving + self._send(
-            owned,
-            lambda key, rank: [block.shard for block in blocks(key, self._own, rank)],
-            lambda key, owner: [block.slice for block in blocks(key, owner, self._own)],
-        )
+        arriving = arriving + self._send(owned, blocks)
         for key, shard in owned.items():
             for block in new.blocks(key.name, self._own, self._own):
                 store(slices[key], block.slice, pick(shard, block.shard))
@@ -101,12 +98,8 @@ class Subnets:
     def fetch_ahead(self, seed: int, number: int) -> None:
         """Start to gather what the slices of round `number` have that no rank trains in the present one."""
         new, now = self._dealt_in(seed, number), self._slices
-        arriving = self._send(
-            self._owned,
-            lambda key, rank: [b.shard for b in new.blocks(key.name, self._own, rank, now, idle=True)],
-            lambda key, owner: [b.slice for b in new.blocks(key.name, owner, self._own, now, idle=True)],
-        )
-        self._ahead = new, arriving
+        idle = partial(new.blocks, before=now, idle=True)
+        self._ahead = new, self._send(self._owned, lambda key, owner, rank: idle(key.name, owner, rank))
 
     def forget_ahead(self) -> None:
         """Forget what was fetched ahead, since the shards change.  On every rank."""
@@ -127,11 +120,7 @@ class Subnets:
                 at, dim = torch.tensor(common, device=tensor.device), self._dims[key.name]
                 tensor.index_copy_(dim, at, tensor.index_select(dim, at) * share)
                 owned[key].zero_()  # every row is added
-        arriving = self._send(
-            slices,
-            lambda key, owner: [block.slice for block in now.blocks(key.name, owner, self._own)],
-            lambda key, rank: [block.shard for block in now.blocks(key.name, self._own, rank)],
-        )
+        arriving = self._send(slices, lambda key, owner, rank: now.blocks(key.name, owner, rank), back=True)
         for key, tensor in slices.items():
             for block in now.blocks(key.name, self._own, self._own):
                 store(owned[key], block.shard, pick(tensor, block.slice), add=bool(now.common(key.name, self._own)))
@@ -169,8 +158,16 @@ class Subnets:
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def _send(self, tensors: Tensors, outgoing: Blocks, incoming: Blocks) -> list[_Arriving]:
-        """Begin an all-to-all of blocks of tensors, one for each dtype."""
+    def _send(self, tensors: Tensors, blocks: Blocks, back: bool = False) -> list[_Arriving]:
+        """Begin an all-to-all of blocks of tensors, one for each dtype: from shards to slices, or back."""
+
+        def in_slice(key: _Key, k: int) -> list[Places]:
+            return [block.slice for block in blocks(key, k, self._own)]
+
+        def in_shard(key: _Key, k: int) -> list[Places]:
+            return [block.shard for block in blocks(key, self._own, k)]
+
+        outgoing, incoming = (in_slice, in_shard) if back else (in_shard, in_slice)
         others = [k for k in range(len(self._ranks)) if k != self._own]
         begun = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):

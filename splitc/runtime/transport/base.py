@@ -158,10 +158,8 @@ class Transport(ABC):
             raise ValueError(f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is {describe(own)}")
         if len(ranks) == 1:
             own.detach().copy_(tensor.detach())
-            return CompletedWork()
-        if all(output.numel() == 0 for output in outputs):
-            return CompletedWork()
-        return self._all_gather(outputs, tensor, ranks)
+        alone = len(ranks) == 1 or not any(output.numel() for output in outputs)
+        return CompletedWork() if alone else self._all_gather(outputs, tensor, ranks)
 
     def reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
         """Start to fill `output` with the sum over `ranks` of the pieces meant for this rank.
@@ -180,10 +178,8 @@ class Transport(ABC):
             )
         if len(ranks) == 1:
             output.detach().copy_(own.detach())
-            return CompletedWork()
-        if all(piece.numel() == 0 for piece in pieces):
-            return CompletedWork()
-        return self._reduce_scatter(output, pieces, ranks)
+        alone = len(ranks) == 1 or not any(piece.numel() for piece in pieces)
+        return CompletedWork() if alone else self._reduce_scatter(output, pieces, ranks)
 
     def connect(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Create the communicators of those `groups` that hold this rank.
@@ -208,13 +204,6 @@ class Transport(ABC):
         """Return all ranks' picklable values in rank order on every rank."""
         values: list[Any] = self.broadcast_object(self.gather_objects(value))
         return values
-
-    @abstractmethod
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        """Return to every rank its own of rank `src`'s `values`; the others pass None.
-
-        Raises ValueError on rank `src` when there is not one value for each rank.
-        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -263,8 +252,3 @@ class Transport(ABC):
             raise ValueError(f"{what} over {ranks}: ranks must be sorted, different and below {self.world}")
         if self.rank not in ranks:
             raise ValueError(f"{what} over {ranks} on rank {self.rank}, which is not one of them")
-
-    def _check_scatter(self, values: Sequence[Any] | None, src: int) -> None:
-        if self.rank == src and (values is None or len(values) != self.world):
-            count = "no" if values is None else len(values)
-            raise ValueError(f"scatter_objects of {count} values to {self.world} ranks")

@@ -81,9 +81,6 @@ class Forwarding(Transport):
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
         return self._inner.gather_objects(value, dst)
 
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        return self._inner.scatter_objects(values, src)
-
     def barrier(self) -> None:
         self._inner.barrier()
 

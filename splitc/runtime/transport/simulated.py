@@ -128,11 +128,6 @@ class SimulatedTransport(Transport):
         values = self._join_all(f"gather_objects to rank {dst}", pickle.dumps(value))
         return [pickle.loads(data) for data in values] if self.rank == dst else None
 
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        self._check_scatter(values, src)
-        data = [pickle.dumps(value) for value in values or ()] if self.rank == src else None
-        return pickle.loads(self._join_all(f"scatter_objects from rank {src}", data)[src][self.rank])
-
     def barrier(self) -> None:
         self._join_all("barrier", None)
 

@@ -65,13 +65,6 @@ class TorchTransport(Transport):
             dist.gather_object(value, values, dst)
         return values
 
-    def scatter_objects(self, values: Sequence[Any] | None, src: int = 0) -> Any:
-        self._check_scatter(values, src)
-        own: list[Any] = [None]
-        with self._losing_peers(f"scatter_objects from rank {src}"):
-            dist.scatter_object_list(own, list(values or ()) if self.rank == src else None, src)
-        return own[0]
-
     def barrier(self) -> None:
         with self._losing_peers("barrier"):
             dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)

@@ -192,7 +192,7 @@ class Slowly(Transport):
         return CompletedWork()
 
     _irecv = _all_reduce = _broadcast = _all_gather = _reduce_scatter = _connect = _nothing
-    broadcast_object = gather_objects = scatter_objects = barrier = close = _nothing
+    broadcast_object = gather_objects = barrier = close = _nothing
 
 
 def test_threads_may_issue_and_wait_at_once_and_their_waits_count_once() -> None:
