@@ -30,7 +30,6 @@ from splitc.ir.graph import at_the_end, copy_graph, info, insert_after, rename, 
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
-from splitc.ir.server_rows import pushable
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
         plan = program.plan
-        reached = pushable(program)
         graph, _ = copy_graph(program.graph)
         for node in graph.nodes:
             update_info(node, role=_role(program, node))
@@ -58,8 +56,7 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
         for role in plan.roles:
             if summed := _synchronised(program, role, "all_reduce"):
                 at_the_end(graph, role, comm_ops.all_reduce, summed)
-            served = _synchronised(program, role, "parameter_server")
-            if pushed := tuple(name for name in served if name in reached):
+            if pushed := _synchronised(program, role, "parameter_server"):
                 at_the_end(graph, role, comm_ops.push, pushed)
         return replace(program, graph=graph)
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from splitc.checks.graph import buckets_hold_every_gradient, stages_cover_the_graph
-from splitc.checks.servers import served_parameters_are_pulled
+from splitc.checks.graph import buckets_hold_every_gradient, served_parameters_are_pulled, stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.graph import NodeInfo, copy_graph, info, set_info
+from splitc.ir.graph import NodeInfo, copy_graph, info, set_info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, Program, Stage
-from splitc.ir.server_rows import read_by
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def _with_pulls(program: Program, stage: Stage) -> Stage:
     for node in list(graph.nodes):
         if node.op in ("placeholder", "get_attr"):
             continue  # a parameter that stands by itself is read by its readers
-        read = read_by(program, node) if node.op != "output" else {name for names in waiting.values() for name in names}
+        read = set(tensors_of_node(program, node)) if node.op != "output" else set().union(*waiting.values())
         for k in [k for k, bucket in waiting.items() if bucket & read]:
             del waiting[k]
             with graph.inserting_before(node):

@@ -14,7 +14,7 @@ from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
 from splitc.ir.plan import SERVER, Plan, ranks_text
 from splitc.ir.program import LoweredProgram, PlacedProgram
-from splitc.ir.server_rows import Piece, pieces
+from splitc.ir.server_wire import Piece, pieces
 from splitc.ir.wire import nbytes_trained, wire
 
 

@@ -1,16 +1,14 @@
-"""Checks of graphs, placements and buckets: each returns one line for each problem, which names node, role or rank."""
+"""Checks of graphs, placements, buckets and servers: one line for each problem, which names node, role or rank."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from splitc.checks.servers import servers_fit
 from splitc.ir import comm_ops
 from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.interpreter import shapes_at
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
-from splitc.ir.server_rows import pushable
 from splitc.runtime.collectives.layouts import State
 
 
@@ -106,24 +104,17 @@ def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
 def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     """The gradient of each trainable parameter is summed over its replicas exactly once, by the sync of its plan."""
     plan, problems = program.plan, []
-    served = pushable(program) if plan.servers else frozenset()
     apart = program.tied
     for stage in program.stages:
         summed = [name for bucket in stage.buckets for name in bucket]
         pushed = [name for bucket in stage.served for name in bucket]
-        late = [
-            str(parameter.target)
-            for node in stage.graph.nodes
-            if node.target is comm_ops.late_multiply
-            for parameter in node.args[1:]
-        ]
+        multiplied = [node for node in stage.graph.nodes if node.target is comm_ops.late_multiply]
+        late = [str(parameter.target) for node in multiplied for parameter in node.args[1:]]
         on_own = [node for node in stage.graph.nodes if info(node).state is State.BATCH]
         own = {name for node in on_own for name in tensors_of_node(program, node)}
-        for layer in program.layers:
-            place = plan.placements[layer.name]
-            if place.role != stage.role:
-                continue
-            for name in layer.tensors:
+        for layer in stage.layers:
+            place = plan.placements[layer]
+            for name in program.layer(layer).tensors:
                 if not program.tensors[name].trainable or name not in stage.tensors or name in apart:
                     continue
                 ways = {
@@ -139,8 +130,6 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                     wrong = bool(found.keys() - {"all_reduce"})  # which sums over one rank
                 elif place.sync in ("none", "average"):
                     wrong = bool(found) or not alone
-                elif place.sync == "parameter_server" and name not in served:
-                    wrong = bool(found)  # the loss does not depend on it
                 else:
                     once = place.sync == "late_multiply" or found.get(str(place.sync)) == 1
                     wrong = set(found) != {place.sync} or not once
@@ -162,4 +151,49 @@ def shapes_hold(program: LoweredProgram) -> list[str]:
     for stage in program.stages:
         for batch in sorted({max(2, plan.peak_batch(stage.role, rank)) for rank in plan.roles[stage.role]}):
             problems += shapes_at(program, batch, stage)
+    return problems
+
+
+def servers_fit(program: PlacedProgram) -> list[str]:
+    """Served layers have servers; a server on a worker's rank is in every served role."""
+    plan = program.plan
+    served = {name: str(p.role) for name, p in plan.placements.items() if p.sync == "parameter_server"}
+    problems = [
+        f"layer {name} is served, but its role {role} has model-parallel groups"
+        for name, role in served.items()
+        if role in plan.groups
+    ]
+    problems += [
+        f"rank {rank} is a server and in role {' and '.join(plan.roles_of(rank))}, but not in role {role}, whose "
+        f"parameters it serves"
+        for rank in plan.servers
+        for role in dict.fromkeys(served.values())
+        if plan.roles_of(rank) and role not in plan.roles_of(rank)
+    ]
+    return problems
+
+
+def served_parameters_are_pulled(program: LoweredProgram) -> list[str]:
+    """Where parameters arrive layer by layer, each bucket is pulled once, before the first node that reads it."""
+    if not program.plan.overlap:
+        return []
+    problems: list[str] = []
+    for stage in program.stages:
+        pulled: list[int] = []
+        for node in stage.graph.nodes:
+            if node.target is comm_ops.pull:
+                pulled.append(int(node.kwargs["bucket"]))
+            elif node.op not in ("get_attr", "placeholder", "output"):
+                read = tensors_of_node(program, node)
+                problems += [
+                    f"{node.name} ({info(node).source}) in role {stage.role} reads {name} before it is pulled"
+                    for k, bucket in enumerate(stage.served)
+                    for name in bucket
+                    if name in read and k not in pulled
+                ]
+        problems += [
+            f"bucket {k} of role {stage.role} is pulled {pulled.count(k)} times, not once"
+            for k in range(len(stage.served))
+            if pulled.count(k) != 1
+        ]
     return problems

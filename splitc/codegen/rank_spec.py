@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
-from splitc.ir.server_rows import pieces
+from splitc.ir.server_wire import pieces
 from splitc.ir.wire import shard_of
 from splitc.runtime.spec import Input, RankSpec, RoleSpec, Route, Rows, Served, Shard
 
@@ -25,18 +25,15 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
     described = [_role(program, stage, rank, is_server=SERVER in roles) for stage in stages]
     if not stages:
         described = [_server(program, rank) if roles else RoleSpec(IDLE, replicas=(rank,))]
-    inputs = {i.name: i for i in program.inputs}
     names = [name for stage in stages for name in stage.inputs]
+    inputs = [i for name in names for i in program.inputs if i.name == name]
     return RankSpec(
         rank,
         plan.world,
         tuple(described),
         plan.roles[plan.reader],
         plan.batch_offsets[plan.reader],
-        {
-            name: Input(spec.template(), str(spec.dtype).removeprefix("torch."), inputs[name].high, inputs[name].path)
-            for name, spec in ((name, inputs[name].spec) for name in names)
-        },
+        {i.name: Input(i.spec.template(), str(i.spec.dtype).removeprefix("torch."), i.high, i.path) for i in inputs},
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
         program.guards,
         program.evaluation if isinstance(program.evaluation, str) else "",
@@ -48,15 +45,12 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
 
 def served_buckets(program: LoweredProgram) -> Served:
     """The servers' rows of every served parameter; the same for all ranks."""
-    found: dict[str, tuple[dict[str, tuple[Rows, ...]], ...]] = {}
-    for stage in (stage for stage in program.stages if stage.served):
-        buckets = []
-        for bucket in stage.served:
-            spread = pieces(program, bucket, program.plan.servers)
-            rows = {n: tuple(Rows(p.server, p.first, p.last) for p in spread if p.name == n) for n in bucket}
-            buckets.append(rows)
-        found[stage.role] = tuple(buckets)
-    return found
+
+    def rows(bucket: Sequence[str]) -> dict[str, tuple[Rows, ...]]:
+        spread = pieces(program, bucket, program.plan.servers)
+        return {n: tuple(Rows(p.server, p.first, p.last) for p in spread if p.name == n) for n in bucket}
+
+    return {stage.role: tuple(map(rows, stage.served)) for stage in program.stages if stage.served}
 
 
 def trained_every_microbatch(program: LoweredProgram, stage: Stage) -> tuple[str, ...]:

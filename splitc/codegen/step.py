@@ -169,9 +169,12 @@ class _StepWriter:
                 return [(f"{comm}.update()", "unlike one process, in every microbatch")]
         return [self._cuts.line(stage, action)]
 
-    def _weigh(self, stage: Stage, comm: str) -> Line:
+    def _method(self, stage: Stage, verb: str) -> str:
         suffix = EVALUATING if stage.role in self._evaluated else ""
-        method = method_name(self._program, stage, len(self.stages) == 1, suffix, "weigh")
+        return method_name(self._program, stage, len(self.stages) == 1, suffix, verb)
+
+    def _weigh(self, stage: Stage, comm: str) -> Line:
+        method = self._method(stage, "weigh")
         names = variables(stage.graph)
         nodes = weighed(stage)
         whole = [names[n] if n.op == "placeholder" else self._cuts.received(cut_of(n)) for n in nodes]
@@ -180,8 +183,7 @@ class _StepWriter:
 
     def _forward(self, stage: Stage, comm: str) -> list[Line]:
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
-        suffix = EVALUATING if stage.role in self._evaluated else ""
-        method = method_name(self._program, stage, len(self.stages) == 1, suffix)
+        method = self._method(stage, "forward")
         called = "stage" if method == "forward" else f"stage.{method}"
         specs = {name: tensor_spec(node) for node, name in variables(stage.graph).items() if node.op == "placeholder"}
         inputs = [self._cuts.piece(name, specs[name], comm) for name in forward_inputs(stage)]

@@ -37,11 +37,8 @@ def construction(module: nn.Module) -> str | None:
     is_attention = isinstance(module, nn.MultiheadAttention)
     if (any(True for _ in module.children()) and not is_attention) or not (module._parameters or module._buffers):
         return None
-    if (
-        _has_hooks(module)
-        or getattr(module, "dropout", None)
-        or (hasattr(module, "track_running_stats") and not module.training)
-    ):
+    evaluates = hasattr(module, "track_running_stats") and not module.training
+    if _has_hooks(module) or getattr(module, "dropout", None) or evaluates:
         return None
     return _call(module, _ATTENTION if is_attention else {})
 

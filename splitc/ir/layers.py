@@ -33,7 +33,7 @@ class StateTensor:
 
     @property
     def trainable(self) -> bool:
-        """Whether training changes it; a parameter without elements has nothing to train."""
+        """Whether training changes it: not where the loss does not reach it, nor a parameter without elements."""
         return self.parameter and self.requires_grad and self.numel > 0
 
 

@@ -42,12 +42,9 @@ def as_linear(program: Program, node: fx.Node) -> Linear | None:
         return None
     value, weight, bias = _operands(node)
     parameters = {alias for h in program.tensors.values() if h.parameter for alias in (h.name, *h.names)}
-    for parameter in (weight, bias):
-        if parameter is not None and not (
-            isinstance(parameter, fx.Node) and parameter.op == "get_attr" and parameter.target in parameters
-        ):
-            return None
-    assert isinstance(weight, fx.Node) and isinstance(value, fx.Node)
+    given = [weight] if bias is None else [weight, bias]
+    if not all(isinstance(each, fx.Node) and each.op == "get_attr" and each.target in parameters for each in given):
+        return None
     return Linear(node, value, str(weight.target), None if bias is None else str(bias.target))
 
 
@@ -59,13 +56,9 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
 
 def linear_layers(program: Program) -> dict[str, tuple[Linear, ...]]:
     """The layers whose parameters only linear nodes read, and which share none with another layer -> these nodes."""
-    found: dict[str, tuple[Linear, ...]] = {}
     nodes = {node.name: node for node in program.graph.nodes}
-    for layer in program.layers:
-        uses = _uses(program, layer, nodes)
-        if uses and all(program.users[name] == 1 for name in layer.tensors):
-            found[layer.name] = uses
-    return found
+    alone = [layer for layer in program.layers if all(program.users[name] == 1 for name in layer.tensors)]
+    return {layer.name: uses for layer in alone if (uses := _uses(program, layer, nodes))}
 
 
 def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Linear, ...]:
@@ -92,15 +85,13 @@ def _is_batch_first(value: fx.Node) -> bool:
 
 def parameter_nodes(graph: fx.Graph, linear: Linear) -> tuple[fx.Node, fx.Node | None]:
     """The nodes of weight and bias; they are created before a layer that is a module."""
-    node = linear.node
-    if node.op != "call_module":
-        _, given, also = _operands(node)
-        return given, also
-    weight = parameter_node(graph, node, linear.weight)
-    return weight, None if linear.bias is None else parameter_node(graph, node, linear.bias)
+    if linear.node.op != "call_module":
+        return _operands(linear.node)[1:]
+    weight = _parameter(graph, linear.node, linear.weight)
+    return weight, None if linear.bias is None else _parameter(graph, linear.node, linear.bias)
 
 
-def parameter_node(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+def _parameter(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     """A node of a parameter of the module that `node` calls."""
     with graph.inserting_before(node):
         attribute = graph.create_node("get_attr", name)
@@ -113,7 +104,7 @@ def call_as_function(program: Program, graph: fx.Graph, node: fx.Node) -> fx.Nod
     module = program.root.get_submodule(str(node.target))
     if type(module) not in (nn.Linear, nn.Embedding):
         return None
-    parameters = [parameter_node(graph, node, f"{node.target}.{name}") for name, _ in module.named_parameters()]
+    parameters = [_parameter(graph, node, f"{node.target}.{name}") for name, _ in module.named_parameters()]
     options: dict[str, Any] = {"padding_idx": module.padding_idx} if isinstance(module, nn.Embedding) else {}
     with graph.inserting_before(node):
         function = F.embedding if options else F.linear

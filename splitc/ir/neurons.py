@@ -70,7 +70,6 @@ class _Walk:
         }
         self._calls = [node for node in graph.nodes if node.op in ("call_module", "call_function", "call_method")]
         self._values: dict[fx.Node, Runs] = {}
-        self._normed: dict[fx.Node, bool] = {}
         self._made: dict[fx.Node, set[fx.Node]] = {}  # a value without a norm yet -> the layers that made it
         self._tensors: dict[str, dict[int, Runs]] = {}
         self._splits: dict[str, str] = {}
@@ -125,8 +124,7 @@ class _Walk:
         if linear.value in self._values:
             self._tensors.setdefault(linear.weight, {})[1] = self._values[linear.value]
             self._splits[layer] = "rows"
-            if not self._normed[linear.value]:
-                self._bare.update(dict.fromkeys(sorted(self._made[linear.value], key=lambda made: made.name)))
+            self._bare.update(dict.fromkeys(sorted(self._made[linear.value], key=lambda made: made.name)))
         self._deal(node, layer, linear.weight, 0)
         if node in self._values and linear.bias is not None:
             self._tensors[linear.bias] = {0: self._values[node]}
@@ -137,8 +135,7 @@ class _Walk:
         runs = self._resolved((Neurons(layer, shape_of(node)[-1]),)) if shape_of(node) else ()
         if not runs or any(run.layer in self._whole or run.width < self._ranks for run in runs):
             return
-        self._values[node] = runs
-        self._normed[node], self._made[node] = False, {node}
+        self._values[node], self._made[node] = runs, {node}
         self._tensors.setdefault(weight, {})[dim] = runs
         self._splits[layer] = "columns"
 
@@ -147,14 +144,12 @@ class _Walk:
             if self._program.tensors[name].shape:
                 self._tensors[name] = {0: self._values[value]}
         self._splits[info(node).layer] = "columns"
-        self._values[node], self._normed[node], self._made[node] = self._values[value], True, set()
+        self._values[node], self._made[node] = self._values[value], set()
         return True
 
     def _keep(self, node: fx.Node, values: list[fx.Node], runs: Runs) -> bool:
-        dealt = [value for value in values if value in self._values]
         self._values[node] = runs
-        self._normed[node] = all(self._normed[value] for value in dealt)
-        self._made[node] = set().union(*(self._made[value] for value in dealt))
+        self._made[node] = set().union(*(self._made[value] for value in values if value in self._values))
         return True
 
     def _join(self, values: list[fx.Node]) -> bool:
@@ -162,17 +157,13 @@ class _Walk:
         first, *others = sorted((self._values[value] for value in values), key=len, reverse=True)
         for other in (other for other in others if other != first):
             widths = [run.width for run in other]
-            if any(not run.layer for run in (*first, *other)) or widths not in (
-                [r.width for r in first],
-                [_width(first)],
-            ):
+            ours = [run.width for run in first]
+            if any(not run.layer for run in (*first, *other)) or widths not in (ours, [sum(ours)]):
                 return self._undeal(values)
-            pairs = zip(first, other, strict=True) if len(other) == len(first) else ()
-            for ours, theirs in pairs:
-                if ours != theirs:
-                    self._joined[theirs.layer] = (ours,)
             if len(other) < len(first):
                 self._joined[other[0].layer] = first
+            else:
+                self._joined |= {b.layer: (a,) for a, b in zip(first, other, strict=True) if a != b}
             return False
         return True
 
@@ -259,7 +250,3 @@ def _is_concatenation(node: fx.Node, spec: TensorSpec) -> bool:
     """Whether a node concatenates features."""
     dim = arguments_of(node, "tensors", "dim").get("dim", 0)
     return node.target in (torch.cat, torch.concat, torch.concatenate) and dim in (-1, len(spec.shape) - 1)
-
-
-def _width(runs: Runs) -> int:
-    return sum(run.width for run in runs)

@@ -13,13 +13,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from splitc.ir.names import is_role, near_name
 from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEDULES, SCHEMES, SPLITS, STATES, SYNCS, UPDATES
 from splitc.ir.plan import Plan
-from splitc.ir.prediction import PREDICTION_KEYS, Prediction
+from splitc.ir.prediction import KEYS, PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
 from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
 _TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
-_KEYS = {"batch_offsets": "examples", "priced": "candidates", "phases": "predicted", "layer_seconds": "seconds"}
+_KEYS = {"batch_offsets": "examples", **KEYS}
 _MOST_RANKS, _MOST_EXAMPLES = 100_000, 2**40
 
 
@@ -206,12 +206,10 @@ def _servers(data: dict[str, Any]) -> Iterator[str]:
 
 def _placements(data: dict[str, Any]) -> Iterator[str]:
     for layer, placement in data["placements"].items():
-        for part, values in (("role", tuple(data["roles"])), ("holding", HOLDINGS), ("sync", SYNCS)):
-            if placement[part] not in values:
-                yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
-        for part, values in (("split", SPLITS), ("state", STATES), ("arrives", STATES)):
-            if placement.get(part) not in (None, *values):
-                yield f"placements: {layer} has {part} {placement[part]!r}; there are {', '.join(values)}"
+        needed = {"role": tuple(data["roles"]), "holding": HOLDINGS, "sync": SYNCS}
+        for part, values in (needed | {"split": SPLITS, "state": STATES, "arrives": STATES}).items():
+            if (given := placement.get(part)) not in values and (given is not None or part in needed):
+                yield f"placements: {layer} has {part} {given!r}; there are {', '.join(values)}"
         if placement.get("arrives") is not None and placement["role"] not in data.get("groups", {}):
             yield f"placements: {layer} has arrives, but its role {placement['role']!r} has no groups"
         if placement.get("state") is not None:

@@ -61,14 +61,12 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields under their names in plan.json."""
-        return {
-            _KEYS.get(name, name): value for name, value in asdict(replace(self, all=None)).items() if name != "all"
-        }
+        return {KEYS.get(name, name): value for name, value in asdict(replace(self, all=None)).items() if name != "all"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """The inverse of `to_dict`; keys of other names are ignored."""
-        values = {each.name: data[key] for each in fields(cls) if (key := _KEYS.get(each.name, each.name)) in data}
+        values = {each.name: data[key] for each in fields(cls) if (key := KEYS.get(each.name, each.name)) in data}
         values["priced"] = tuple(
             Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each.get("roles", {}).items()}})
             for each in data["candidates"]
@@ -77,8 +75,8 @@ class Prediction:
         return cls(**values)
 
 
-_KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
+KEYS = {"layer_seconds": "seconds", "phases": "predicted", "priced": "candidates"}
 """Fields that have another name in plan.json."""
 
-PREDICTION_KEYS = tuple(_KEYS.get(each.name, each.name) for each in fields(Prediction) if each.name != "all")
+PREDICTION_KEYS = tuple(KEYS.get(each.name, each.name) for each in fields(Prediction) if each.name != "all")
 """The keys of plan.json that predict and do not decide."""

@@ -1,15 +1,61 @@
-"""The messages between parameter servers and their workers."""
+"""Which rows of parameters each server holds, and the messages between servers and their workers.
+
+Every bucket is spread evenly over the servers, by size.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
 
 from splitc.ir.actions import Action
-from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
-from splitc.ir.server_rows import Piece, pieces
+from splitc.ir.layers import StateTensor
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage
 from splitc.ir.wire_op import Payload, What, WireOp
-from splitc.runtime.collectives.parameter_server import coalesce
+from splitc.runtime.collectives import parameter_server
+
+
+@dataclass(frozen=True)
+class Piece(parameter_server.Piece):
+    """Rows `first` to `last` of a parameter, along its first dim, which `server` holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def pieces(program: Program, bucket: Sequence[str], servers: Sequence[int]) -> list[Piece]:
+    """The pieces of a bucket, in its order.
+
+    The bucket's bytes, one parameter after the other, are cut into as many equal ranges as there are servers; a row
+    belongs to the range that its middle lies in.
+    """
+    return list(_pieces(tuple(program.tensors[name] for name in bucket), tuple(servers)))
+
+
+@lru_cache(maxsize=1024)
+def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tuple[Piece, ...]:
+    total, parts = sum(holding.nbytes for holding in holdings), len(servers)
+    found: list[Piece] = []
+    before = 0
+    for holding in holdings:
+        rows = holding.shape[0] if holding.shape else 1
+        row = max(holding.nbytes // max(rows, 1), 1)
+        # Row k's middle lies in range s or a later one from the first k on for which
+        # before + (k + 1/2) row >= total s / parts
+        starts = [-((-2 * total * s + (2 * before + row) * parts) // (2 * row * parts)) for s in range(parts)]
+        bounds = [0, *(min(max(start, 0), rows) for start in starts[1:]), rows]
+        for server, (first, last) in zip(servers, pairwise(bounds), strict=True):
+            if first < last:
+                shape = (last - first, *holding.shape[1:]) if holding.shape else ()
+                nbytes = math.prod(shape) * holding.dtype.itemsize
+                found.append(Piece(holding.name, server, first, last, nbytes, shape, holding.dtype))
+        before += holding.nbytes
+    return tuple(found)
 
 
 def worker_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
@@ -59,4 +105,4 @@ def _message(kind: str, stage: Stage, bucket: int, message: Sequence[Piece], pul
 
 def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
     """Return the pieces of a bucket in order, packed as the runtime does; each tuple is one message."""
-    return coalesce(pieces(program, bucket, program.plan.servers))
+    return parameter_server.coalesce(pieces(program, bucket, program.plan.servers))

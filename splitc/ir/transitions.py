@@ -146,13 +146,10 @@ def transition_of(node: fx.Node) -> Transition | None:
     target: Any = node.target
     if target not in TRANSITIONS:
         return None
-    to = node.kwargs.get("to")
     partial = node.kwargs.get("partial", _DEFAULT_PARTIAL.get(target))
-    for source, state in _NODES:
-        if _NODES[source, state] is not target or (to is not None and state != to):
-            continue
-        if partial is None or partial == (State.DIVIDED in (source, state)):
-            return Transition(source, state)
+    for transition in (Transition(*ends) for ends, function in _NODES.items() if function is target):
+        if node.kwargs.get("to") in (None, transition.target) and partial in (None, State.DIVIDED in transition):
+            return transition
     raise AssertionError(f"{node.name} is no transition: {node.kwargs}")
 
 

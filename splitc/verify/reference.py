@@ -150,7 +150,8 @@ class _Unit:
             loss: Tensor = example.loss_of(example.output(model, batch), batch)
         loss.backward()
         self.trial.losses.append(float(loss.detach()))
-        self.trial.gradients.append({} if program.plan.deals else {n: g.clone() for n, g in _gradients(model)})
+        held = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.numel()}
+        self.trial.gradients.append({} if program.plan.deals else held)
         self.trial.states.append({})
         self.optimizer.step()
         for path, calls in self._further_calls.items():
@@ -196,13 +197,6 @@ def _drawn(program: LoweredProgram) -> Iterator[tuple[Label, Sequence[Neurons]]]
         values = find_neurons(program, stage.graph, program.plan.world).values if stage.dealt else {}
         nodes = [node for node in stage.graph.nodes if node.target is comm_ops.dropout and node.name in values]
         yield from (((node.kwargs["draw"],), values[node.name]) for node in nodes)
-
-
-def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The gradients with elements."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.numel():
-            yield name, parameter.grad
 
 
 class _InFloat64(TorchFunctionMode):
