@@ -215,14 +215,11 @@ class Simulation:
         self._begun[transfer] = begun
         if begun < len(transfer.parties):
             return
-        if self._free(transfer):
+        if self._busy.isdisjoint(transfer.lines):
             self._start(transfer, now)
             return
         for line in transfer.lines:
             self._queues.setdefault(line, deque()).append(transfer)
-
-    def _free(self, transfer: Transfer) -> bool:
-        return self._busy.isdisjoint(transfer.lines)
 
     def _start(self, transfer: Transfer, now: float) -> None:
         self._busy.update(transfer.lines)
@@ -252,7 +249,7 @@ class Simulation:
         while queue and queue[0] in self._started:
             queue.popleft()
         for transfer in queue:
-            if transfer not in self._started and self._free(transfer):
+            if transfer not in self._started and self._busy.isdisjoint(transfer.lines):
                 self._start(transfer, now)
                 return
 

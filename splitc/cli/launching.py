@@ -84,7 +84,7 @@ def _same_plan(folder: Path, plan: Plan) -> None:
 
 def measuring_options() -> Parser:
     """The options that `splitc run` handles itself and does not pass to launch.py."""
-    parser = Parser(allow_abbrev=False, add_help=False)
+    parser = Parser(add_help=False)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -106,7 +106,7 @@ def measuring_options() -> Parser:
 
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
-    parser = Parser(prog="splitc run BUILD", allow_abbrev=False, add_help=False, parents=[measuring_options()])
+    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options()])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default 10)")
     parser.add_argument("--data", metavar="MODULE:FUNCTION", help="batches of a rank; synthetic ones without it")
@@ -115,16 +115,14 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
     args, unknown = parser.parse_known_args(arguments)
     if args.help:
-        _print_help(parser)
+        parser.print_help()
+        raise SystemExit(0)
     if unknown and unknown[0].partition("=")[0] == "--autocast":
         parser.error(
             "a build has its precision in its scripts; compile it with: splitc compile MODEL --autocast bfloat16"
         )
     if unknown:
-        options = [text for text in parser._option_string_actions if text.startswith("--")]
-        parser.error(
-            f"launch.py has no option {unknown[0]}; {near_name(unknown[0], options)}there are {', '.join(options)}"
-        )
+        parser.refuse_option(unknown[0], "launch.py has no option")
     if args.data is not None:
         check_data(args.data)
     if args.save is not None and not args.save.absolute().parent.is_dir():
@@ -133,11 +131,6 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(args, name) and not args.measure:
             parser.error(f"--{name} belongs to --measure, which is not there")
     return args
-
-
-def _print_help(parser: argparse.ArgumentParser) -> None:
-    parser.print_help()
-    raise SystemExit(0)
 
 
 def check_data(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from splitc.cli.help import epilog
 from splitc.errors import LaunchError
@@ -18,6 +18,9 @@ _MODEL = "path/model.py[:name] or package.module:name"
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises LaunchError and suggests similar names."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         choice = re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message)
         if choice is not None:
@@ -25,6 +28,11 @@ class Parser(argparse.ArgumentParser):
             what = "command" if choice[1] == "COMMAND" else choice[1]
             message = f"unknown {what} {choice[2]!r}; {near_name(choice[2], known)}there are {', '.join(known)}"
         raise LaunchError(f"{message}\nsee {self.prog} --help")
+
+    def refuse_option(self, option: str, what: str) -> NoReturn:
+        """Raise LaunchError that suggests similar options.  what: the problem with this one."""
+        known = [text for text in self._option_string_actions if text.startswith("--")]
+        self.error(f"{what} {option}; {near_name(option, known)}there are {', '.join(known)}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -37,10 +45,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         own: Parser = args.parser
-        options = [text for text in own._option_string_actions if text.startswith("--")]
         wrong = unknown[0].partition("=")[0]
         if wrong.startswith("-"):
-            own.error(f"unknown option {wrong}; {near_name(wrong, options)}there are {', '.join(options)}")
+            own.refuse_option(wrong, "unknown option")
         own.error(f"{unknown[0]!r} is one argument too many")
     return args
 
@@ -50,8 +57,6 @@ def _parser() -> Parser:
         prog="splitc",
         description="Compile a PyTorch model into one program for each rank.",
         epilog=epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"splitc {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -61,9 +66,7 @@ def _parser() -> Parser:
             help=text,
             description=f"{text[0].upper()}{text[1:]}.",
             epilog=epilog(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             add_help=name != "demo",
-            allow_abbrev=False,
         )
         command.set_defaults(parser=command)
         add_options(command)

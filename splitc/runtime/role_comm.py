@@ -25,7 +25,7 @@ from .collectives.loss import start_sum, target_weight
 from .collectives.meanwhile import Meanwhile
 from .collectives.model_parallel import Group, feature_widths
 from .collectives.server_comm import ServerComm
-from .collectives.sync_batch_norm import batch_norm_module
+from .collectives.sync_batch_norm import batch_norm
 from .cut_comm import CutComm
 from .pieces import pieces_of
 from .rounds.averaging import Averages
@@ -237,7 +237,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
 
     def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm, own: bool = False) -> Tensor:
         """BatchNorm `module` over the examples of all replicas; own: as of `all_reduce_scalar`."""
-        return batch_norm_module(self._role if own else self._replicas, value, module)
+        return batch_norm(self._role if own else self._replicas, value, module)
 
     def all_reduce_scalar(self, value: Tensor, own: bool = False) -> Tensor:
         """A scalar without gradient, summed over the replicas: the denominator of a weighted mean.

@@ -22,39 +22,23 @@ from ..transport.base import describe
 from .model_parallel import Group
 
 
-def batch_norm_module(group: Group, x: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
-    """The forward of a BatchNorm `module` over the examples of all members."""
-    training = module.training or module.running_mean is None
-    momentum = module.momentum
-    if training and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        momentum = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
-    statistics = module.running_mean, module.running_var
-    affine = module.weight, module.bias
-    return batch_norm(group, x, *statistics, *affine, training, 0.0 if momentum is None else momentum, module.eps)
-
-
-def batch_norm(
-    group: Group,
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """`F.batch_norm` of x (examples, C, ...) with the statistics of all members' examples, as in one process.
+def batch_norm(group: Group, x: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    """The forward of a BatchNorm `module` on x (examples, C, ...), with the statistics of all members' examples.
 
     All members update the running statistics identically, with the unbiased variance.  The gradients of weight and
     bias are of this member's examples only, to be summed as those of any replicated parameter.
     In evaluation, and in a group of one rank, this is `F.batch_norm` itself.
     Raises ValueError, on every member, when a channel has no more than one value in all.
     """
+    training = module.training or module.running_mean is None
+    momentum = module.momentum or 0.0
+    if training and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else momentum
+    statistics, affine = (module.running_mean, module.running_var), (module.weight, module.bias)
     if not training or group.size == 1:
-        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    y: Tensor = _BatchNorm.apply(x, weight, bias, group, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
+        return F.batch_norm(x, *statistics, *affine, training, momentum, module.eps)
+    y: Tensor = _BatchNorm.apply(x, *affine, group, *statistics, momentum, module.eps)  # type: ignore[no-untyped-call]
     return y
 
 

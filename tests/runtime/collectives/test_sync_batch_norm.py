@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from splitc.runtime.collectives import sync_batch_norm
 from splitc.runtime.collectives.model_parallel import Group
-from splitc.runtime.collectives.sync_batch_norm import batch_norm
 from tests.runtime.collectives.test_model_parallel import on_group, own_of, random
 from tests.support.ranks import on_ranks
 
@@ -18,6 +18,24 @@ NEITHER: list[Tensor | None] = [None, None]  # weight and bias
 
 def statistics(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return random(8, C, dtype=dtype), random(9, C, dtype=dtype).square() + 0.5
+
+
+def batch_norm(
+    group: Group,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """As `F.batch_norm`, by a module that holds these tensors."""
+    module = nn.BatchNorm1d(C, eps, momentum, affine=False, track_running_stats=False).train(training)
+    module._buffers.update(running_mean=mean, running_var=var)
+    module.__dict__["_parameters"] = {"weight": weight, "bias": bias}
+    return sync_batch_norm.batch_norm(group, x, module)
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
