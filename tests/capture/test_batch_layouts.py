@@ -14,6 +14,7 @@ from splitc.errors import CaptureError, LaunchError
 from splitc.runtime.worker import Worker
 from tests.support.compiled import analyse, compiled
 from tests.support.ranks import on_workers
+from tests.support.sampling import staggered
 
 
 class Tagger(nn.Module):
@@ -37,8 +38,7 @@ def of(rows: int, last: bool) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 20, (7, rows)), torch.randint(0, 5, (rows,) if last else (7, rows))
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single"])
+@staggered(2, strategy=["data_parallel", "layer_separation", "hybrid_single"], last=[False, True])
 def test_sequences_with_time_first_train_as_in_one_process(strategy: str, last: bool) -> None:
     program = compiled(Tagger(last), *of(4, last), F.cross_entropy if last else each_word, 2, strategy)
     assert [i.spec.batch_dim for i in program.program.inputs] == [1, 0 if last else 1]

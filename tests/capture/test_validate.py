@@ -296,7 +296,7 @@ def test_no_initialisation_of_a_convolutional_network_is_refused(seed: int) -> N
     assert not program.in_batch and [term.kind for term in program.loss_terms] == ["weighted"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@sampled("name", CASES, one_in=2)
 def test_no_model_of_the_tests_couples_examples(name: str) -> None:
     program = validated(*CASES[name].make())
     assert not program.in_batch and program.notes == ()

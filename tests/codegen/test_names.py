@@ -16,6 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.ir.names import is_attribute, is_ours, is_role, prose, quoted
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, compiled
+from tests.support.sampling import sampled, staggered
 
 BOMB = "raise_(SystemExit)"
 TEXTS = [
@@ -103,8 +104,9 @@ def analysed(part: int) -> tuple[nn.Module, Program]:
     return model, analyse(model, *batch(), F.cross_entropy)
 
 
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("strategy", ["data_parallel", "modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"])
+@staggered(
+    3, strategy=["data_parallel", "modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"], part=range(4)
+)
 def test_layers_and_keys_of_any_name_train(strategy: str, part: int) -> None:
     model, known = analysed(part)
     assert compiled(model, *batch(), F.cross_entropy, 2, strategy, analysed=known).verify(steps=1).holds
@@ -129,7 +131,7 @@ def two_inputs(first: str, second: str) -> nn.Module:
     return model.double()
 
 
-@pytest.mark.parametrize("names", INPUTS, ids=" ".join)
+@sampled("names", INPUTS, one_in=4, ids=" ".join)
 def test_inputs_of_any_name_train(names: tuple[str, str]) -> None:
     model, (x, y) = two_inputs(*names), batch()
     known = analyse(model, (x, x.flip(0)), y, F.cross_entropy)
@@ -166,8 +168,7 @@ def shape(text: str) -> list[str]:
     return [type(node).__name__ for node in ast.walk(ast.parse(text))]
 
 
-@pytest.mark.parametrize("strategy", ["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])
-@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+@staggered(3, text=TEXTS, strategy=["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])
 def test_no_text_changes_the_code_that_stands_around_it(text: str, strategy: str) -> None:
     usual, hostile = files("Net", strategy), files(text, strategy)
     assert usual.keys() == hostile.keys()

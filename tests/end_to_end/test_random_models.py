@@ -9,11 +9,12 @@ import torch
 
 from tests.support.random_models import random_case
 from tests.support.random_training import outcome
+from tests.support.sampling import sampled
 
 NUMBER = 50
 
 
-@pytest.mark.parametrize("seed", range(8))
+@sampled("seed", range(8), one_in=2)
 def test_a_random_model_trains_as_in_a_plain_loop(seed: int) -> None:
     got = outcome(seed)
     assert not got.refused and not got.wrong, got

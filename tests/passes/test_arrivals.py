@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
-from splitc.ir.program import Cut
+from splitc.ir.program import Cut, Program
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.collectives.layouts import State
@@ -24,6 +25,7 @@ from tests.passes.planner.test_group_roles import Headed, separated
 from tests.support.compiled import CLUSTER, analyse
 from tests.support.measured_memory import measured
 from tests.support.ranks import on_workers, part_of
+from tests.support.sampling import staggered
 
 ROWS = Placement(group=2, split="rows")
 COLUMNS = Placement(group=2, split="columns")
@@ -91,12 +93,11 @@ def test_a_plan_keeps_how_values_arrive_and_older_ones_load() -> None:
     assert Plan.from_json(plan.to_json()) == plan and plan.to_json().count('"arrives"') == 1
 
 
-@pytest.mark.parametrize("schedule", ["all_forward", "1f1b"])
-@pytest.mark.parametrize("pin", [ROWS, WHOLE, COLUMNS], ids=["features", "whole", "by examples"])
-@pytest.mark.parametrize(("n_c", "n_f", "microbatches"), [(1, 2, 1), (2, 2, 3), (4, 2, 2), (2, 4, 2)])
-def test_training_is_exact_however_values_arrive(
-    n_c: int, n_f: int, microbatches: int, pin: Placement, schedule: str
-) -> None:
+@staggered(
+    3, sizes=[(1, 2, 1), (2, 2, 3), (4, 2, 2), (2, 4, 2)], pin=[ROWS, WHOLE, COLUMNS], schedule=["all_forward", "1f1b"]
+)
+def test_training_is_exact_however_values_arrive(sizes: tuple[int, int, int], pin: Placement, schedule: str) -> None:
+    n_c, n_f, microbatches = sizes
     if microbatches == 1 and schedule == "1f1b":
         return
     program = in_pieces(n_c, n_f, microbatches, schedule, a=pin, b=Placement(state="batch"), c=ROWS)
@@ -104,11 +105,16 @@ def test_training_is_exact_however_values_arrive(
     assert result.holds, str(result)
 
 
+@cache
+def headed() -> Program:
+    return analyse(Headed().double(), torch.randn(7, 12, dtype=torch.float64), torch.randint(5, (7,)), F.cross_entropy)
+
+
 def in_pieces(n_c: int, n_f: int, microbatches: int, schedule: str, **pins: Any) -> CompiledProgram:
     plan = replace(separated(n_c, n_f, **pins).plan, microbatches=microbatches, schedule=schedule)
     model, x, y = Headed().double(), torch.randn(7, 12, dtype=torch.float64), torch.randint(5, (7,))
     settings = Settings(n_c + n_f, cluster=CLUSTER)
-    program = specialise(analyse(model, (x,), y, F.cross_entropy), settings, replace(plan, model=""))
+    program = specialise(headed(), settings, replace(plan, model=""))
     return CompiledProgram(program, model, Example.bind(model, (x,), y, F.cross_entropy), settings)
 
 

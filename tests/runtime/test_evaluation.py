@@ -18,6 +18,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import on_workers, part_of
+from tests.support.sampling import staggered
 
 Run = Callable[[Any, Tensor], Tensor]
 
@@ -82,8 +83,7 @@ def losses(program: CompiledProgram, batch: tuple[Tensor, ...], sizes: list[int]
     return on_workers(program, run)[0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("run", SHARED + OWN, ids=lambda run: run.__name__)
+@staggered(3, strategy=STRATEGIES, run=SHARED + OWN)
 def test_evaluation_is_that_of_one_process_on_uneven_batches(run: Run, strategy: str) -> None:
     model, program = program_of(run, strategy)
     sizes = [program.plan.local_batches[0] - 1, *program.plan.local_batches[1:]]

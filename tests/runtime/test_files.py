@@ -25,6 +25,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, Small, everywhere, images, planned
 from tests.support.file_memory import in_processes
 from tests.support.ranks import SEPARATION, Net, adam, batch_of, compile_net, on_workers, part_of, sgd
+from tests.support.sampling import sampled
 
 Batches = Sequence[tuple[Tensor, ...]]
 
@@ -89,7 +90,7 @@ def batches_of(program: CompiledProgram, number: int = 6) -> Batches:
     return [images(program.plan.global_batch) for _ in range(number)]
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@sampled("optimizer", [sgd, adam], everyday=[adam])
 @pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4), one_in=4))
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(
     world: int, asked: Asked, optimizer: Any, tmp_path: Path

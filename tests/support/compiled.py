@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import splitc.passes.analysis
+from splitc.capture.code_digest import code_digest
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.ir.actions import Action, RankProgram
+from splitc.ir.graph import is_region
 from splitc.ir.program import LoweredProgram, Program
 from splitc.ir.strategy import Strategy
 
@@ -31,14 +33,31 @@ def compiled(
 ) -> CompiledProgram:
     """`splitc.compile` on a cluster by name; `analysed` saves capturing a model again for another plan."""
     settings = Settings(world, strategy=strategy, cluster=CLUSTER, **options)
-    program = analysed or analyse(model, example, target, loss, autocast=settings.autocast)
     bound = Example.bind(model, example, target, loss)
+    program = analysed or _known(model, bound, settings.autocast)
     return CompiledProgram(specialise(program, settings), model, bound, settings)
 
 
 def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None, **options: Any) -> Program:
     """`splitc.passes.analysis.analyse` of a batch as users give it."""
     return splitc.passes.analysis.analyse(model, Example.bind(model, example, target, loss), **options)
+
+
+def _known(model: nn.Module, example: Example, autocast: torch.dtype | None) -> Program:
+    """The program of a model; it is captured once for all models of the same code and shapes, if it has no regions."""
+    digest = code_digest(model, example, autocast)
+    if digest is None or digest not in _PROGRAMS:
+        program = splitc.passes.analysis.analyse(model, example, autocast=autocast)
+        if digest is None or any(map(is_region, program.graph.nodes)):
+            return program
+        if len(_PROGRAMS) == 32:
+            _PROGRAMS.clear()
+        _PROGRAMS[digest] = program
+    return _PROGRAMS[digest]
+
+
+_PROGRAMS: dict[str, Program] = {}
+"""Digest of code and shapes -> what is known of such a model."""
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:

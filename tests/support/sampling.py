@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,3 +27,17 @@ def sampled(
         return pytest.param(*values, marks=() if case in everyday else pytest.mark.slow)
 
     return pytest.mark.parametrize(names, [cell(case) for case in cases], ids=ids)
+
+
+def staggered(one_in: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over all combinations; one in so many runs every day, and each value is among those."""
+    dims = [list(each) for each in values.values()]
+    cells = [(sum(at), [dim[k] for dim, k in zip(dims, at, strict=True)]) for at in product(*map(_indices, dims))]
+    everyday = [cell for place, cell in cells if place % one_in == 0]
+    assert all(any(value is cell[k] for cell in everyday) for k, dim in enumerate(dims) for value in dim)
+    marked = [pytest.param(*cell, marks=pytest.mark.slow if place % one_in else ()) for place, cell in cells]
+    return pytest.mark.parametrize(tuple(values), marked)
+
+
+def _indices(values: list[Any]) -> range:
+    return range(len(values))

@@ -16,6 +16,7 @@ from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.ir.plan import Plan
 from splitc.ir.strategies import IndependentSubnets
 from tests.support.compiled import CLUSTER, compiled
+from tests.support.sampling import sampled
 
 
 def network(norm: bool = True) -> nn.Module:
@@ -96,7 +97,7 @@ def subnets(name: str, world: int, local_steps: int = 2, insert_norm: bool = Tru
     return compile_example(model, Example.bind(model, x, torch.arange(8) % 4, F.cross_entropy), settings)
 
 
-@pytest.mark.parametrize("name", SUBNETS)
+@sampled("name", SUBNETS, one_in=2)
 def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
     for world in (1, 3) if name == "normed" else (3,):
         result = subnets(name, world, local_steps=world).verify(dtype=torch.float64)

@@ -14,6 +14,7 @@ from splitc.runtime.rounds.deal import deal
 from splitc.runtime.spec import DealtDims, Neurons
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, reference
 from tests.support.compiled import compiled
+from tests.support.sampling import staggered
 from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Masks, Network, train_subnets
 
@@ -53,8 +54,7 @@ def indicators(network: Network, number: int, site: int, sites: int) -> Masks:
     return masks
 
 
-@pytest.mark.parametrize("sites", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NETWORKS)
+@staggered(3, sites=[1, 2, 3, 4], name=NETWORKS)
 def test_masked_subnets_are_those_of_the_paper(name: str, sites: int) -> None:
     local_steps = 1 + (sites + list(NETWORKS).index(name)) % 3
     torch.manual_seed(sites)

@@ -18,6 +18,7 @@ from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.seeded.draws import Draws
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
+from tests.support.sampling import staggered
 from tests.support.untraceable import FEATURES, Single
 
 F64 = torch.float64
@@ -106,8 +107,7 @@ RANDOM: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", SEPARATION, "modulo_shard(mp=2)", "hybrid_single"])
-@pytest.mark.parametrize("name", RANDOM)
+@staggered(4, strategy=["data_parallel", SEPARATION, "modulo_shard(mp=2)", "hybrid_single"], name=RANDOM)
 def test_random_models_train_as_in_one_process(name: str, strategy: str) -> None:
     run, shape, children = RANDOM[name]
     world = 3 if strategy == SEPARATION else 2

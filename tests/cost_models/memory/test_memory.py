@@ -25,7 +25,7 @@ from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
-from tests.support.sampling import sampled
+from tests.support.sampling import sampled, staggered
 from tests.support.subnet_networks import CLASSES, INPUTS, Chain
 
 WEIGHT = StateTensor("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
@@ -139,8 +139,7 @@ def test_every_strategy_has_the_bytes_that_were_predicted(world: int, asked: Ask
     assert_as_measured(planned(world, asked, norm=True))
 
 
-@pytest.mark.parametrize("copies", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["local_sgd(period=1)", "independent_subnets(local_steps=1)"])
+@staggered(2, copies=OPTIMIZERS, strategy=["local_sgd(period=1)", "independent_subnets(local_steps=1)"])
 def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, copies: int) -> None:
     """Of subnets the slices, with gradients and state, beside the parameters and state that a rank owns."""
     x, y = class_batch((16, INPUTS), classes=CLASSES)

@@ -97,7 +97,9 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
     "strategy",
     [
         pytest.param("local_sgd(period=4)", marks=pytest.mark.slow),
-        "local_sgd(period=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.9)",
+        pytest.param(
+            "local_sgd(period=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.9)", marks=pytest.mark.slow
+        ),
         pytest.param("local_sgd(period=4, fragments=2, delay=2, through=server)", marks=pytest.mark.slow),
     ],
 )

@@ -26,6 +26,7 @@ from tests.runtime.rounds.test_local_sgd import EXACT, Pair
 from tests.runtime.rounds.test_outer_optimizer import stream
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.ranks import adam, assert_same, on_workers, sgd, train
+from tests.support.sampling import staggered
 from tests.support.units import train_units
 
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.0], dtype=torch.double)
@@ -74,9 +75,7 @@ def planned(
     return compiled(model, *batch_of(4), loss, world, strategy, analysed=program, **options)
 
 
-@pytest.mark.parametrize("scheme", ["BK", "B", "B/K"])
-@pytest.mark.parametrize("loss", [F.cross_entropy, weighted])
-@pytest.mark.parametrize("optimizer", [sgd, adam])
+@staggered(3, scheme=["BK", "B", "B/K"], loss=[F.cross_entropy, weighted], optimizer=[sgd, adam])
 def test_groups_are_exact_trainings_averaged_by_hand(scheme: str, loss: Any, optimizer: Any) -> None:
     sizes = [3, 4, 5, 2]
     batches = [batch_of(sum(sizes)) for _ in range(5)]

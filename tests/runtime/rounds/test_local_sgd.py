@@ -19,6 +19,7 @@ from splitc.runtime.worker import Worker
 from tests.end_to_end.test_in_batch import TwoTowers
 from tests.support.compiled import analyse, compiled
 from tests.support.ranks import Net, adam, assert_same, batch_of, decaying, on_workers, one_process, part_of, sgd, train
+from tests.support.sampling import staggered
 from tests.support.units import plain_sgd, train_units
 
 EXACT = 1e-9
@@ -71,9 +72,7 @@ def doubles(examples: int, steps: int) -> list[tuple[Tensor, Tensor]]:
 # -- a period of one update --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", ["net", "counting"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@staggered(3, world=[2, 3, 4], name=["net", "counting"], accumulate=[1, 2])
 def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int, accumulate: int) -> None:
     sizes = [2 + k for k in range(world)]
     batches = doubles(sum(sizes), 4)
@@ -111,12 +110,11 @@ def test_the_smaller_batch_at_the_end_of_an_epoch_counts_as_much_as_it_holds() -
 # -- longer periods ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "period", "steps"), [(2, 3, 6), (3, 2, 5), (4, 4, 3)])
-@pytest.mark.parametrize("optimizer", [decaying, adam])
-@pytest.mark.parametrize("name", MODELS)
+@staggered(3, lengths=[(2, 3, 6), (3, 2, 5), (4, 4, 3)], optimizer=[decaying, adam], name=MODELS)
 def test_training_is_that_of_processes_averaged_by_hand(
-    name: str, world: int, period: int, steps: int, optimizer: Any
+    name: str, lengths: tuple[int, int, int], optimizer: Any
 ) -> None:
+    world, period, steps = lengths
     sizes = [2 + (k % 3) for k in range(world)]
     batches = doubles(sum(sizes), steps)
     program = planned(name, f"local_sgd(period={period})", world)

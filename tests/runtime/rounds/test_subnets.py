@@ -17,6 +17,7 @@ from splitc.errors import LaunchError
 from splitc.runtime.rounds.deal import deal
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
+from tests.support.sampling import sampled, staggered
 from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Masks, Network, Trained, train_subnets
 
@@ -115,8 +116,7 @@ def agrees(
     return expected
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NETWORKS)
+@staggered(4, world=[1, 2, 3, 4], name=NETWORKS)
 def test_subnets_train_as_the_paper_says(name: str, world: int) -> None:
     torch.manual_seed(world)
     index = list(NETWORKS).index(name)
@@ -128,7 +128,7 @@ def smooth_adam(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01, eps=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sampled("seed", range(4), one_in=2)
 def test_whatever_ends_a_round_early_leaves_training_as_the_paper_says(seed: int) -> None:
     torch.manual_seed(seed)
     chosen = random.Random(seed)
@@ -170,8 +170,7 @@ def test_whatever_ends_a_round_early_leaves_training_as_the_paper_says(seed: int
         torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9, msg=partial("{}: {}".format, key))
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adam, decaying])
-@pytest.mark.parametrize("local_steps", [1, 2, 3])
+@staggered(3, optimizer=[sgd, adam, decaying], local_steps=[1, 2, 3])
 def test_state_of_an_optimizer_travels_with_its_neurons(local_steps: int, optimizer: Any) -> None:
     agrees(chain(7, 5), 3, local_steps, optimizer)
 

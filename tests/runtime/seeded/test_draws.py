@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from splitc.runtime.seeded.draws import Draws, Layout
+from tests.support.sampling import sampled
 
 DRAWS = Draws(seed=0, step=0, examples=[(0, 400)])
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@sampled("name", OTHERS, one_in=3)
 def test_no_bit_correlates_with_that_of_another(name: str) -> None:
     a, b = bits(words()).flatten(1), bits(OTHERS[name]).flatten(1)
     correlation = a @ b.T / a.shape[1]  # of each bit with each: 1024 numbers, deviation 1 / sqrt(200,000)
