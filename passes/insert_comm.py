@@ -173,14 +173,8 @@ def _rebase_sizes(graph: fx.Graph) -> None:
         role = info(node).role
         if info(source).role == role:
             continue
-        arriving = [
-            n
-            for n in graph.nodes
-            if (n.op == "placeholder" or n.target is comm_ops.recv)
-            and info(n).role == role
-            and tensor_spec(n).batch_dim is not None
-        ]
-        tensor = arriving[0]
+        arriving = (n for n in graph.nodes if n.op == "placeholder" or n.target is comm_ops.recv)
+        tensor = next(n for n in arriving if info(n).role == role and tensor_spec(n).batch_dim is not None)
         with graph.inserting_after(_last_of_role(tensor)):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))

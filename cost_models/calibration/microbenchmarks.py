@@ -114,7 +114,7 @@ def _by_memory(batch: int) -> Iterator[Microbenchmark]:
     for rows, width in ((384, 160), (1024, 384), (4096, 192)):
         yield _on_random(f"layer norm of {rows} x {width}", nn.LayerNorm(width), rows * batch, width)
     for rows, classes in ((96, 1000), (384, 5000)):
-        loss = _cross_entropy(torch.randint(classes, (rows * batch,)))
+        loss = partial(F.cross_entropy, target=torch.randint(classes, (rows * batch,)))
         yield _on_random(f"cross entropy of {rows} x {classes}", loss, rows * batch, classes)
     for rows, width, looked_up in ((6000, 96, 1024), (20000, 64, 2048)):
         table = nn.Embedding(rows, width)
@@ -153,10 +153,6 @@ def _attend(stacked: Tensor) -> Tensor:
 def _attend_by_products(stacked: Tensor) -> Tensor:
     q, k, v = stacked.unbind(0)
     return (q @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v
-
-
-def _cross_entropy(target: Tensor) -> Run:
-    return lambda logits: F.cross_entropy(logits, target)
 
 
 def _updated(update: Callable[..., object], held: list[Tensor], value: Tensor) -> Tensor:

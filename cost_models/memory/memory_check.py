@@ -7,6 +7,7 @@ ranks with equal memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from splitc import units
 from splitc.cost_models.memory.memory import RankMemory
@@ -57,16 +58,8 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
 
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:
     who = f"{ranks_text(tuple(ranks))} ({' and '.join(program.plan.duties(ranks[0]))})"
-    kinds = {
-        "parameters": memory.parameters,
-        "buffers": memory.buffers,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer_state,
-        "activations": memory.activations,
-        "communication": memory.communication,
-    }
-    largest_first = sorted(kinds.items(), key=lambda kind: -kind[1])
-    listed = ", ".join(f"{name} {units.nbytes(size)}" for name, size in largest_first if size)
+    kinds = [(size, name.replace("_", " ")) for name, size in asdict(memory).items() if name != "most" and size]
+    listed = ", ".join(f"{name} {units.nbytes(size)}" for size, name in sorted(kinds, key=lambda kind: -kind[0]))
     verbs = ("needs", "has") if len(ranks) == 1 else ("need", "have")
     needs = f"{who} {verbs[0]} {units.nbytes(memory.peak)} at the peak of a step"
     return f"{needs} and {verbs[1]} {units.nbytes(have)}; peak of each kind: {listed}"

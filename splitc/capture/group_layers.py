@@ -60,11 +60,8 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
             first = min(index[user] for user in node.users if user in index)
             members[list(members)[first]].append(node)
     sequence = {node: i for i, node in enumerate(program.graph.nodes)}
-    layers = tuple(
-        _layer(program, name, sorted(nodes, key=sequence.__getitem__), parameters)
-        for name, nodes in members.items()
-        if nodes
-    )
+    in_order = {name: sorted(nodes, key=sequence.__getitem__) for name, nodes in members.items() if nodes}
+    layers = tuple(_layer(program, name, nodes, parameters) for name, nodes in in_order.items())
     frozen = tuple(layer.name for layer in layers if _is_frozen(program, layer))
     return {"layers": layers, "frozen_layers": frozen, "in_batch": last}
 

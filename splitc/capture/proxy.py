@@ -18,16 +18,8 @@ from torch import fx
 from splitc.capture.asserts import passing_truth
 from splitc.ir.graph import info
 
-BINARY = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul")},
-    **{
-        "and": operator.and_,
-        "or": operator.or_,
-        "xor": operator.xor,
-        "lshift": operator.lshift,
-        "rshift": operator.rshift,
-    },
-}
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "mod", "floordiv", "pow", "matmul", "xor", "lshift", "rshift")
+BINARY = {name: getattr(operator, name) for name in _ARITHMETIC} | {"and": operator.and_, "or": operator.or_}
 IN_PLACE = {getattr(operator, f"i{name}"): function for name, function in BINARY.items()}
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _UNARY = {name: getattr(operator, name) for name in ("neg", "pos", "invert", "abs")}
@@ -203,11 +195,8 @@ def operation(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """op, target and arguments of the node for a function that `__torch_function__` received."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
-        return (
-            "call_function",
-            getattr if name == "__get__" else setattr,
-            (args[0], function.__self__.__name__, *args[1:]),
-        )
+        accessor = getattr if name == "__get__" else setattr
+        return "call_function", accessor, (args[0], function.__self__.__name__, *args[1:])
     if getattr(torch.Tensor, name, None) is not function and function is not torch.Tensor.__pow__:
         return "call_function", function, args
     if name in _REFLECTED:

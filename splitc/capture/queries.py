@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,22 +18,18 @@ from splitc.capture.refusals import DATA, DATA_ACCESSES, Unsupported
 from splitc.ir.graph import info
 
 
+@dataclass
 class Queries:
     """constants: evaluates nodes that depend on no input.  size_node: makes the node of one size, from its values.
 
     notes: receives a sentence for each assertion that is left out.
     """
 
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        constants: Constants,
-        size_node: Callable[[Call, tuple[int, ...]], Any],
-        notes: list[str],
-    ) -> None:
-        self._notes = notes
-        self._evaluator, self._constants, self._size_node = evaluator, constants, size_node
-        self._sizes: dict[tuple[fx.Node, int], Any] = {}
+    evaluator: Evaluator
+    constants: Constants
+    size_node: Callable[[Call, tuple[int, ...]], Any]
+    notes: list[str]
+    _sizes: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)
 
     def answer(self, call: Call) -> Any:
         """The answer to a query about a tensor; NotImplemented for an operation."""
@@ -65,7 +62,7 @@ class Queries:
 
     def peek(self, value: Any, name: str) -> Any:
         """An attribute of a traced value.  Raises AttributeError as the value does."""
-        return self._evaluator.unrecorded(lambda: getattr(value, name))
+        return self.evaluator.unrecorded(lambda: getattr(value, name))
 
     def plain(self, proxy: Any, what: str) -> Any:
         """The value, when it is the same for every batch: a number, or a real tensor that depends on no input.
@@ -77,7 +74,7 @@ class Queries:
         node, values = proxy._node, proxy._values
         if type(proxy) is TracedTensor:
             try:
-                return self._evaluator.unrecorded(lambda: self._constants.value(node))
+                return self.evaluator.unrecorded(lambda: self.constants.value(node))
             except NotConstant:
                 text = f"{what} needs the value of {node.name} ({info(node).source}); {DATA}"
                 raise Unsupported(text) from None
@@ -98,11 +95,11 @@ class Queries:
             return truth
 
     def _left_out(self, proxy: TracedTensor) -> None:
-        self._notes.append(f"The assertion on {proxy._node.name} ({info(proxy._node).source}) is left out.")
+        self.notes.append(f"The assertion on {proxy._node.name} ({info(proxy._node).source}) is left out.")
 
     def _size(self, proxy: TracedTensor, dim: int) -> Any:
         key = proxy._node, dim
         if key not in self._sizes:
             sizes = tuple(value.shape[dim] for value in proxy._values)
-            self._sizes[key] = self._size_node(Call("call_method", "size", (proxy, dim), {}), sizes)
+            self._sizes[key] = self.size_node(Call("call_method", "size", (proxy, dim), {}), sizes)
         return self._sizes[key]

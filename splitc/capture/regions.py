@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,24 +58,20 @@ class Failure:
     line: str
 
 
+@dataclass
 class Regions:
     """The regions of a model, found one failed trace after the other.
 
     code: where the model's Python can be imported, see `OwnCode`.  counter: counts what regions compute.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Example,
-        autocast: torch.dtype | None,
-        code: str | None,
-        counter: Counter | None,
-    ) -> None:
-        self.found: dict[str, OwnCode] = {}
-        self._counter = counter
-        self._model, self._example, self._autocast, self._code = model, example, autocast, code
-        self._failures: list[Failure] = []
+    model: nn.Module
+    example: Example
+    autocast: torch.dtype | None
+    code: str | None
+    counter: Counter | None
+    found: dict[str, OwnCode] = field(default_factory=dict)
+    _failures: list[Failure] = field(default_factory=list)
 
     def add(self, failure: Failure, error: CaptureError) -> None:
         """Make the module of a failure a region, or the smallest one around it that can be.  Raises `error` otherwise.
@@ -84,9 +80,9 @@ class Regions:
         """
         paths = [failure.path]
         if any((f.kind, f.line) == (failure.kind, failure.line) for f in self._failures):
-            paths += [path for path, module in self._model.named_modules() if type(module) is failure.kind]
+            paths += [path for path, module in self.model.named_modules() if type(module) is failure.kind]
         self._failures.append(failure)
-        is_loss = failure.path.split(".")[0] == LOSS and not hasattr(self._model, LOSS)
+        is_loss = failure.path.split(".")[0] == LOSS and not hasattr(self.model, LOSS)
         path: str = LOSS if is_loss else failure.path
         reason: NoRegion | None = None
         paths = [path] if is_loss else paths
@@ -99,7 +95,7 @@ class Regions:
 
     def stand_in(self, root: nn.Module, mode: FakeTensorMode) -> nn.Module:
         """Put a `Region` in place of each region of a fake copy of the model."""
-        loss = None if hasattr(self._model, LOSS) else root._modules.pop(LOSS, None)
+        loss = None if hasattr(self.model, LOSS) else root._modules.pop(LOSS, None)
         for path, own in self.found.items():
             module = loss if loss is not None and path == LOSS else root.get_submodule(path)
             assert module is not None
@@ -118,7 +114,7 @@ class Regions:
         outer = [p for p in self.found if p != LOSS]
         paths = [p for p in dict.fromkeys(paths) if p == path or not any(is_inside(p, o) for o in outer)]
         try:
-            seen = Runs(self._model, with_loss_module(self._example), self._autocast, paths, self._counter)
+            seen = Runs(self.model, with_loss_module(self.example), self.autocast, paths, self.counter)
             made = {path: seen.region(path, why, self._origin(path))}
         except NoRegion as reason:
             return reason
@@ -132,7 +128,7 @@ class Regions:
         return None
 
     def _origin(self, path: str) -> str | None:
-        return importable(self._example.loss) if path == LOSS and not hasattr(self._model, LOSS) else self._code
+        return importable(self.example.loss) if path == LOSS and not hasattr(self.model, LOSS) else self.code
 
 
 def importable(value: Any) -> str | None:

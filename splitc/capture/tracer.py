@@ -157,13 +157,9 @@ class Tracer:
             keys = list(first) if isinstance(first, Mapping) else range(len(found[0]))
             if not isinstance(first, (Mapping, tuple, list)):
                 keys = list(found[0])
-            return with_parts(
-                first,
-                {
-                    name: self._part(node, key, tuple(each[name] for each in found if each))
-                    for name, key in zip(found[0], keys, strict=True)
-                },
-            )
+            named = zip(found[0], keys, strict=True)
+            made = {name: self._part(node, key, tuple(each[name] for each in found if each)) for name, key in named}
+            return with_parts(first, made)
         if first is Unread:
             return first
         if isinstance(first, (bool, int, float)):

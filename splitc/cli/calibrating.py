@@ -12,6 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,14 +197,5 @@ def _wrapped(title: str, text: str) -> str:
 
 
 def as_json(found: Calibration, output: Path) -> str:
-    return json.dumps(
-        {
-            "written": str(output),
-            "cluster": to_data(found.cluster),
-            "residuals": [
-                {"what": r.what, "measured": r.measured, "fitted": r.fitted, "error": _error(r)}
-                for r in found.residuals
-            ],
-        },
-        indent=1,
-    )
+    residuals = [{**asdict(each), "error": _error(each)} for each in found.residuals]
+    return json.dumps({"written": str(output), "cluster": to_data(found.cluster), "residuals": residuals}, indent=1)

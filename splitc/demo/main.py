@@ -176,14 +176,8 @@ def comparison(trainings: Mapping[str, Training], held_out: TensorDataset) -> st
 def traffic(trainings: Mapping[str, Training]) -> str:
     """Table: the bytes that each rank sends in a step."""
     ranks = range(digits.WORLD)
-    rows = [
-        [
-            name,
-            *(units.nbytes(sent) for sent in trainings[name].sent_bytes),
-            units.nbytes(sum(trainings[name].sent_bytes)),
-        ]
-        for name in ("DDP", "splitc")
-    ]
+    sent = {name: trainings[name].sent_bytes for name in ("DDP", "splitc")}
+    rows = [[name, *map(units.nbytes, [*by_rank, sum(by_rank)])] for name, by_rank in sent.items()]
     headers = ["sent in a step", *(f"rank {rank}" for rank in ranks), "all"]
     return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * (digits.WORLD + 1)))
 

@@ -53,13 +53,9 @@ class StageState:
     def _pulled_copies(self, rank: Rank) -> set[str]:
         """All names of the parameters that servers hold, and this rank no row of them."""
         parameters = dict(self._named_parameters())
-        copies = {
-            parameters[name]
-            for buckets in rank.spec.served.values()
-            for bucket in buckets
-            for name, parts in bucket.items()
-            if name in parameters and rank.index not in {rows.server for rows in parts}
-        }
+        served = (each for buckets in rank.spec.served.values() for bucket in buckets for each in bucket.items())
+        elsewhere = (name for name, parts in served if rank.index not in {rows.server for rows in parts})
+        copies = {parameters[name] for name in elsewhere if name in parameters}
         return {name for name, parameter in parameters.items() if parameter in copies}
 
     @property
