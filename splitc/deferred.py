@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,26 +59,20 @@ class DeferredProgram:
     ) -> DeferredWorker:
         """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
         transport = init(self._settings.world, backend)
-        options = {"clip_norm": clip_norm, "accumulate": accumulate, "seed": seed, "elementwise": elementwise}
-        return DeferredWorker(self, transport, optimizer, options, first_names(self._model.state_dict()))
+        options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate, "elementwise": elementwise}
+        make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, seed=seed, **options)
+        return DeferredWorker(self, transport, make)
 
 
 class DeferredWorker:
     """A worker that compiles on the first batch: rank 0 plans, and broadcasts programs and weights.
 
     The other ranks wait as for any message: planning for longer than SPLITC_TIMEOUT seconds needs a larger timeout.
+    make: Worker with all arguments but program, transport and weights.
     """
 
-    def __init__(
-        self,
-        program: DeferredProgram,
-        transport: Transport,
-        optimizer: OptimizerFactory,
-        options: Mapping[str, Any],
-        keys: Mapping[str, str],
-    ) -> None:
-        self._program, self._transport, self._factory = program, transport, optimizer
-        self._options, self._keys = options, keys
+    def __init__(self, program: DeferredProgram, transport: Transport, make: Callable[..., Worker]) -> None:
+        self._program, self._transport, self._make = program, transport, make
         self._worker: Worker | None = None
 
     def step(self, *batch: Tensor) -> Tensor:
@@ -117,8 +112,7 @@ class DeferredWorker:
 
         files, held = of_rank_0(self._transport, compiled)
         own = {"model": self._program._model, LOSS: self._program._loss}
-        part = load_rank(files, self._transport.rank, own)
-        self._worker = Worker(part, self._transport, held, self._keys, self._factory, **self._options)
+        self._worker = self._make(load_rank(files, self._transport.rank, own), self._transport, held)
 
 
 def _first(batches: Iterable[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from splitc.deferred import DeferredProgram, DeferredWorker
 from splitc.errors import LaunchError
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.weights import first_names
+from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER
 from tests.support.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on_ranks, one_process, sgd
 
@@ -42,7 +44,8 @@ def on_deferred(
                 for parameter in own.parameters():
                     parameter.zero_()
         program = deferred(own, world, **options)
-        return function(DeferredWorker(program, transport, sgd, {}, first_names(own.state_dict())))
+        make = partial(Worker, keys=first_names(own.state_dict()), optimizer=sgd)
+        return function(DeferredWorker(program, transport, make))
 
     return on_ranks(world, run)
 
