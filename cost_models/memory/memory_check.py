@@ -120,8 +120,8 @@ def _bound(program: LoweredProgram, rank: int, optimizer_copies: int) -> float:
         held += sum(-(-program.tensors[name].nbytes // plan.world) for name in stage.dealt)  # that it owns
         for layer in stage.layers:
             cost = program.costs[layer].at(plan.peak_batch(role, rank))
-            moved += cost.saved_bytes + cost.forward_bytes_accessed
-            backward = max(backward, cost.backward_bytes_accessed)
+            moved += cost.saved_bytes + sum(op.bytes_accessed for op in cost.forward_ops)
+            backward = max(backward, sum(op.bytes_accessed for op in cost.backward_ops))
     held += sum(piece.nbytes for piece in _rows(program, rank))
     exchanged = sum(op.nbytes for op in wire(program, rank))
     return (4 + optimizer_copies) * held + moved + backward + 2 * exchanged

@@ -55,7 +55,7 @@ class ConvFcSplit:
 
     def forward_flops(self, layers: Iterable[str]) -> float:
         """FLOPs of forward for one example; a multiply-add counts two."""
-        return sum(self.program.costs[layer].at(1).forward_flops for layer in layers)
+        return sum(op.flops for layer in layers for op in self.program.costs[layer].at(1).forward_ops)
 
     def saved_nbytes(self, layers: Iterable[str], batch: int) -> float:
         """Bytes of activations that `layers` save for backward."""

@@ -72,29 +72,9 @@ class LayerCost:
     def backward_ops(self) -> tuple[OpCost, ...]:
         return tuple(op for op in self.ops if op.backward)
 
-    @cached_property
-    def forward_flops(self) -> float:
-        return sum(op.flops for op in self.forward_ops)
-
-    @cached_property
-    def backward_flops(self) -> float:
-        return sum(op.flops for op in self.backward_ops)
-
     @property
     def flops(self) -> float:
-        return self.forward_flops + self.backward_flops
-
-    @cached_property
-    def forward_bytes_accessed(self) -> float:
-        return sum(op.bytes_accessed for op in self.forward_ops)
-
-    @cached_property
-    def backward_bytes_accessed(self) -> float:
-        return sum(op.bytes_accessed for op in self.backward_ops)
-
-    @cached_property
-    def kernel_launches(self) -> float:
-        return sum(op.kernel_launches for op in self.ops)
+        return sum(op.flops for op in self.ops)
 
     @property
     def unknown_ops(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitc.ir.costs import CostLine, LayerCost, OpCost
+from tests.support.op_sums import bytes_of, flops_of
 
 
 def cost(batch: int, flops: float, nbytes: float, saved: float) -> LayerCost:
@@ -36,6 +37,6 @@ def test_no_number_falls_below_zero() -> None:
 
 def test_forward_and_backward_add_up() -> None:
     layer = LINE.small
-    assert (layer.forward_flops, layer.backward_flops, layer.flops) == (400.0, 800.0, 1200.0)
-    assert (layer.forward_bytes_accessed, layer.backward_bytes_accessed) == (100.0, 200.0)
-    assert layer.kernel_launches == 4.0 and layer.unknown_ops == ("odd",)
+    assert (flops_of(layer.forward_ops), flops_of(layer.backward_ops), layer.flops) == (400.0, 800.0, 1200.0)
+    assert (bytes_of(layer.forward_ops), bytes_of(layer.backward_ops)) == (100.0, 200.0)
+    assert sum(op.kernel_launches for op in layer.ops) == 4.0 and layer.unknown_ops == ("odd",)

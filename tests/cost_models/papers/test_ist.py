@@ -25,6 +25,7 @@ from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
 from splitc.passes.measure_costs import MeasureCosts
 from tests.support.capturing import capture
+from tests.support.op_sums import flops_of
 
 SITES = [1, 2, 4, 8, 16, 40]
 
@@ -68,7 +69,7 @@ def test_data_parallelism_sends_all_weights_of_the_network_of_figure_2_to_every_
 
 
 def test_its_flops_are_twice_those_of_forward() -> None:
-    forward = sum(cost.at(FIGURE_2.B).forward_flops for cost in network().costs.values())
+    forward = sum(flops_of(cost.at(FIGURE_2.B).forward_ops) for cost in network().costs.values())
     assert data_parallel_flops(FIGURE_2) == pytest.approx(2 * forward)
 
 

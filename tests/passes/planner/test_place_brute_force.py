@@ -15,6 +15,7 @@ from splitc.ir.cluster import Cluster, Link
 from splitc.ir.graph import tensor_spec
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.shares import serve, share_out
+from tests.support.op_sums import bytes_of, flops_of
 from tests.support.sampling import sampled
 from tests.support.small_programs import Row, place, small_cluster, small_program
 
@@ -74,8 +75,8 @@ def price(
         need[role] = 0.0
         for name in inside:
             cost = program.costs[name].at(batch[role])
-            compute += max(cost.forward_flops / rate, cost.forward_bytes_accessed / moving)
-            compute += max(cost.backward_flops / rate, cost.backward_bytes_accessed / moving)
+            compute += max(flops_of(cost.forward_ops) / rate, bytes_of(cost.forward_ops) / moving)
+            compute += max(flops_of(cost.backward_ops) / rate, bytes_of(cost.backward_ops) / moving)
             need[role] += cost.saved_bytes
         parameters = [program.tensors[h] for h in held[role]]
         gradient = sum(h.nbytes for h in parameters if h.trainable)
