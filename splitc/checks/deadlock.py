@@ -11,27 +11,28 @@ from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import WireOp
 
+_Channel = tuple[Any, ...]
+"""A word and ranks: "message", from and to; or "sum" and its members."""
+
 
 def sends_meet_receives(program: LoweredProgram) -> list[str]:
     """The k-th send and the k-th receive between two ranks have equal payload, shape and dtype; collectives too."""
-    problems: list[str] = []
-    sent, received = defaultdict[tuple[int, int], list[WireOp]](list), defaultdict[tuple[int, int], list[WireOp]](list)
-    collectives: dict[tuple[int, ...], dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
+    channels: dict[_Channel, dict[int, list[WireOp]]] = defaultdict(lambda: defaultdict(list))
     for rank in range(program.plan.world):
         for op in wire(program, rank):
-            if op.kind == "send":
-                sent[rank, op.ranks[0]].append(op)
-            elif op.kind == "recv":
-                received[op.ranks[0], rank].append(op)
-            else:
-                collectives[op.ranks][rank].append(op)
-    for src, dst in sorted(sent.keys() | received.keys()):
-        problems += _match(f"rank {src}", f"rank {dst}", sent[src, dst], received[src, dst], ("sends", "receives"))
-    for ranks, by_rank in collectives.items():
-        first = by_rank[ranks[0]]
-        for rank in ranks[1:]:
-            problems += _match(f"rank {ranks[0]}", f"rank {rank}", first, by_rank[rank], ("sums", "sums"))
+            channels[_channel(rank, op)][rank].append(op)
+    problems: list[str] = []
+    for (kind, first, *others), ops in sorted(channels.items()):
+        verbs = ("sends", "receives") if kind == "message" else ("sums", "sums")
+        for rank in others:
+            problems += _match(f"rank {first}", f"rank {rank}", ops[first], ops[rank], verbs)
     return problems
+
+
+def _channel(rank: int, op: WireOp) -> _Channel:
+    if op.kind == "collective":
+        return "sum", *op.ranks
+    return ("message", rank, *op.ranks) if op.kind == "send" else ("message", *op.ranks, rank)
 
 
 def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple[str, str]) -> list[str]:
@@ -55,12 +56,9 @@ def no_deadlock(program: LoweredProgram) -> list[str]:
     for rank in range(program.plan.world):
         before = None
         for op in wire(program, rank):
-            if op.kind == "collective":
-                channel: tuple[Any, ...] = ("collective", op.ranks, rank)
-            else:
-                channel = ("message", *((rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)), op.kind)
-            event = (*channel[: 2 if op.kind == "collective" else 3], counts[channel])
-            counts[channel] += 1
+            channel = _channel(rank, op)
+            event = channel, counts[channel, rank]
+            counts[channel, rank] += 1
             graph.add_node(event)
             graph.nodes[event].setdefault("ops", []).append((rank, op))
             if before is not None:

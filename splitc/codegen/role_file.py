@@ -99,10 +99,9 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
 
 def _held(program: PlacedProgram, stage: Stage) -> Iterator[tuple[int, int]]:
     """(elements, bytes of one) of every parameter on the first rank of the role."""
-    size = program.plan.grouping(stage.role).size
-    for name in stage.tensors:
-        if program.tensors[name].parameter:
-            yield numel_on(program, stage, name, 0, size), program.tensors[name].dtype.itemsize
+    for tensor in map(program.tensors.__getitem__, stage.tensors):
+        if tensor.parameter:
+            yield numel_on(program, stage, tensor.name, program.plan.roles[stage.role][0]), tensor.dtype.itemsize
 
 
 def _constants(program: LoweredProgram, rank_program: RankProgram, stages: list[Stage]) -> Iterator[list[str]]:

@@ -90,14 +90,8 @@ def _of_server(
 
 def _message(kind: str, stage: Stage, bucket: int, message: Sequence[Piece], pulls: bool, peer: int) -> WireOp:
     first, *more = message
-    payload = Payload(
-        What.PULL if pulls else What.PUSH,
-        first.name,
-        stage.role,
-        bucket=bucket,
-        rows=(first.first, first.last),
-        more=len(more),
-    )
+    what, rows = What.PULL if pulls else What.PUSH, (first.first, first.last)
+    payload = Payload(what, first.name, stage.role, bucket=bucket, rows=rows, more=len(more))
     shape = (sum(math.prod(piece.shape) for piece in message),) if more else first.shape
     sent = sum(piece.nbytes for piece in message) if kind == "send" else 0
     return WireOp(kind, payload, (peer,), shape, first.dtype, sent)

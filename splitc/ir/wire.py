@@ -5,9 +5,10 @@ What happens once a round is there once, and says how often in a step it is on a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -92,11 +93,11 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     """Return the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
     plan, names = program.plan, stage.bucket(action)
     averages = action.verb == "average"
-    group, replicas = plan.group(stage.role, rank), (plan.averaged if averages else plan.replicas)(stage.role, rank)
+    replicas = (plan.averaged if averages else plan.replicas)(stage.role, rank)
     if not averages and names[0] in stage.own_sums:
         replicas = plan.together(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
-    numel = sum(numel_on(program, stage, name, group.index(rank), len(group)) for name in names)
+    numel = sum(numel_on(program, stage, name, rank) for name in names)
     if averages and plan.deals:  # with the optimizer's state
         numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes = numel * dtype.itemsize
@@ -161,17 +162,6 @@ def _moved(
 # -- inside a stage ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Value:
-    """What a node communicates; nbytes: of this rank's.  packed: see `WireOp`."""
-
-    what: What
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    packed: tuple[tuple[str, float], ...] = ()
-
-
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """Yield what the nodes of a stage communicate in forward, or in backward, which visits them in reverse."""
     plan, role, backward = program.plan, stage.role, action.verb == "backward"
@@ -188,10 +178,9 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         if not isinstance(spec, TensorSpec) or (backward and not spec.requires_grad) or is_entry(node):
             continue
         layer = info(node).layer or None
+        payload = Payload(What.NODE_GRADIENT if backward else What.NODE, node.name, role, microbatch=action.microbatch)
         if transition is not None:
-            what = What.NODE_GRADIENT if backward else What.NODE
             moved = transition.adjoint if backward else transition
-            payload = Payload(what, node.name, role, microbatch=action.microbatch)
             if (wire_op := _moved(plan, rank, action, spec, moved, payload, layer)) is not None:
                 yield node, wire_op
             continue
@@ -203,20 +192,20 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
         ranks = plan.together(role, rank) if own else ranks
         if len(ranks) == 1:
             continue
-        everyone = plan.batch_offsets[role][-1]
-        values = _values(op, node, spec, mine if own else examples, backward)
         if op.name == "late_multiply":  # one gather, when the last error of all microbatches has come
-            now = node is late[0] and action.microbatch == plan.microbatches - 1
-            values = _packs(program, late, plan.batch(role, rank), everyone) if now else iter(())
-        for value in values:
-            payload = Payload(value.what, node.name, role, microbatch=action.microbatch)
-            sent = collective.sent(value.nbytes, value.nbytes, len(ranks))
-            wire_op = WireOp("collective", payload, ranks, value.shape, value.dtype, sent, layer, collective)
-            yield node, replace(wire_op, layer=None, packed=value.packed) if value.packed else wire_op
+            if node is late[0] and action.microbatch == plan.microbatches - 1:
+                yield from ((node, pack) for pack in _packs(program, role, rank, late, payload))
+            continue
+        for shape, dtype in _values(op, node, spec, mine if own else examples, backward):
+            nbytes = math.prod(shape) * dtype.itemsize
+            sent = collective.sent(nbytes, nbytes, len(ranks))
+            yield node, WireOp("collective", payload, ranks, shape, dtype, sent, layer, collective)
 
 
-def _packs(program: PlacedProgram, late: Sequence[fx.Node], examples: int, everyone: int) -> Iterator[_Value]:
+def _packs(program: PlacedProgram, role: str, rank: int, late: Sequence[fx.Node], payload: Payload) -> Iterator[WireOp]:
     """Yield the X and E of all late-multiplied layers, those of one dtype together; X is gathered in the dtype of E."""
+    plan, payload, gather = program.plan, replace(payload, what=What.LATE), Collective.ALL_GATHER
+    ranks, everyone = plan.replicas(role, rank), plan.batch_offsets[role][-1]
     for dtype in dict.fromkeys(tensor_spec(node).dtype for node in reversed(late)):
         rows: dict[str, int] = defaultdict(int)  # layer -> elements of one example
         for node in (node for node in reversed(late) if tensor_spec(node).dtype == dtype):
@@ -224,25 +213,26 @@ def _packs(program: PlacedProgram, late: Sequence[fx.Node], examples: int, every
             for factor in (value, node) if program.tensors[str(weight.target)].trainable else (node,):
                 rows[info(node).layer] += tensor_spec(factor).nbytes(1) // tensor_spec(factor).dtype.itemsize
         total = sum(rows.values())
-        own = examples * total * dtype.itemsize
+        own = plan.batch(role, rank) * total * dtype.itemsize
         packed = tuple((layer, numel / total) for layer, numel in rows.items())
-        yield _Value(What.LATE, (everyone * total,), dtype, own, packed)
+        sent, shape = gather.sent(own, own, len(ranks)), (everyone * total,)
+        yield WireOp("collective", payload, ranks, shape, dtype, sent, None, gather, packed=packed)
 
 
-def _values(op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward: bool) -> Iterator[_Value]:
-    """Yield what a node communicates.  examples: of this rank."""
-    what, nbytes = What.NODE_GRADIENT if backward else What.NODE, spec.nbytes(examples)
+def _values(
+    op: CommOp, node: fx.Node, spec: TensorSpec, examples: int, backward: bool
+) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+    """Yield shape and dtype of what a node communicates.  examples: of this rank."""
     match op.name:
         case "batch_norm":
-            numbers, dtype = 2 * spec.shape[1] + (not backward), _sum_dtype(spec.dtype) if backward else torch.float64
             if tensor_spec(node.args[0]).requires_grad or not backward:
-                yield _Value(what, (numbers,), dtype, numbers * dtype.itemsize)
+                yield (2 * spec.shape[1] + (not backward),), _sum_dtype(spec.dtype) if backward else torch.float64
         case "cross_entropy":
-            dtype, (rows,) = _sum_dtype(tensor_spec(node.args[0]).dtype), tensor_spec(node.args[1]).at(examples)
+            (rows,) = tensor_spec(node.args[1]).at(examples)
             for numbers in (1, 3 if node.kwargs.get("label_smoothing") else 2):  # the maximum, then the sums
-                yield _Value(what, (numbers, rows), dtype, numbers * rows * dtype.itemsize)
+                yield (numbers, rows), _sum_dtype(tensor_spec(node.args[0]).dtype)
         case _:
-            yield _Value(what, spec.at(examples), spec.dtype, nbytes)
+            yield spec.at(examples), spec.dtype
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -262,12 +252,12 @@ def shard_of(program: Program, stage: Stage, name: str, member: int, size: int) 
     return dim, bounds[member], bounds[member + 1]
 
 
-def numel_on(program: PlacedProgram, stage: Stage, name: str, member: int, size: int) -> int:
+def numel_on(program: PlacedProgram, stage: Stage, name: str, rank: int) -> int:
     """Return the number of elements of a parameter or buffer on a rank of a stage."""
-    tensor = program.tensors[name]
+    tensor, group = program.tensors[name], program.plan.group(stage.role, rank)
     if name in stage.dealt:
-        return slice_numel(tensor, stage.dealt[name], program.plan.world)
-    shard = shard_of(program, stage, name, member, size)
+        return slice_numel(tensor, stage.dealt[name], program.plan.world, rank)
+    shard = shard_of(program, stage, name, group.index(rank), len(group))
     if shard is None:
         return tensor.numel
     dim, first, last = shard
@@ -276,13 +266,9 @@ def numel_on(program: PlacedProgram, stage: Stage, name: str, member: int, size:
 
 def nbytes_trained(program: PlacedProgram, stage: Stage, name: str, rank: int) -> int:
     """Return the bytes of what a rank trains of a parameter, or holds of a buffer: all, a shard, or a slice."""
-    group, tensor = program.plan.group(stage.role, rank), program.tensors[name]
-    if name in stage.dealt:
-        return slice_numel(tensor, stage.dealt[name], program.plan.world, rank) * tensor.dtype.itemsize
-    return numel_on(program, stage, name, group.index(rank), len(group)) * tensor.dtype.itemsize
+    return numel_on(program, stage, name, rank) * program.tensors[name].dtype.itemsize
 
 
 def bucket_nbytes(program: PlacedProgram, stage: Stage, bucket: Sequence[str]) -> int:
     """Return the bytes of a bucket of gradients on the first rank of a stage."""
-    size = program.plan.grouping(stage.role).size
-    return sum(numel_on(program, stage, name, 0, size) * program.tensors[name].dtype.itemsize for name in bucket)
+    return sum(nbytes_trained(program, stage, name, program.plan.roles[stage.role][0]) for name in bucket)
