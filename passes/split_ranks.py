@@ -21,7 +21,7 @@ from torch import fx
 from splitc.checks.graph import cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.ir import comm_ops
 from splitc.ir.actions import RankProgram
-from splitc.ir.graph import copy_node, cut_of, info, set_info, tensors_of_node
+from splitc.ir.graph import copy_node, cut_of, info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
 
@@ -50,12 +50,7 @@ def _stage(program: PlacedProgram, role: str) -> Stage:
     for node in program.graph.nodes:
         if info(node).role != role or node.op == "output":
             continue
-        if node.target is comm_ops.recv:
-            received = graph.create_node("call_function", comm_ops.recv, (None,), dict(node.kwargs), node.name)
-            set_info(received, info(node))
-            mapping[node] = received
-        else:
-            mapping[node] = copy_node(graph, node, mapping)
+        mapping[node] = copy_node(graph, node, mapping)
         if node.op in ("call_module", "get_attr"):
             names.update(dict.fromkeys(tensors_of_node(program, node)))
         shards.update(info(node).shards)

@@ -47,8 +47,7 @@ def _single_values(program: LoweredProgram) -> Iterator[str]:
     """Yield where BatchNorm would have one value of each channel."""
     plan = program.plan
     for stage in program.stages:
-        norms = [node for node in stage.graph.nodes if normalises_examples(program.root, node)]
-        for node in norms:
+        for node in (node for node in stage.graph.nodes if normalises_examples(program.root, node)):
             spec = tensor_spec(node)
             for rank in plan.roles[stage.role]:
                 for k in range(plan.num_microbatches(stage.role)):

@@ -165,11 +165,9 @@ class ModuleTree:
         if not tensor.parameter:
             keep = "" if tensor.persistent else ", persistent=False"
             return f"{own}.register_buffer({literal(name)}, {_empty(tensor)}{keep})"
-        return (
-            f"{own}.{name} = {_empty(tensor)}"
-            if is_attribute(name)
-            else f"{own}.register_parameter({literal(name)}, {_empty(tensor)})"
-        )
+        if is_attribute(name):
+            return f"{own}.{name} = {_empty(tensor)}"
+        return f"{own}.register_parameter({literal(name)}, {_empty(tensor)})"
 
     def _ties(self) -> list[str]:
         lines = []

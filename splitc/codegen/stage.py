@@ -25,8 +25,8 @@ from splitc.codegen.stage_names import (
 )
 from splitc.ir import comm_ops
 from splitc.ir.actions import Action
-from splitc.ir.graph import assigned, denominators, info, is_entry, op_name, starts_at_once
-from splitc.ir.program import Cut, PlacedProgram, Stage, TensorSpec
+from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
+from splitc.ir.program import PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside
 from splitc.ir.wire_op import WireOp
@@ -49,11 +49,11 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
     """
     evaluated = [own for stage in stages if (own := own_evaluation(program, stage)) is not None]
     tree = ModuleTree(program, [*stages, *evaluated])
-    lines = [f"class Stage({tree.base}):"]
-    lines += ['    """Parameter names are those of the original model, so its checkpoints load."""', ""]
-    parameters = ", ".join(["self", *tree.parameters])
-    lines += [
-        f"    def __init__({parameters}):",
+    lines = [
+        f"class Stage({tree.base}):",
+        '    """Parameter names are those of the original model, so its checkpoints load."""',
+        "",
+        f"    def __init__({', '.join(['self', *tree.parameters])}):",
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
     for each, suffix in ((stages, ""), (evaluated, EVALUATING)):
@@ -81,27 +81,14 @@ def _methods(
     received = [names[node] for node in stage.graph.nodes if node.target is comm_ops.recv]
     lines: list[str] = []
     for once in (True, False) if denominators(stage.graph) else (False,):
-        emitter = Emitter(names, tree.access, tree.callee)
-        writer = _ForwardWriter(program, stage, emitter, names, batch)
-        writer.once = once
         inputs = [names[node] for node in weighed(stage)]
         if not once:
             inputs = [*forward_inputs(stage), *received, *computed_once(stage)]
         name = method_name(program, stage, *called, "weigh" if once else "forward")
         header = f"    def {name}(self, {', '.join(['comm', *inputs])}):"
-        lines += ["", *wrapped(header, 120), *aligned(writer.lines(), "        ")]
+        body = _ForwardWriter(program, stage, tree, batch, once).lines()
+        lines += ["", *wrapped(header, 120), *aligned(body, "        ")]
     return lines
-
-
-def _returned(stage: Stage, cut: Cut) -> fx.Node:
-    """The value of a cut as its stage makes it."""
-    node = next(
-        n
-        for n in stage.graph.nodes
-        if n.target is comm_ops.send and (n.kwargs["cut"], n.kwargs["role"]) == (cut.name, cut.consumer)
-    )
-    found: fx.Node = node.args[0]
-    return found
 
 
 _Layer = tuple[str, tuple[str, str]]
@@ -111,12 +98,10 @@ _Layer = tuple[str, tuple[str, str]]
 class _ForwardWriter:
     """Writes the body of a stage's forward, or of what it computes once."""
 
-    once = False
-
-    def __init__(
-        self, program: PlacedProgram, stage: Stage, emitter: Emitter, names: dict[fx.Node, str], batch: int | None
-    ) -> None:
-        self._program, self._stage, self._emitter, self._names, self._batch = program, stage, emitter, names, batch
+    def __init__(self, program: PlacedProgram, stage: Stage, tree: ModuleTree, batch: int | None, once: bool) -> None:
+        self._program, self._stage, self._batch, self._once = program, stage, batch, once
+        self._names = variables(stage.graph)
+        self._emitter = Emitter(self._names, tree.access, tree.callee)
         self._group_size = program.plan.world if program.plan.deals else program.plan.grouping(stage.role).size
         plan, role = program.plan, stage.role
         self._moved: dict[fx.Node, list[WireOp]] = defaultdict(list)  # what the first rank of a group sends in forward
@@ -137,16 +122,17 @@ class _ForwardWriter:
         for text, (shape, source) in layers:
             shown, above = source if source != above else "", source or above
             lines.append((text, f"{shape:{width}}  {shown}".strip()))
-        if self.once:
+        if self._once:
             return [*lines, (f"return {', '.join(self._names[node] for node in denominators(self._stage.graph))}", "")]
-        returned = [self._emitter.value(_returned(self._stage, cut)) for cut in returned_cuts(self._stage)]
+        sent = {cut_of(node): node.args[0] for node in self._stage.graph.nodes if node.target is comm_ops.send}
+        returned = [self._emitter.value(sent[cut]) for cut in returned_cuts(self._stage)]
         if self._stage.has_loss:
             returned.append(self._emitter.value(self._stage.graph.output_node().args[0]))
         return [*lines, (f"return {', '.join(returned)}" if returned else "return None", "")]
 
     def _is_written(self, node: fx.Node) -> bool:
         op = comm_ops.op_of(node)
-        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self.once
+        is_here = node.op not in ("placeholder", "output", "get_attr") and info(node).once == self._once
         return is_here and (op is None or op.in_stage) and not is_entry(node) and not starts_at_once(node)
 
     def _layer(self, node: fx.Node) -> list[_Layer]:

@@ -48,7 +48,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import tomli_w
@@ -59,10 +59,6 @@ from splitc.ir.names import near_name
 
 _HEADER = "# Units: FLOP/s, bytes/s, bytes and seconds.\n"
 _REQUIRED = ("matmul", "memory")
-_TOP = ("name", "source", "world", "ranks_share_device", "cores", "ranks_per_host")
-_TABLES = ("device", "link", "local_link", "unlike")
-_DEVICE = ("name", "flop_rate", "memory_bandwidth", "memory", "efficiency", "launch", "conv_launch", "overlap")
-_LINK = ("bandwidth", "latency", "duplex", "shared", "processor", *COLLECTIVES)
 
 
 def to_toml(cluster: Cluster) -> str:
@@ -137,10 +133,14 @@ def from_data(data: Mapping[str, Any], where: str) -> Cluster:
         problems.append(f"unlike names ranks more than once: {', '.join(map(str, twice))}")
     if cluster.world is not None and any(rank >= cluster.world for rank in ranks):
         problems.append(f"unlike names rank {max(ranks)}; the cluster has ranks 0 to {cluster.world - 1}")
-    top.refuse_others(*_TOP, *_TABLES)
+    top.refuse_others(*_keys(Cluster))
     if problems:
         raise CostError(bullets(f"{where} does not describe a cluster:", list(dict.fromkeys(problems))))
     return cluster
+
+
+def _keys(kind: type) -> list[str]:
+    return [each.name for each in fields(kind) if each.name != "collectives"]
 
 
 def _device(table: _Table) -> Device:
@@ -150,7 +150,7 @@ def _device(table: _Table) -> Device:
             f"{table.path}flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with "
             f"`splitc calibrate`"
         )
-    table.refuse_others(*_DEVICE)
+    table.refuse_others(*_keys(Device))
     rates.refuse_others(*DTYPES)
     efficiency.refuse_others(*EFFICIENCIES)
     parts = [op for op in EFFICIENCIES if op in _REQUIRED or op in efficiency.data]
@@ -167,7 +167,7 @@ def _device(table: _Table) -> Device:
 
 
 def _link(table: _Table) -> Link:
-    table.refuse_others(*_LINK)
+    table.refuse_others(*_keys(Link), *COLLECTIVES)
     measured = {name: table.table(name) for name in COLLECTIVES if name in table.data}
     for each in measured.values():
         each.refuse_others("bandwidth", "latency")

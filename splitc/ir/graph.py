@@ -128,9 +128,13 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Copy `node` into `graph`, with its name and meta; its inputs are those that `mapping` gives."""
-    args: Any = fx.node.map_arg(node.args, lambda old: mapping[old])
-    kwargs: Any = fx.node.map_arg(node.kwargs, lambda old: mapping[old])
+    """Copy `node` into `graph`, with its name and meta; its inputs are those that `mapping` gives.
+
+    Where that has no send for a recv, as in the graph of a stage, None stands for it.
+    """
+    of = mapping.get if node.target is comm_ops.recv else mapping.__getitem__
+    args: Any = fx.node.map_arg(node.args, of)
+    kwargs: Any = fx.node.map_arg(node.kwargs, of)
     copied = graph.create_node(node.op, node.target, args, kwargs, node.name)
     assert copied.name == node.name, f"{node.name} is taken"
     copied.meta = dict(node.meta)

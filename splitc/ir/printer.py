@@ -48,11 +48,7 @@ def rank_graph(program: LoweredProgram, rank: int) -> fx.GraphModule:
         role = info(node).role
         if node.op == "output" or role not in part.roles:
             continue
-        if node.target is comm_ops.recv and node.args[0] not in mapping:
-            mapping[node] = graph.create_node("call_function", node.target, (None,), dict(node.kwargs), node.name)
-            mapping[node].meta = dict(node.meta)
-        else:
-            mapping[node] = copy_node(graph, node, mapping)
+        mapping[node] = copy_node(graph, node, mapping)
         _annotate(plan, mapping[node], role, rank)
     graph.output(mapping.get(program.loss))
     return fx.GraphModule(program.root, graph, class_name=f"{program.name}_rank{rank}")
@@ -109,9 +105,8 @@ def _note(node: fx.Node) -> str:
 def show_spec(spec: Spec) -> str:
     """`f32[b, 64, 55, 55]`; the batch is `b`."""
     if isinstance(spec, SizeSpec):
-        return " + ".join(
-            filter(None, [f"{spec.scale}*b" if spec.scale != 1 else "b", str(spec.offset) if spec.offset else ""])
-        )
+        scaled = "b" if spec.scale == 1 else f"{spec.scale}*b"
+        return f"{scaled} + {spec.offset}" if spec.offset else scaled
     if isinstance(spec, TensorSpec):
         rows = "b" if spec.rows == 1 else f"{spec.rows}*b"
         sizes = ", ".join(rows if d == spec.batch_dim else str(n) for d, n in enumerate(spec.shape))

@@ -129,7 +129,7 @@ def verify_program(
         for k, unit in enumerate(units)
     ]
     zero = set.intersection(*({*()} if each is None else zero_gradients(each) for each in exact))
-    return _verification(program, comparisons, zero, local_batches, processes, notes)
+    return _verification(training, comparisons, zero, processes, notes)
 
 
 def computed_in(program: PlacedProgram) -> torch.dtype:
@@ -150,14 +150,10 @@ _REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.
 
 
 def _verification(
-    program: LoweredProgram,
-    comparisons: Sequence[Comparison],
-    zero: set[str],
-    local_batches: Sequence[int],
-    processes: bool,
-    notes: Sequence[str],
+    training: Training, comparisons: Sequence[Comparison], zero: set[str], processes: bool, notes: Sequence[str]
 ) -> Verification:
     """The largest errors over all units and steps, without the gradients in `zero`."""
+    program, local_batches = training.program, training.local_batches
     first, tolerance = comparisons[0], comparisons[0].tolerance
     dtype = next(tensor.dtype for tensor in program.tensors.values() if tensor.trainable)
     loss_error = max(each.loss_error(step) for each in comparisons for step in each.steps)
