@@ -70,10 +70,9 @@ def analyse(
     now("counting the layers of" if costs == COUNTED else "measuring the layers of")
     program = run_pass(MeasureCosts(costs), program, watch)
     programs = (program, *([program.evaluation] if isinstance(program.evaluation, Program) else []))
-    regions = [
-        node for each in programs for node in each.graph.nodes if is_region(node)
-    ]  # which hold modules of the model
-    if key is not None and costs == COUNTED and not regions:
+    # Regions hold modules of the model.
+    has_regions = any(is_region(node) for each in programs for node in each.graph.nodes)
+    if key is not None and costs == COUNTED and not has_regions:
         _ANALYSED[model] = key, program
     return program
 

@@ -33,6 +33,16 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
     members: dict[str, list[fx.Node]] = {name: [] for name in known}
     index: dict[fx.Node, int] = {}
     waiting: list[fx.Node] = []  # depend on inputs alone, and have no reader yet
+
+    def join(reader: fx.Node, name: str) -> None:
+        """Move the waiting nodes that `reader` depends on into its layer."""
+        for node in reader.all_input_nodes:
+            if node in waiting:
+                waiting.remove(node)
+                members[name].append(node)
+                index[node] = index[reader]
+                join(node, name)
+
     _mark_copied(program.graph, parameters)
     last = _unused(program, LAYER) if in_batch else ""
     for node in sorted(program.graph.nodes, key=lambda node: node in in_batch):  # stable
@@ -50,7 +60,7 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
             continue
         members.setdefault(name, []).append(node)
         index[node] = list(members).index(name)
-        _join(node, name, members, index, waiting)
+        join(node, name)
     if waiting:  # no layer reads them
         name = next(iter(members), None) or _first_owner(program, parameters)
         members.setdefault(name, []).extend(waiting)
@@ -82,22 +92,6 @@ def _unused(program: Program, name: str) -> str:
     while any(path.split(".")[0] == name for path, _ in program.root.named_modules()):
         name += "_loss"
     return name
-
-
-def _join(
-    reader: fx.Node,
-    name: str,
-    members: dict[str, list[fx.Node]],
-    index: dict[fx.Node, int],
-    waiting: list[fx.Node],
-) -> None:
-    """Move the waiting nodes that `reader` depends on into its layer."""
-    for node in reader.all_input_nodes:
-        if node in waiting:
-            waiting.remove(node)
-            members[name].append(node)
-            index[node] = index[reader]
-            _join(node, name, members, index, waiting)
 
 
 def _owner(program: Program, node: fx.Node, parameters: set[str]) -> str | None:

@@ -177,9 +177,8 @@ class LossTerms:
             self._couples(node, f"{node.name} is not known to be a sum or a mean over examples")
 
     def _denominator(self, node: fx.Node) -> None:
-        parts = [
-            n for n in node.all_input_nodes if n in self.batched
-        ]  # the batch size too, of which a rank has its own
+        # The batch size is one of the parts too, of which a rank has its own.
+        parts = [n for n in node.all_input_nodes if n in self.batched]
         if parts and all(map(_is_scalar, parts)):
             self._globals.add(node)
             for value in parts:

@@ -36,9 +36,7 @@ class Rank:
             )
         self.spec, self.transport = spec, transport
         roles = (*spec.roles, *spec.evaluated)
-        groups = [
-            r for role in roles for r in (role.replicas, role.group, role.unit, role.averaged, role.ranks) if len(r) > 1
-        ]
+        groups = [r for role in roles for r in (role.replicas, role.group, role.unit, role.averaged, role.ranks)]
         transport.connect([self.everyone, *groups])
         self._examples = self._gather_examples()
         self._messages, self.meanwhile = Messages(transport), Meanwhile()

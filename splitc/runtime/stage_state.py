@@ -44,7 +44,7 @@ class StageState:
         self.first_names = first
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
         self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
-        transport.connect([ranks for ranks in self.buffer_holders().values() if len(ranks) > 1])
+        transport.connect([*self.buffer_holders().values()])
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under each of their names."""

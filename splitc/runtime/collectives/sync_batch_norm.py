@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm as _Norm
 
 from ..transport.base import describe
 from .model_parallel import Group
 
 
-def batch_norm(group: Group, x: Tensor, module: nn.modules.batchnorm._BatchNorm) -> Tensor:
+def batch_norm(group: Group, x: Tensor, module: _Norm) -> Tensor:
     """The forward of a BatchNorm `module` on x (examples, C, ...), with the statistics of all members' examples.
 
     All members update the running statistics identically, with the unbiased variance.  The gradients of weight and
@@ -35,10 +36,10 @@ def batch_norm(group: Group, x: Tensor, module: nn.modules.batchnorm._BatchNorm)
     if training and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else momentum
-    statistics, affine = (module.running_mean, module.running_var), (module.weight, module.bias)
+    affine = module.weight, module.bias
     if not training or group.size == 1:
-        return F.batch_norm(x, *statistics, *affine, training, momentum, module.eps)
-    y: Tensor = _BatchNorm.apply(x, *affine, group, *statistics, momentum, module.eps)  # type: ignore[no-untyped-call]
+        return F.batch_norm(x, module.running_mean, module.running_var, *affine, training, momentum, module.eps)
+    y: Tensor = _BatchNorm.apply(x, *affine, group, module, momentum)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -47,23 +48,15 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        group: Group,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, group: Group, module: _Norm, momentum: float
     ) -> Tensor:
         count, mean, var = _statistics(group, x)
-        if running_mean is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        if running_var is not None:
-            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        if module.running_mean is not None:
+            module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+        if module.running_var is not None:
+            module.running_var.lerp_((var * (count / (count - 1))).to(module.running_var.dtype), momentum)
         computed = _computing_dtype(x)
-        mean, inverse = mean.to(computed), torch.rsqrt(var + eps).to(computed)
+        mean, inverse = mean.to(computed), torch.rsqrt(var + module.eps).to(computed)
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
         y = (x - _channels(mean, x)) * _channels(inverse if weight is None else inverse * weight, x)
@@ -86,7 +79,7 @@ class _BatchNorm(torch.autograd.Function):
             d_x = (d_x * _channels(inverse if weight is None else inverse * weight, x)).to(x.dtype)
         d_weight = own[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
         d_bias = own[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return d_x, d_weight, d_bias, None, None, None, None, None
+        return d_x, d_weight, d_bias, None, None, None
 
 
 def _statistics(group: Group, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
