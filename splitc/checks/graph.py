@@ -104,26 +104,22 @@ def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
 def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     """The gradient of each trainable parameter is summed over its replicas exactly once, by the sync of its plan."""
     plan, problems = program.plan, []
-    apart = program.tied
     for stage in program.stages:
-        summed = [name for bucket in stage.buckets for name in bucket]
-        pushed = [name for bucket in stage.served for name in bucket]
         multiplied = [node for node in stage.graph.nodes if node.target is comm_ops.late_multiply]
-        late = [str(parameter.target) for node in multiplied for parameter in node.args[1:]]
+        ways = {
+            "all_reduce": [name for bucket in stage.buckets for name in bucket],
+            "parameter_server": [name for bucket in stage.served for name in bucket],
+            "late_multiply": [str(parameter.target) for node in multiplied for parameter in node.args[1:]],
+        }
         on_own = [node for node in stage.graph.nodes if info(node).state is State.BATCH]
         own = {name for node in on_own for name in tensors_of_node(program, node)}
+        alone = not plan.trains_copies(stage.role)
         for layer in stage.layers:
             place = plan.placements[layer]
             for name in program.layer(layer).tensors:
-                if not program.tensors[name].trainable or name not in stage.tensors or name in apart:
+                if not program.tensors[name].trainable or name not in stage.tensors or name in program.tied:
                     continue
-                ways = {
-                    "all_reduce": summed.count(name),
-                    "parameter_server": pushed.count(name),
-                    "late_multiply": late.count(name),
-                }
-                alone = not plan.trains_copies(stage.role)
-                found = {way: times for way, times in ways.items() if times}
+                found = {way: times for way, names in ways.items() if (times := names.count(name))}
                 if name in own:
                     wrong = found != {"all_reduce": 1} or name not in stage.own_sums
                 elif alone and place.sync in ("none", "all_reduce"):

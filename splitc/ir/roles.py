@@ -30,11 +30,9 @@ ROLES = ("all", "worker", *STAGE_OF_ROLE)
 
 def has_convolutions(program: Program) -> bool:
     """Whether a layer of the model convolves, as a module or as a function."""
-    for node in program.graph.nodes:
-        is_function = node.op == "call_function" and op_name(node).startswith("conv")
-        if is_function or isinstance(called_module(program.root, node), _ConvNd):
-            return True
-    return False
+    functions = (op_name(node) for node in program.graph.nodes if node.op == "call_function")
+    modules = (called_module(program.root, node) for node in program.graph.nodes)
+    return any(isinstance(each, _ConvNd) for each in modules) or any(name.startswith("conv") for name in functions)
 
 
 def role_names(count: int, convolutions: bool) -> tuple[str, ...]:

@@ -73,9 +73,9 @@ class Comparison:
         """The constant by which the gradients of these parameters are off, if there is one."""
         for trial in self.ranks:
             gradients, expected = trial.gradients[step], held_parts(self.reference.gradients[step], trial)
-            for name in names:
-                a, b = _wide(gradients.get(name, _NOTHING)), _wide(expected.get(name, _NOTHING))
-                if name in gradients and name in expected and float((b * b).sum()):
+            for name in (name for name in names if name in gradients and name in expected):
+                a, b = _wide(gradients[name]), _wide(expected[name])
+                if float((b * b).sum()):
                     factor = float((a * b).sum() / (b * b).sum())
                     constant = float((a - factor * b).norm()) <= 1e-3 * float(a.norm()) and abs(factor - 1) > 1e-4
                     return factor if constant else None
@@ -127,9 +127,6 @@ def tensor_errors(
         else:
             errors[name] = float("inf") if math.isnan(difference) or not scales[name] else difference / scales[name]
     return errors
-
-
-_NOTHING = torch.empty(0)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -33,15 +33,7 @@ class NormGroup:
 
 def norm_groups(program: PlacedProgram, local_batches: Sequence[int], unit: Sequence[int]) -> list[list[NormGroup]]:
     """The groups of every batch_norm call of the model, in order, in the examples of a unit of ranks."""
-    found = []
-    for node, rows in _norms(program):
-        role = program.plan.placements[info(node).layer].role
-        if not rows.scale:  # it normalises a weight
-            found.append([NormGroup(torch.arange(rows.offset), counts=True)])
-        else:
-            own = info(node).state is State.BATCH
-            found.append(_groups(program, role, local_batches, rows.scale, unit, own))
-    return found
+    return [_groups(program.plan, node, rows, local_batches, unit) for node, rows in _norms(program)]
 
 
 def _norms(program: Program) -> Iterator[tuple[fx.Node, SizeSpec]]:
@@ -70,16 +62,15 @@ def unit_examples(plan: Plan, local_batches: Sequence[int], unit: Sequence[int])
 
 
 def _groups(
-    program: PlacedProgram, role: str, local_batches: Sequence[int], rows: int, unit: Sequence[int], own: bool
+    plan: Plan, node: fx.Node, of: SizeSpec, local_batches: Sequence[int], unit: Sequence[int]
 ) -> list[NormGroup]:
-    """The examples that the ranks of a role run in one forward: of each group in each microbatch.
-
-    own: a rank of a group runs its own.
-    """
-    plan = program.plan
+    """The examples that the ranks of a role run in one forward: of each group in each microbatch."""
+    role, rows = plan.placements[info(node).layer].role, of.scale
+    if not rows:  # it normalises a weight
+        return [NormGroup(torch.arange(of.offset), counts=True)]
     step, (start, end) = _step(plan, local_batches), unit_examples(plan, local_batches, unit)
     ranks = tuple(rank for rank in plan.roles[role] if rank in unit)
-    grouping = Grouping(1, "BK") if own else plan.grouping(role)
+    grouping = Grouping(1, "BK") if info(node).state is State.BATCH else plan.grouping(role)  # a rank's own, or all
     if plan.synchronised:
         return [NormGroup(torch.arange((end - start) * rows), counts=True)]
     found = []
