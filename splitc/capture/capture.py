@@ -69,8 +69,8 @@ def capture(
             traced = with_loss_module(example) if LOSS in regions.found else example
             tracer = _tracer(traced.root(model), example.batch, regions)
             try:
-                graph = _trace(tracer, model, traced, autocast, compiling, training)
-                return _program(tracer, graph, model, example, name or type(model).__name__, autocast, training)
+                _trace(tracer, regions, traced, compiling, training)
+                return _program(tracer, regions, name or type(model).__name__, training)
             except CaptureError as error:
                 failed.append((len(tracer.graph.nodes), error, tracer.failure))
         _, problem, failure = max(failed, key=lambda each: each[0])
@@ -85,16 +85,10 @@ def _tracer(original: nn.Module, batch: int, regions: Regions) -> Tracer:
     return Tracer(root, original, mode, (batch, batch + 1) if batch > 1 else (2, 3))
 
 
-def _program(
-    tracer: Tracer,
-    graph: fx.Graph,
-    model: nn.Module,
-    example: Example,
-    name: str,
-    autocast: torch.dtype | None,
-    training: Program | None,
-) -> Program:
-    root = tracer.root
+def _program(tracer: Tracer, regions: Regions, name: str, training: Program | None) -> Program:
+    """The program of a trace of the model that `regions` are of."""
+    model, example = regions.model, regions.example
+    graph, root = tracer.graph, tracer.root
     tracer.attributes.adopt_constants()
     for node in graph.find_nodes(op="placeholder"):
         if is_ours(node.name):
@@ -111,7 +105,7 @@ def _program(
         batch=example.batch,
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
-        autocast=autocast,
+        autocast=regions.autocast,
         notes=(*tracer.notes, *(f"Traced for batches of {guard} ({guard.source})." for guard in tracer.guards.found)),
         guards=tuple(tracer.guards.found),
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),
@@ -124,16 +118,9 @@ def _program(
     return replace(program, **group_layers(program, known=known))
 
 
-def _trace(
-    tracer: Tracer,
-    model: nn.Module,
-    example: Example,
-    autocast: torch.dtype | None,
-    compiling: bool,
-    training: Program | None,
-) -> fx.Graph:
+def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, training: Program | None) -> None:
     """Run the tracer's fake copy of the model, and the loss, on proxies.  Raises CaptureError."""
-    root, original = tracer.root, tracer.original
+    root, original, autocast = tracer.root, tracer.original, regions.autocast
 
     def placeholder(name: str, tensor: torch.Tensor) -> Any:
         dim = example.batch_dims.get(name, 0)
@@ -150,13 +137,13 @@ def _trace(
     if training is not None:
         tracer.attributes.taken = {name: t for name, t in built.named_buffers() if not isinstance(t, FakeTensor)}
         leaf_paths -= {path for path, module in root.named_modules() if _is_norm(module) and module.training}
-    loss = None if hasattr(model, LOSS) else root._modules.pop(LOSS, None)
+    loss = None if hasattr(regions.model, LOSS) else root._modules.pop(LOSS, None)
     try:
         with (
             under_autocast(root, autocast),
             no_other_autocast(autocast, lambda: tracer.evaluator.busy),
             recorded(tracer, paths, leaf_paths, compiling),
-            no_python_randomness(type(model).__name__),
+            no_python_randomness(type(regions.model).__name__),
             quiet(),
             torch.enable_grad(),
         ):
@@ -182,7 +169,6 @@ def _trace(
         ) from error
     if tracer.refusal is not None:
         raise tracer.refusal
-    return tracer.graph
 
 
 def _has_mode(node: fx.Node, root: nn.Module) -> bool:
