@@ -84,28 +84,52 @@ class _Watch(SeededRandom):
         return Layout(None)
 
 
+@dataclass
 class Runs:
     """Three runs of a copy of the model: on two examples, on three, and on two others."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Example,
-        autocast: torch.dtype | None,
-        paths: list[str],
-        counter: Counter | None = None,
-    ) -> None:
-        rows = [[k % example.batch for k in range(n)] for n in (SMALL, LARGE)]
-        rows.append([-1 - k % example.batch for k in range(SMALL)])
+    model: nn.Module
+    example: Example
+    autocast: torch.dtype | None
+    paths: list[str]
+    counter: Counter | None
+
+    def __post_init__(self) -> None:
+        batch = self.example.batch
+        rows = [[k % batch for k in range(n)] for n in (SMALL, LARGE)]
+        rows.append([-1 - k % batch for k in range(SMALL)])
         try:
-            model, example = copy.deepcopy((model, example))
-            self._parameters = set(map(id, model.parameters()))
-            self._runs = [_run(model, example, autocast, paths, each, counter) for each in rows]
+            self.model, self.example = copy.deepcopy((self.model, self.example))
+            self._parameters = set(map(id, self.model.parameters()))
+            self._runs = list(map(self._run, rows))
         except CaptureError:
             raise
         except Exception as error:
-            where = line_of(error) or type(model).__name__
+            where = line_of(error) or type(self.model).__name__
             raise Never(f"{where}: {type(error).__name__}: {first_line(error)}") from error
+
+    def _run(self, rows: list[int]) -> dict[str, list[_Call]]:
+        """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
+        calls: dict[str, list[_Call]] = {path: [] for path in self.paths}
+        values = self.example.rows(rows)
+        root = self.example.root(self.model)
+        watched = {root.get_submodule(path) if path else self.model: calls[path] for path in self.paths}
+        own = {id(parameter): parameter for module in watched for parameter in module.parameters()}
+
+        def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            watched[module].append(_watch(module, call, args, kwargs, self.counter))
+            return watched[module][-1].output
+
+        with (
+            warnings.catch_warnings(action="ignore"),
+            unchanged((*self.model.buffers(), *own.values())),
+            intercepted(watched, run),
+            same_generators(),
+            torch.enable_grad(),
+            under_autocast(self.model, self.autocast),
+        ):
+            self.example.loss_of(self.example.output(self.model, values), values)
+        return calls
 
     def region(self, path: str, why: str, code: str | None) -> OwnCode:
         """What is known of the module at `path`.  Raises NoRegion."""
@@ -147,37 +171,6 @@ class Runs:
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))
-
-
-def _run(
-    model: nn.Module,
-    example: Example,
-    autocast: torch.dtype | None,
-    paths: list[str],
-    rows: list[int],
-    counter: Counter | None,
-) -> dict[str, list[_Call]]:
-    """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
-    calls: dict[str, list[_Call]] = {path: [] for path in paths}
-    values = example.rows(rows)
-    root = example.root(model)
-    watched = {root.get_submodule(path) if path else model: calls[path] for path in paths}
-    own = {id(parameter): parameter for module in watched for parameter in module.parameters()}
-
-    def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        watched[module].append(_watch(module, call, args, kwargs, counter))
-        return watched[module][-1].output
-
-    with (
-        warnings.catch_warnings(action="ignore"),
-        unchanged((*model.buffers(), *own.values())),
-        intercepted(watched, run),
-        same_generators(),
-        torch.enable_grad(),
-        under_autocast(model, autocast),
-    ):
-        example.loss_of(example.output(model, values), values)
-    return calls
 
 
 @contextmanager
