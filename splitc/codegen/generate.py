@@ -35,12 +35,7 @@ def generate(program: LoweredProgram) -> dict[str, str]:
 
 def _idle_file(program: LoweredProgram) -> str:
     title = f"Ranks of {program.name} that the plan gives no work: they only receive the loss."
-    return "\n".join(
-        [
-            *docstring(title),
-            IDLE_BODY.format(hash=program.plan.hash, zero=zero_text(program)),
-        ]
-    )
+    return "\n".join([*docstring(title), IDLE_BODY.format(hash=program.plan.hash, zero=zero_text(program))])
 
 
 IDLE_BODY = '''

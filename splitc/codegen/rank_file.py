@@ -10,6 +10,7 @@ from splitc import units
 from splitc.codegen.cut_lines import in_state
 from splitc.codegen.layout import docstring, wrapped
 from splitc.codegen.rank_spec import IDLE, rank_spec, served_buckets
+from splitc.codegen.stage import uses
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER, ranks_text
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
@@ -148,11 +149,8 @@ def _exchanged(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> l
 def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: RankSpec) -> str:
     """A file with the imports that its description needs."""
     body = [*_value(spec, "rank = ")]
-    names = [
-        n
-        for n in ("BatchGuard", "Input", "RankSpec", "RoleSpec", "Rounds", "Route", "Shard")
-        if any(f"{n}(" in line for line in body)
-    ]
+    known = ("BatchGuard", "Input", "RankSpec", "RoleSpec", "Rounds", "Route", "Shard")
+    names = [name for name in known if uses(body, f"{name}(")]
     lines = [*head, "", *sorted(modules), "", f"from splitc.runtime import {', '.join(names)}", ""]
     exported = sorted({"Stage", "rank", *_functions(spec)})
     lines += [f"__all__ = [{', '.join(map(literal, exported))}]", "", f'PLAN = "{program.plan.hash}"', "", *body, ""]

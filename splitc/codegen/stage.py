@@ -208,11 +208,8 @@ def _is_fresh(node: fx.Node) -> bool:
     """Whether the tensor was made by the line before, so that nothing else shares its memory."""
     name = op_name(node)
     is_factory = node.op == "call_function" and getattr(torch, name, None) is node.target and name in _FRESH
-    return (
-        node.target is assigned
-        or is_factory
-        or (node.op == "call_method" and (name in _FRESH or name.startswith("new_")))
-    )
+    is_method = node.op == "call_method" and (name in _FRESH or name.startswith("new_"))
+    return node.target is assigned or is_factory or is_method
 
 
 def shape_text(spec: TensorSpec, batch: int | None) -> str:

@@ -94,12 +94,8 @@ def _argument(value: Any) -> str:
 
 
 def _note(node: fx.Node) -> str:
-    parts = [
-        show_spec(info(node).spec),
-        info(node).role or info(node).layer,
-        info(node).source,
-    ]
-    return "  ".join(part for part in parts if part)
+    known = info(node)
+    return "  ".join(filter(None, (show_spec(known.spec), known.role or known.layer, known.source)))
 
 
 def show_spec(spec: Spec) -> str:

@@ -61,13 +61,8 @@ def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tupl
 def worker_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the messages of a worker's pull or push; a rank that is a server too serves its rows meanwhile."""
     pulls = action.verb == "pull"
-    buckets = reversed(range(len(stage.served))) if pulls else [action.bucket or 0]
-    for bucket in buckets:
-        for message in messages(program, stage.served[bucket]):
-            if message[0].server == rank:
-                yield from _of_server(program, stage, bucket, message, pulls)
-            else:
-                yield _message("recv" if pulls else "send", stage, bucket, message, pulls, message[0].server)
+    for bucket in reversed(range(len(stage.served))) if pulls else [action.bucket or 0]:
+        yield from _of_bucket(program, stage, rank, bucket, pulls)
 
 
 def server_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -75,26 +70,22 @@ def server_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
     pulls = action.verb == "send_parameters"
     for stage in program.stages if pulls else reversed(program.stages):
         for bucket in reversed(range(len(stage.served))) if pulls else range(len(stage.served)):
-            for message in messages(program, stage.served[bucket]):
-                if message[0].server == rank:
-                    yield from _of_server(program, stage, bucket, message, pulls)
+            yield from _of_bucket(program, stage, rank, bucket, pulls)
 
 
-def _of_server(
-    program: PlacedProgram, stage: Stage, bucket: int, message: Sequence[Piece], pulls: bool
-) -> Iterator[WireOp]:
-    for worker in program.plan.roles[stage.role]:
-        if worker != message[0].server:
-            yield _message("send" if pulls else "recv", stage, bucket, message, pulls, worker)
-
-
-def _message(kind: str, stage: Stage, bucket: int, message: Sequence[Piece], pulls: bool, peer: int) -> WireOp:
-    first, *more = message
-    what, rows = What.PULL if pulls else What.PUSH, (first.first, first.last)
-    payload = Payload(what, first.name, stage.role, bucket=bucket, rows=rows, more=len(more))
-    shape = (sum(math.prod(piece.shape) for piece in message),) if more else first.shape
-    sent = sum(piece.nbytes for piece in message) if kind == "send" else 0
-    return WireOp(kind, payload, (peer,), shape, first.dtype, sent)
+def _of_bucket(program: PlacedProgram, stage: Stage, rank: int, bucket: int, pulls: bool) -> Iterator[WireOp]:
+    """Yield the messages of a bucket that a rank sends or receives: a server with workers, a worker with servers."""
+    workers = program.plan.roles[stage.role]
+    for message in messages(program, stage.served[bucket]):
+        first, *more = message
+        serves = first.server == rank
+        peers = [worker for worker in workers if worker != rank] if serves else [first.server] * (rank in workers)
+        what, rows = What.PULL if pulls else What.PUSH, (first.first, first.last)
+        payload = Payload(what, first.name, stage.role, bucket=bucket, rows=rows, more=len(more))
+        shape = (sum(math.prod(piece.shape) for piece in message),) if more else first.shape
+        sent = sum(piece.nbytes for piece in message) if serves == pulls else 0
+        for peer in peers:
+            yield WireOp("send" if serves == pulls else "recv", payload, (peer,), shape, first.dtype, sent)
 
 
 def messages(program: PlacedProgram, bucket: Sequence[str]) -> list[tuple[Piece, ...]]:
