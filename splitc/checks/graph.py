@@ -13,22 +13,16 @@ from splitc.runtime.collectives.layouts import State
 
 
 def has_costs(program: Program) -> list[str]:
-    return [
-        f"layer {layer.name} ({layer.source}) has no price"
-        for layer in program.layers
-        if layer.name not in program.costs
-    ]
+    unpriced = [layer for layer in program.layers if layer.name not in program.costs]
+    return [f"layer {layer.name} ({layer.source}) has no price" for layer in unpriced]
 
 
 def every_layer_placed(program: PlacedProgram) -> list[str]:
     """Every layer is placed in a role that has ranks, and all ranks, groups and batch bounds are valid."""
     plan = program.plan
     problems = tied_are_replicated(program)
-    problems += [
-        f"layer {layer.name} ({layer.source}) has no placement"
-        for layer in program.layers
-        if layer.name not in plan.placements
-    ]
+    missing = [layer for layer in program.layers if layer.name not in plan.placements]
+    problems += [f"layer {layer.name} ({layer.source}) has no placement" for layer in missing]
     problems += decision_problems(plan)
     problems += servers_fit(program)
     if program.in_batch in plan.placements and not problems and not plan.sees_whole_batch(program.in_batch):

@@ -76,9 +76,8 @@ class CutLines:
     def produced(self, cut: Cut) -> str:
         """The producer's own examples of a cut, or the input that it passes on."""
         if self._is_input(cut):
-            graph = self._program.stage(cut.producer).graph
-            names = {str(n.target): name for n, name in variables(graph).items() if n.op == "placeholder"}
-            return names[cut.value]
+            named = variables(self._program.stage(cut.producer).graph).items()
+            return next(name for node, name in named if node.op == "placeholder" and node.target == cut.value)
         return self.returned(cut)
 
     def received(self, cut: Cut) -> str:
@@ -185,12 +184,9 @@ class CutLines:
         whole = self.stage_input(cut).replace("[k]", ".pop(k)")
         write = _started if self._is_early(cut) else _moved
         call = write(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
-        move = cut.entry.adjoint.move
-        note = (
-            "this rank's own examples"
-            if move is Move.SLICE
-            else f"{COLLECTIVES[move]} over the group".replace("_", "-")
-        )
+        note = "this rank's own examples"
+        if (move := cut.entry.adjoint.move) is not Move.SLICE:
+            note = f"{COLLECTIVES[move]} over the group".replace("_", "-")
         if comm.endswith("[k]") and not self._in_pieces:
             return f"d_{cut.name}.append({call})", note
         name = self.input_gradient(cut) if cut.sent else self.kept(f"d_{cut.name}")

@@ -81,9 +81,7 @@ def _runtime() -> dict[str, str]:
     """The files of `splitc.runtime`, for builds that must run without splitc."""
     source = Path(__file__).parents[1] / "runtime"
     files = sorted(source.rglob("*.py"))
-    texts = {
-        f"splitc/runtime/{path.relative_to(source).as_posix()}": path.read_text(encoding="utf-8") for path in files
-    }
+    texts = {path.relative_to(source.parents[1]).as_posix(): path.read_text(encoding="utf-8") for path in files}
     return {"splitc/__init__.py": '"""The part of splitc that these scripts need."""\n', **texts}
 
 

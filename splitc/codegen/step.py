@@ -250,7 +250,9 @@ class _StepWriter:
         around: list[Line] = []
         after: list[Line] = []
         if stage.buckets:
-            note = f"{self._buckets(stage, stage.buckets)}, {self._when(stage)}"
+            once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
+            when = "in the last microbatch" if once else "during backward"
+            note = f"{self._buckets(stage, stage.buckets)}, {when}"
             around.append((f"{comm}.all_reduce(stage, {constant('BUCKETS', self._rank_program, stage)})", note))
         if stage.served and self._plan.overlap:
             note = f"{self._buckets(stage, stage.served)}, during backward"
@@ -265,10 +267,6 @@ class _StepWriter:
             *((f"    {text}", note) for text, note in inside),
             *after,
         ]
-
-    def _when(self, stage: Stage) -> str:
-        once = stage.role in self._microbatched and self._plan.grouping(stage.role).updates == "once"
-        return "in the last microbatch" if once else "during backward"
 
     def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
         total = units.nbytes(sum(bucket_nbytes(self._program, stage, bucket) for bucket in buckets))

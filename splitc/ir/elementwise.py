@@ -27,9 +27,7 @@ _METHODS = {"relu", "tanh", "sigmoid", "exp", "abs", "neg", "square", "clamp", "
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether a node maps each element by itself; dropout counts as elementwise."""
-    if node.op == "call_method":
-        return node.target in _METHODS
-    return node.target in _FUNCTIONS
+    return node.target in (_METHODS if node.op == "call_method" else _FUNCTIONS)
 
 
 def keeps_features(node: fx.Node) -> bool:

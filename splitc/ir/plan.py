@@ -158,9 +158,8 @@ class Plan:
 
     def together(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of `role` that train together with `rank`: all where there are no rounds."""
-        return (
-            tuple(other for other in self.roles[role] if other in self.unit(rank)) if self.rounds else self.roles[role]
-        )
+        ranks = self.roles[role]
+        return tuple(other for other in ranks if other in self.unit(rank)) if self.rounds else ranks
 
     def trains_copies(self, role: str) -> bool:
         """Whether several ranks that train together in a role hold the same parameters."""

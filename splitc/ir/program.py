@@ -8,7 +8,7 @@ A Program is frozen, and its type tells its stage: a captured `Program`, a `Plac
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -247,17 +247,12 @@ class PlacedProgram(Program):
 
         Each role has a copy; its gradients are summed over all of them before identical updates.
         """
-        users: dict[str, dict[str, None]] = {}
+        roles: dict[str, set[str]] = defaultdict(set)
         for layer in self.layers:
-            role = self.plan.placements[layer.name].role
             for name in layer.tensors:
-                if self.tensors[name].trainable:
-                    users.setdefault(name, {})[role] = None
-        return {
-            name: tuple(sorted({rank for role in roles for rank in self.plan.roles[role]}))
-            for name, roles in users.items()
-            if len(roles) > 1
-        }
+                roles[name].add(self.plan.placements[layer.name].role)
+        shared = [name for name, users in roles.items() if len(users) > 1 and self.tensors[name].trainable]
+        return {name: tuple(sorted({r for role in roles[name] for r in self.plan.roles[role]})) for name in shared}
 
     def lowered(self, stages: tuple[Stage, ...], rank_programs: tuple[RankProgram, ...]) -> LoweredProgram:
         """The program split into the stages of its roles."""
