@@ -11,13 +11,6 @@ Row = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A row that is shown.  index: its position in the input."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class Hidden:
     """Blocks equal to the one before them: `prefix`.`first` to `prefix`.`last`, with `rows` layers in all."""
 
@@ -32,13 +25,13 @@ class Hidden:
         return f"{start}{self.first}{to}: as {start}{self.first - 1}, {self.rows} rows hidden"
 
 
-def collapse(rows: Sequence[Row]) -> list[Shown | Hidden]:
-    """Return the rows in order, each run of repeated blocks as one `Hidden`."""
-    found: list[Shown | Hidden] = []
+def collapse(rows: Sequence[Row]) -> list[int | Hidden]:
+    """Return the positions of the rows that are shown, in order, each run of repeated blocks as one `Hidden`."""
+    found: list[int | Hidden] = []
     at = 0
     while at < len(rows):
         size, hidden = _repeated(rows, at)
-        found += [Shown(index) for index in range(at, at + size)]
+        found += range(at, at + size)
         at += size
         if hidden is not None:
             found.append(hidden)

@@ -16,7 +16,7 @@ from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.rounds import rounds_text
-from splitc.report.blocks import Hidden, Row, Shown, collapse
+from splitc.report.blocks import Hidden, Row, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
@@ -31,13 +31,13 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
     layers = [figures.layer(layer) for layer in program.layers]
     rows = [(layer["name"], _cells(layer)) for layer in layers]
     whole = everything or len(rows) <= MANY
-    shown: list[Shown | Hidden] = [Shown(k) for k in range(len(rows))] if whole else collapse(rows)
+    shown: list[int | Hidden] = list(range(len(rows))) if whole else collapse(rows)
     sections = [
         _headline(program),
         _placements(rows, shown),
         _ranks(program, figures),
         _candidates(program.plan),
-        _reasons([layers[each.index] for each in shown if isinstance(each, Shown)], len(layers), everything),
+        _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
     if is_measured(program):
         sections.append(_wrap("Layer times were measured on this machine."))
@@ -120,11 +120,11 @@ def rank_list(ranks: Sequence[int]) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _placements(rows: Sequence[Row], shown: Sequence[Shown | Hidden]) -> str:
+def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
     widths = [max(map(len, column)) for column in zip(headers[1:], *(cells for _, cells in rows), strict=True)]
     room = max(8, WIDTH - sum(widths) - 2 * len(widths))
-    visible = [rows[each.index] for each in shown if isinstance(each, Shown)]
+    visible = [rows[each] for each in shown if isinstance(each, int)]
     lines = _table(
         headers,
         [[_short(name, room), *cells] for name, cells in visible],
@@ -133,7 +133,7 @@ def _placements(rows: Sequence[Row], shown: Sequence[Shown | Hidden]) -> str:
     text = lines[:2]
     following = iter(lines[2:])
     for each in shown:
-        text.append(next(following) if isinstance(each, Shown) else _middle(f"  {each}"))
+        text.append(next(following) if isinstance(each, int) else _middle(f"  {each}"))
     hidden = sum(each.rows for each in shown if isinstance(each, Hidden))
     if hidden:
         text.append(_wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
