@@ -28,12 +28,17 @@ class Flight:
     buffer; `wait` copies back what has arrived.
 
     staged: tensors travel through the CPU's memory.  losing_peers: around calls of torch, which it names when they
-    fail.
+    fail.  landed: called once it has been waited for.
     """
 
     def __init__(
-        self, device: torch.device, staged: bool, losing_peers: Callable[[], AbstractContextManager[None]]
+        self,
+        device: torch.device,
+        staged: bool,
+        losing_peers: Callable[[], AbstractContextManager[None]],
+        landed: Callable[[], None] | None = None,
     ) -> None:
+        self._landed = landed
         self._staged, self._losing_peers = staged, losing_peers
         self._wire = torch.device("cpu") if staged else device
         self._works: list[dist.Work] = []
@@ -104,6 +109,9 @@ class Flight:
             tensor.copy_(reduce(torch.add, parts))
         self._arrivals.clear()
         self._buffers.clear()
+        if self._landed is not None:
+            self._landed()
+            self._landed = None
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:

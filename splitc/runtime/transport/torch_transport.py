@@ -6,6 +6,7 @@ that the backends cannot add are taken in a wider one.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,6 +46,8 @@ class TorchTransport(Transport):
             tuple(range(self.world)): None  # torch's name for the default group
         }
         self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
+        self._under_way = 0  # operations that nobody has waited for
+        atexit.register(self._close_at_exit)
 
     @property
     def waits_hold_the_stream(self) -> bool:
@@ -69,7 +72,13 @@ class TorchTransport(Transport):
         with self._losing_peers("barrier"):
             dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)
 
+    def _close_at_exit(self) -> None:
+        """Close a transport that a program left open, unless that could wait for other ranks."""
+        if not self._under_way and not self.waits_hold_the_stream:
+            self.close()
+
     def close(self) -> None:
+        atexit.unregister(self._close_at_exit)
         self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -170,7 +179,11 @@ class TorchTransport(Transport):
 
     def _flight(self, what: str) -> Flight:
         """An operation that is about to be issued."""
-        return Flight(self.device, self.staged, partial(self._losing_peers, what))
+        self._under_way += 1
+        return Flight(self.device, self.staged, partial(self._losing_peers, what), self._landed)
+
+    def _landed(self) -> None:
+        self._under_way -= 1
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The communicator of `ranks`, created by its members alone when it is new.

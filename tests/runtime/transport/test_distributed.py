@@ -6,6 +6,7 @@ Importing torch takes seconds in every process, so each launch checks many thing
 import multiprocessing
 import os
 import queue
+import re
 import socket
 import time
 import warnings
@@ -24,6 +25,7 @@ from splitc.runtime.collectives.late_multiply import LateMultiply
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.collectives.sync_batch_norm import batch_norm
+from splitc.runtime.launch import torchrun as launching
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport
 from splitc.runtime.transport.distributed import init
@@ -295,6 +297,31 @@ def assert_group_equals_dtensor(t: Transport) -> None:
 def thread_names() -> list[str]:
     """The threads of this process, those that libraries started among them."""
     return [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+
+
+LEFT_OPEN = """
+import atexit, os, sys, torch
+from splitc.runtime.transport.distributed import init
+from tests.runtime.transport.test_distributed import thread_names
+atexit.register(lambda: os.write(1, b"threads %d\\n" % sum("gloo" in name for name in thread_names())))
+transport = init(world=2)
+work = transport.all_reduce(torch.ones(3), (0, 1))
+if len(sys.argv) == 1:
+    work.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("unwaited", [False, True])
+def test_a_transport_that_a_program_leaves_open_is_closed_unless_that_could_wait(
+    unwaited: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "left_open.py"
+    script.write_text(LEFT_OPEN)
+    done = launching.torchrun([str(script), *["unwaited"] * unwaited], 2, quiet=True)
+    threads = re.findall(r"threads (\d+)", done.stdout)
+    assert len(threads) == 2 and all(bool(int(number)) == unwaited for number in threads), done
 
 
 def exercise_thrice(meeting_point: str) -> list[dict[str, Any]]:
