@@ -75,12 +75,13 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         waiting: list[str] = []
         limit = min(self.nbytes, alone)
         for name in reversed(names):
-            if program.tensors[name].nbytes >= alone:
-                full.append((name,))
-                continue
-            if waiting and kind(waiting[-1]) != kind(name):
+            is_large = program.tensors[name].nbytes >= alone
+            if waiting and (kind(waiting[-1]) != kind(name) or (is_large and 2 * _nbytes(program, waiting) >= limit)):
                 full.append(tuple(waiting))
                 waiting = []
+            if is_large:
+                full.append((name,))
+                continue
             waiting.append(name)
             if _nbytes(program, waiting) >= limit:
                 full.append(tuple(waiting))

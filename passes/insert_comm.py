@@ -137,13 +137,19 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     source = str(value.target) if value.op == "placeholder" else value.name
     gradient = spec.requires_grad and any(_may_return(user) for user in value.users if info(user).role == role)
     cut = Cut(name, source, producer, role, spec, gradient, sent=not local)
-    to_role = {"cut": name, "role": role}
-    sent = insert_after(graph, _last_of_role(value), comm_ops.send, (value,), f"sent_{name}", value, to_role, cut=cut)
-    options = {"cut": name, "role": producer, "shape": spec.template(), "dtype": spec.dtype}
-    own_name = f"{name}_{role}" if value.op == "placeholder" else name
-    there: dict[str, Any] = {"cut": cut, "role": role}
-    got = insert_after(graph, sent, comm_ops.recv, (sent,), own_name, value, options, **there)
+    got = carry(graph, value, cut, last_of_inputs(value))
     value.replace_all_uses_with(got, delete_user_cb=lambda user: info(user).role == role and user is not got)
+
+
+def carry(graph: fx.Graph, value: fx.Node, cut: Cut, after: fx.Node) -> fx.Node:
+    """Insert the send and the recv of a cut; return the latter."""
+    name, spec = cut.name, cut.spec
+    to_role = {"cut": name, "role": cut.consumer}
+    sent = insert_after(graph, after, comm_ops.send, (value,), f"sent_{name}", value, to_role, cut=cut)
+    options = {"cut": name, "role": cut.producer, "shape": spec.template(), "dtype": spec.dtype}
+    own_name = f"{name}_{cut.consumer}" if value.op == "placeholder" else name
+    there: dict[str, Any] = {"cut": cut, "role": cut.consumer}
+    return insert_after(graph, sent, comm_ops.recv, (sent,), own_name, value, options, **there)
 
 
 def _may_return(reader: fx.Node) -> bool:
@@ -152,7 +158,7 @@ def _may_return(reader: fx.Node) -> bool:
     return spec.requires_grad if isinstance(spec, TensorSpec) else not isinstance(spec, SizeSpec)
 
 
-def _last_of_role(value: fx.Node) -> fx.Node:
+def last_of_inputs(value: fx.Node) -> fx.Node:
     """Where to send: right after the value, but inputs after the last input."""
     while value.op == "placeholder" and value.next.op == "placeholder":
         value = value.next
@@ -175,7 +181,7 @@ def _rebase_sizes(graph: fx.Graph) -> None:
             continue
         arriving = (n for n in graph.nodes if n.op == "placeholder" or n.target is comm_ops.recv)
         tensor = next(n for n in arriving if info(n).role == role and tensor_spec(n).batch_dim is not None)
-        with graph.inserting_after(_last_of_role(tensor)):
+        with graph.inserting_after(last_of_inputs(tensor)):
             if node.target is getattr:
                 new: Any = graph.call_function(getattr, (tensor, "device"))
                 set_info(new, info(node))

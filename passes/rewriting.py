@@ -9,6 +9,7 @@ from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.passes.assign_states import AssignStates
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.deal_neurons import DealNeurons
+from splitc.passes.divide_roles import DivideRoles
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.late_multiply import LateMultiply
@@ -24,7 +25,7 @@ ON_THE_GRAPH: tuple[Pass[PlacedProgram, PlacedProgram], ...] = (
     LateMultiply(),
     SynchroniseNorms(),
 )
-"""Passes that rewrite the one graph of all roles."""
+"""Passes that rewrite the one graph of all roles, of training and of evaluation."""
 
 ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (
     DealNeurons(),
@@ -37,7 +38,7 @@ ON_THE_STAGES: tuple[Pass[LoweredProgram, LoweredProgram], ...] = (
 
 def lower(program: PlacedProgram, watch: Watcher | None = None) -> LoweredProgram:
     """Run all of them, with their checks."""
-    program = run_passes(program, ON_THE_GRAPH, watch)
+    program = run_passes(program, (*ON_THE_GRAPH, DivideRoles()), watch)
     return run_passes(run_pass(SplitRanks(), program, watch), ON_THE_STAGES, watch)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from splitc.capture.example import LOSS, Example
 from splitc.capture.insert_norms import with_norms
-from splitc.checks.batch_sizes import require_batch_sizes
+from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate
 from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
@@ -209,8 +209,7 @@ class CompiledProgram:
         if processes:
             require_importable(self.program, "verify(processes=True)")
         sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
-        fits = min(sizes) >= self.plan.microbatches and all(map(self.program.allows, (sum(sizes), *sizes)))
-        if examples is None and not fits:
+        if examples is None and not runs_batches_of(self.program, sizes):
             sizes = self.plan.local_batches
         with borrowed(self._model, self._example.loss, dtype):
             compiled = self if dtype is None else self._in_dtype(dtype)

@@ -13,8 +13,9 @@ from splitc import units
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
-from splitc.ir.plan import SERVER, Plan, ranks_text
+from splitc.ir.plan import SERVER, Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.ir.roles import ranks_text
 from splitc.ir.server_wire import Piece, pieces
 from splitc.ir.wire import nbytes_trained, wire
 

@@ -78,7 +78,7 @@ class _Step:
             arriving = self._arriving.pop((direction, action.role, action.microbatch), ())
             self._done += [Wait(tuple(arriving))] * bool(arriving)
         match action.verb:
-            case "modulo" | "all_to_all" | "modulo_grad" | "all_to_all_grad" if self._is_early(action):
+            case _ if action.in_group and self._is_early(action):
                 cut = self.program.stage(action.role).cut(action)
                 back = action.verb.endswith("_grad")
                 key = ("recv_grad", cut.producer) if back else ("recv", action.role)

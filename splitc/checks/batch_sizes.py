@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info, normalises_examples, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
 from splitc.runtime.collectives.layouts import State
-from splitc.runtime.spec import refused_batch
+from splitc.runtime.spec import StepContext, refused_batch
 
 
 def require_batch_sizes(program: LoweredProgram) -> None:
@@ -23,8 +25,17 @@ def require_batch_sizes(program: LoweredProgram) -> None:
             f"{why}; compile with an example and a global_batch within that range, or leave the batch size out of that "
             f"line"
         )
-    if why := next(_single_values(program), None):
+    if why := next(_too_few_values(program, program.plan), None):
         raise PlacementError(f"{why}: take a larger global_batch, fewer ranks or microbatches, or sync_batchnorm")
+
+
+def runs_batches_of(program: LoweredProgram, sizes: Sequence[int]) -> bool:
+    """Whether a program also runs steps in which its readers give these numbers of examples."""
+    plan = program.plan
+    context = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(sizes, initial=0)))
+    offsets = {role: tuple(map(context.moved, bounds)) for role, bounds in plan.batch_offsets.items()}
+    allowed = min(sizes) >= plan.microbatches and all(map(program.allows, (sum(sizes), *sizes)))
+    return allowed and not any(_too_few_values(program, replace(plan, batch_offsets=offsets)))
 
 
 def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
@@ -43,9 +54,8 @@ def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
             )
 
 
-def _single_values(program: LoweredProgram) -> Iterator[str]:
-    """Yield where BatchNorm would have one value of each channel."""
-    plan = program.plan
+def _too_few_values(program: LoweredProgram, plan: Plan) -> Iterator[str]:
+    """Yield where BatchNorm would have one value of each channel, or none, which would leave its statistics alone."""
     for stage in program.stages:
         for node in (node for node in stage.graph.nodes if normalises_examples(program.root, node)):
             spec = tensor_spec(node)
@@ -54,10 +64,11 @@ def _single_values(program: LoweredProgram) -> Iterator[str]:
                     sizes = plan.microbatch_sizes(stage.role, rank, k)
                     own = plan.batch(stage.role, rank, k) if info(node).state is State.BATCH else sum(sizes)
                     batch, channels, *others = spec.at(own)
-                    if batch * math.prod(others) == 1:
+                    values = batch * math.prod(others)
+                    if values == 1 or (values == 0 and plan.microbatches > 1):
                         yield (
                             f"{info(node).layer} ({info(node).source}): BatchNorm needs several values of each of its "
-                            f"{channels} channels, and rank {rank} ({stage.role}) has one"
+                            f"{channels} channels, and rank {rank} ({stage.role}) has {values}"
                         )
 
 

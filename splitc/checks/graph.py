@@ -98,24 +98,27 @@ def stages_cover_the_graph(program: LoweredProgram) -> list[str]:
 def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
     """The gradient of each trainable parameter is summed over its replicas exactly once, by the sync of its plan."""
     plan, problems = program.plan, []
-    for stage in program.stages:
-        multiplied = [node for node in stage.graph.nodes if node.target is comm_ops.late_multiply]
+    for role, parts in plan.parts.items():
+        stages = [program.stage(part) for part in parts]
+        nodes = [node for stage in stages for node in stage.graph.nodes]
+        multiplied = [node for node in nodes if node.target is comm_ops.late_multiply]
         ways = {
-            "all_reduce": [name for bucket in stage.buckets for name in bucket],
-            "parameter_server": [name for bucket in stage.served for name in bucket],
+            "all_reduce": [name for stage in stages for bucket in stage.buckets for name in bucket],
+            "parameter_server": [name for stage in stages for bucket in stage.served for name in bucket],
             "late_multiply": [str(parameter.target) for node in multiplied for parameter in node.args[1:]],
         }
-        on_own = [node for node in stage.graph.nodes if info(node).state is State.BATCH]
-        own = {name for node in on_own for name in tensors_of_node(program, node)}
-        alone = not plan.trains_copies(stage.role)
-        for layer in stage.layers:
+        own = {name for n in nodes if info(n).state is State.BATCH for name in tensors_of_node(program, n)}
+        summed_over_all = {name for stage in stages for name in stage.own_sums}
+        held = {name for stage in stages for name in stage.tensors}
+        alone = not plan.trains_copies(role)
+        for layer in (layer for stage in stages for layer in stage.layers):
             place = plan.placements[layer]
             for name in program.layer(layer).tensors:
-                if not program.tensors[name].trainable or name not in stage.tensors or name in program.tied:
+                if not program.tensors[name].trainable or name not in held or name in program.tied:
                     continue
                 found = {way: times for way, names in ways.items() if (times := names.count(name))}
                 if name in own:
-                    wrong = found != {"all_reduce": 1} or name not in stage.own_sums
+                    wrong = found != {"all_reduce": 1} or name not in summed_over_all
                 elif alone and place.sync in ("none", "all_reduce"):
                     wrong = bool(found.keys() - {"all_reduce"})  # which sums over one rank
                 elif place.sync in ("none", "average"):
@@ -126,7 +129,7 @@ def buckets_hold_every_gradient(program: LoweredProgram) -> list[str]:
                 if wrong:
                     summary = ", ".join(f"{times} times by {way}" for way, times in found.items()) or "not at all"
                     problems.append(
-                        f"the gradient of {name} in role {stage.role} is summed {summary}, not once by {place.sync}"
+                        f"the gradient of {name} in role {role} is summed {summary}, not once by {place.sync}"
                     )
     return list(dict.fromkeys(problems))
 

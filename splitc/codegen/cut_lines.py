@@ -162,10 +162,8 @@ class CutLines:
                 return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role, of)}", f"<- {role}  {size}"
             case "send_grad":
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout}{of})', f"-> {role}  {size}"
-            case "modulo" | "all_to_all":
-                return self._entry(cut, comm)
-            case "modulo_grad" | "all_to_all_grad":
-                return self._entry_grad(cut, comm)
+            case _ if action.in_group:
+                return (self._entry_grad if action.verb.endswith("_grad") else self._entry)(cut, comm)
         raise InternalError(f"no line for the action {action}")
 
     def _entry(self, cut: Cut, comm: str) -> Line:
@@ -184,9 +182,12 @@ class CutLines:
         whole = self.stage_input(cut).replace("[k]", ".pop(k)")
         write = _started if self._is_early(cut) else _moved
         call = write(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
-        note = "this rank's own examples"
-        if (move := cut.entry.adjoint.move) is not Move.SLICE:
-            note = f"{COLLECTIVES[move]} over the group".replace("_", "-")
+        adjoint = cut.entry.adjoint
+        note = str(adjoint)
+        if adjoint.move in COLLECTIVES:
+            note = f"{COLLECTIVES[adjoint.move]} over the group".replace("_", "-")
+        elif adjoint == (State.REPLICATE, State.BATCH):
+            note = "this rank's own examples"
         if comm.endswith("[k]") and not self._in_pieces:
             return f"d_{cut.name}.append({call})", note
         name = self.input_gradient(cut) if cut.sent else self.kept(f"d_{cut.name}")

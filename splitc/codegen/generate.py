@@ -14,8 +14,8 @@ from splitc.codegen.rank_file import idle_rank_file, rank_file, served_file
 from splitc.codegen.rank_spec import IDLE
 from splitc.codegen.role_file import role_file
 from splitc.codegen.step import zero_text
-from splitc.ir.plan import ranks_text
 from splitc.ir.program import LoweredProgram
+from splitc.ir.roles import ranks_text
 
 
 def generate(program: LoweredProgram) -> dict[str, str]:

@@ -13,19 +13,20 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, count, pairwise
 
 from splitc.codegen.layout import Line
-from splitc.ir.actions import Action
+from splitc.ir.actions import ENTRY_VERBS, Action
 
 _KINDS = {
     "recv": "receive",
-    **dict.fromkeys(("modulo", "all_to_all", "forward", "send"), "forward"),
+    **dict.fromkeys((*ENTRY_VERBS, "forward", "send"), "forward"),
     "recv_grad": "receive_gradients",
-    **dict.fromkeys(("all_to_all_grad", "backward", "all_reduce", "push"), "backward"),
-    **dict.fromkeys(("multiply", "modulo_grad", "send_grad", "update"), "backward"),
+    **dict.fromkeys((*(f"{verb}_grad" for verb in ENTRY_VERBS), "backward", "all_reduce", "push"), "backward"),
+    **dict.fromkeys(("multiply", "send_grad", "update"), "backward"),
 }
 
+_TABLES = 8  # declared in a line
 _LAST = ("all_reduce", "push", "multiply")
 
 
@@ -158,12 +159,12 @@ def _loops(units: Sequence[_Unit]) -> Iterator[_Loop]:
 
 def _names(units: Sequence[_Unit]) -> dict[tuple[str, ...], str]:
     """A name for each function; those of one kind and role are numbered from the second on."""
-    several, met = len({unit.role for unit in units}) > 1, Counter[str]()
-    names = {}
+    several, names = len({unit.role for unit in units}) > 1, dict[tuple[str, ...], str]()
+    plain = {f"{unit.kind}_{unit.role}" for unit in units}
     for unit in units:
         name = f"{unit.kind}_{unit.role}" if several else unit.kind
-        met[name] += 1
-        names[unit.function] = name if met[name] == 1 else f"{name}_{met[name]}"
+        others = (each for each in map((name + "_{}").format, count(2)) if each not in plain)
+        names[unit.function] = next(each for each in chain([name], others) if each not in names.values())
     return names
 
 
@@ -198,4 +199,6 @@ def _kept(lines: Sequence[Line], comms: Sequence[str]) -> list[Line]:
     tables = dict.fromkeys(re.findall(r"\b(\w+)(?:\[k\]|\.pop\(k\))", text))
     empty = {name: "{}" for name in tables if name not in comms}
     empty |= dict.fromkeys(re.findall(r"\b(\w+)\.append\(", text), "[]")
-    return [(f"{', '.join(empty)} = {', '.join(empty.values())}", "")] if empty else []
+    names = list(empty)
+    lines_of = [names[k : k + _TABLES] for k in range(0, len(names), _TABLES)]
+    return [(f"{', '.join(some)} = {', '.join(empty[name] for name in some)}", "") for some in lines_of]

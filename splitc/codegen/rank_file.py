@@ -12,8 +12,9 @@ from splitc.codegen.layout import docstring, wrapped
 from splitc.codegen.rank_spec import IDLE, rank_spec, served_buckets
 from splitc.codegen.stage import uses
 from splitc.ir.constructors import literal
-from splitc.ir.plan import SERVER, ranks_text
+from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage, TensorSpec
+from splitc.ir.roles import ranks_text
 from splitc.ir.rounds import rounds_text
 from splitc.ir.wire import wire
 from splitc.runtime.collectives.layouts import State

@@ -15,9 +15,10 @@ from splitc.codegen.stage_names import constant
 from splitc.codegen.step import step_functions
 from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
-from splitc.ir.plan import SERVER, ranks_text
+from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
+from splitc.ir.roles import ranks_text
 from splitc.ir.wire import bucket_nbytes, numel_on
 
 

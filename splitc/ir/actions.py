@@ -16,20 +16,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from splitc.errors import InternalError
+from splitc.ir.transitions import TRANSITIONS
+
+ENTRY_VERBS = tuple(node.__name__ for node in TRANSITIONS)
+"""How a group brings a cut to the state that its stage reads; with `_grad`, the gradient's way back."""
 
 VERBS = {
     "send": "send the examples of a cut to the ranks that compute on them",
     "recv": "receive a cut",
-    "modulo": "gather a microbatch of a cut over the group",
-    "all_to_all": "exchange examples of a cut for features of all the group's examples",
     "weigh": "compute the denominators of the loss, of the whole batch",
     "forward": "run the stage forward",
     "sum_loss": "begin to all-reduce the loss over all ranks",
     "backward": "run the stage backward",
     "recv_grad": "receive the gradient of a cut that was sent",
     "send_grad": "send the gradient of a cut that was received",
-    "modulo_grad": "return the gradient of a gathered microbatch to the ranks whose examples it has",
-    "all_to_all_grad": "exchange the gradient of features for that of this rank's examples",
     "all_reduce": "all-reduce a bucket of gradients over the replicas",
     "all_reduce_tied": "all-reduce the gradient of a parameter over all roles that use it",
     "multiply": "multiply the gathered inputs and errors of late-multiplied layers",
@@ -44,6 +44,8 @@ VERBS = {
     "pull": "receive parameters from the servers",
     "push": "send a bucket of gradients to the servers",
     "reduce_gradients": "sum the workers' gradients on a server",
+    **dict.fromkeys(ENTRY_VERBS, "bring a cut to the state in which a group reads it"),
+    **dict.fromkeys((f"{verb}_grad" for verb in ENTRY_VERBS), "return the gradient of what a group brought there"),
 }
 """What a rank can do in a step."""
 
@@ -52,8 +54,6 @@ BEGIN_ROUND = ("deal", "fetch_ahead", "keep")
 """What a rank does before a round of local updates, not in every step."""
 END_ROUND = ("collect", "average", "arrive")
 """What it does after one."""
-ENTRY_VERBS = ("modulo", "all_to_all")
-"""How a group brings a cut to the state that its stage reads; with `_grad`, the gradient's way back."""
 PRODUCER_VERBS = ("send", "recv_grad")
 """What the producer of a cut does."""
 
@@ -76,6 +76,11 @@ class Action:
     bucket: int | None = None
     update: int | None = None
 
+    @property
+    def in_group(self) -> bool:
+        """Whether a group brings a cut, or its gradient, to another state."""
+        return self.verb.removesuffix("_grad") in ENTRY_VERBS
+
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
             raise InternalError(f"unknown action {self.verb!r}; there are {', '.join(VERBS)}")
@@ -97,18 +102,15 @@ class Action:
 class RankProgram:
     """The program of the ranks that are in the same roles: its stages, and the action list of a step.
 
+    name: of its file, "conv" or "conv_fc", by the roles of the plan.
     whole: the list of a step that has no microbatches, as evaluation has none.
     """
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
+    name: str
     actions: tuple[Action, ...] = ()
     whole: tuple[Action, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name of its file: `conv`, `conv_fc`."""
-        return "_".join(self.roles)
 
 
 def print_actions(actions: Iterable[Action]) -> str:

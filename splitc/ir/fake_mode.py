@@ -26,6 +26,8 @@ class FakeMode(FakeTensorMode):
             first = [result[0] if isinstance(result, (tuple, list)) else result for result in results]
             if not all(isinstance(each, torch.Tensor) and each.shape == first[0].shape for each in first):
                 raise
+        except ZeroDivisionError:  # torch's rules divide by the number of examples: there are none, also in the result
+            results = [next(each for each in args if isinstance(each, torch.Tensor) and not each.numel())]
         with self:
             return pytree.tree_map_only(torch.Tensor, torch.empty_like, results[-1])
 

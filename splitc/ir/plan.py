@@ -40,6 +40,7 @@ class Plan:
     rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
     insert_norm: the model is normalised where subnets need it, before it is captured.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
+    undivided: what was decided, where roles were divided at their transitions since.
     """
 
     strategy: str
@@ -59,6 +60,7 @@ class Plan:
     rounds: Rounds | None = None
     insert_norm: bool = False
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
+    undivided: Plan | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.rounds is not None or any(group.updates == "every" for group in self.groups.values()):
@@ -92,6 +94,15 @@ class Plan:
         """Examples that each reader gives to a step."""
         bounds = self.batch_offsets[self.reader]
         return tuple(b - a for a, b in pairwise(bounds))
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """Role, as decided -> the consecutive roles that it was divided into; itself where it was not."""
+        found: dict[str, tuple[str, ...]] = {}
+        for role in self.roles:
+            own = role if role in (self.undivided or self).roles else next(reversed(found))
+            found[own] = (*found.get(own, ()), role)
+        return found
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
         """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
@@ -275,8 +286,8 @@ class Plan:
     @cached_property
     def decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
-        decided = asdict(replace(self, prediction=Prediction()))
-        del decided["prediction"]
+        decided = asdict(replace(self.undivided or self, prediction=Prediction()))
+        del decided["prediction"], decided["undivided"]
         for place in decided["placements"].values():
             for part in ("state", "arrives"):
                 if place[part] is None:
@@ -290,10 +301,3 @@ class Plan:
     def hash(self) -> str:
         """Twelve hex digits of everything that decides the generated programs."""
         return hashlib.sha256(json.dumps(self.decision, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """`(0, 1, 2)` -> `ranks 0 to 2`."""
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {' '.join(map(str, ranks))}"

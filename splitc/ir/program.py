@@ -248,9 +248,10 @@ class PlacedProgram(Program):
         Each role has a copy; its gradients are summed over all of them before identical updates.
         """
         roles: dict[str, set[str]] = defaultdict(set)
+        placements = (self.plan.undivided or self.plan).placements  # the roles of one that was divided share it
         for layer in self.layers:
             for name in layer.tensors:
-                roles[name].add(self.plan.placements[layer.name].role)
+                roles[name].add(placements[layer.name].role)
         shared = [name for name, users in roles.items() if len(users) > 1 and self.tensors[name].trainable]
         return {name: tuple(sorted({r for role in roles[name] for r in self.plan.roles[role]})) for name in shared}
 

@@ -42,3 +42,10 @@ def role_names(count: int, convolutions: bool) -> tuple[str, ...]:
     if count == 2:
         return _TWO[0 if convolutions else 1]
     return tuple(f"stage{stage}" for stage in range(count))
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`(0, 1, 2)` -> `ranks 0 to 2`."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {' '.join(map(str, ranks))}"

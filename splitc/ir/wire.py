@@ -67,7 +67,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
             yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
             yield from _messages(program, rank, action)
-        case "modulo" | "modulo_grad" | "all_to_all" | "all_to_all_grad":
+        case _ if action.in_group:
             yield from _over_group(program, rank, action)
 
 
@@ -138,7 +138,8 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
     cut = stage.cut(action)
     assert cut.entry is not None, action
     transition = cut.entry.adjoint if action.verb.endswith("_grad") else cut.entry
-    payload = Payload(What(action.verb), cut.name, action.role, microbatch=action.microbatch)
+    what = What.ENTRY_GRADIENT if transition is not cut.entry else What.ENTRY
+    payload = Payload(what, cut.name, action.role, microbatch=action.microbatch)
     layer = program.layer_of.get(cut.value)
     if (op := _moved(program.plan, rank, action, cut.spec, transition, payload, layer)) is not None:
         yield op

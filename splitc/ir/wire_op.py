@@ -14,10 +14,8 @@ class What(StrEnum):
 
     CUT = "cut"
     CUT_GRADIENT = "d_cut"
-    MODULO = "modulo"
-    MODULO_GRADIENT = "modulo_grad"
-    ALL_TO_ALL = "all_to_all"
-    ALL_TO_ALL_GRADIENT = "all_to_all_grad"
+    ENTRY = "entry"
+    ENTRY_GRADIENT = "entry_grad"
     NODE = "node"
     NODE_GRADIENT = "d_node"
     LATE = "X, E"
@@ -60,7 +58,7 @@ class Payload:
         match self.what:
             case What.CUT | What.CUT_GRADIENT:
                 return f"{d}{self.name}.{self.role}.{self.peer}{piece}{rows}"
-            case What.MODULO | What.MODULO_GRADIENT | What.ALL_TO_ALL | What.ALL_TO_ALL_GRADIENT:
+            case What.ENTRY | What.ENTRY_GRADIENT:
                 return f"{self.what} {self.name}[{self.microbatch}]"
             case What.NODE | What.NODE_GRADIENT:
                 return f"{d}{self.role}.{self.name}[{self.microbatch}]"

@@ -233,7 +233,7 @@ def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_g
     program = planned(world, f"modulo_shard(mp={world},scheme={scheme})", pins=pins, global_batch=12 * world).program
     K, batch, example = world, 12, 27 * 4
     for rank in range(world):
-        there, back = ops_of(program, rank, "modulo cut0"), ops_of(program, rank, "modulo_grad cut0")
+        there, back = ops_of(program, rank, "entry cut0"), ops_of(program, rank, "entry_grad cut0")
         assert len(there) == len(back) == (turns or K)
         assert sum(op.sent for op in there) == sum(op.sent for op in back) == (K - 1) * batch * example
         if scheme == "B/K":

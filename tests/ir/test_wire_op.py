@@ -13,7 +13,7 @@ from splitc.ir.wire_op import Payload, What, WireOp
     [
         (Payload(What.CUT, "cut0", "conv", "fc", rows=(2, 4)), "cut0.conv.fc[2:4]"),
         (Payload(What.CUT_GRADIENT, "cut0", "conv", "fc", rows=(2, 4)), "d_cut0.conv.fc[2:4]"),
-        (Payload(What.MODULO, "cut0", "fc", microbatch=1), "modulo cut0[1]"),
+        (Payload(What.ENTRY, "cut0", "fc", microbatch=1), "entry cut0[1]"),
         (Payload(What.NODE, "fc6_whole", "fc"), "fc.fc6_whole[0]"),
         (Payload(What.NODE_GRADIENT, "fc6_whole", "fc"), "d_fc.fc6_whole[0]"),
         (Payload(What.LATE, "fc6", "all"), "X, E all.fc6[0]"),

@@ -59,7 +59,7 @@ def test_each_head_rank_receives_its_features_of_all_examples_and_nothing_twice(
         width = (5, 4)[group.index(rank)]  # of 9 features
         assert sum(op.nbytes for op in ops) == sum(plan.batch("head", member) for member in group) * width * 8
     ops = [op for rank in range(plan.world) for op in wire(program.program, rank)]
-    assert not any(op.payload.what is What.ALL_TO_ALL for op in ops)
+    assert not any(op.payload.what is What.ENTRY for op in ops)
 
 
 def test_whole_values_go_to_every_head_rank_and_each_returns_the_gradient_of_its_examples() -> None:

@@ -39,6 +39,7 @@ def test_passes_run_in_reading_order() -> None:
         assign-states
         late-multiply
         synchronise-norms
+        divide-roles
         split-ranks
         deal-neurons
         bucket-gradients

@@ -71,21 +71,21 @@ class Stage(nn.Module):
 
 
 STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
+    (  # 148 kB
+        "features.10.bias",
+        "features.10.weight",
+        "features.8.bias",
+    ),
     (  # 221 kB
         "features.8.weight",
     ),
     (  # 166 kB
         "features.6.weight",
     ),
-    (  # 225 kB
-        "features.10.bias",
-        "features.10.weight",
-        "features.8.bias",
+    (  # 101 kB
         "features.6.bias",
         "features.3.bias",
         "features.3.weight",
-    ),
-    (  # 23.3 kB
         "features.0.bias",
         "features.0.weight",
     ),
