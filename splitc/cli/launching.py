@@ -85,22 +85,21 @@ def _same_plan(folder: Path, plan: Plan) -> None:
 def measuring_options() -> Parser:
     """The options that `splitc run` handles itself and does not pass to launch.py."""
     parser = Parser(add_help=False)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--measure",
         action="store_true",
         help="record what each rank computes, waits for and sends, and print it beside the prediction; the first "
         "3 steps are left out",
     )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace"
-    )
-    parser.add_argument(
+    add("--trace", type=Path, metavar="FILE", help="with --measure: write the last steps as a Chrome trace")
+    add(
         "--correct",
         type=Path,
         metavar="CLUSTER.TOML",
         help="with --measure: correct this cluster file by what was measured, or write a new one",
     )
-    parser.add_argument("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
+    add("--json", action="store_true", help="with --measure: print the comparison as JSON (schema 1)")
     return parser
 
 

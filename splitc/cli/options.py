@@ -12,6 +12,9 @@ from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.version import __version__
 
+Add = Callable[..., argparse.Action]
+"""Adds an option to a command."""
+
 _MODEL = "path/model.py[:name] or package.module:name"
 
 
@@ -69,105 +72,85 @@ def _parser() -> Parser:
             add_help=name != "demo",
         )
         command.set_defaults(parser=command)
-        add_options(command)
+        add_options(command.add_argument)
     return parser
 
 
-def _inspect(parser: Parser) -> None:
-    _model_options(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON (schema 1)")
-    parser.add_argument("--all", action="store_true", help="show every layer, also blocks that repeat")
+def _inspect(add: Add) -> None:
+    _model_options(add)
+    add("--json", action="store_true", help="print the report as JSON (schema 1)")
+    add("--all", action="store_true", help="show every layer, also blocks that repeat")
 
 
-def _compile(parser: Parser) -> None:
-    _model_options(parser, world_required=False)
-    parser.add_argument(
-        "-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)"
-    )
-    parser.add_argument("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
-    parser.add_argument(
-        "--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone"
-    )
+def _compile(add: Add) -> None:
+    _model_options(add, world_required=False)
+    add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
+    add("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
+    add("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
 
 
-def _run(parser: Parser) -> None:
-    parser.add_argument("build", help="a folder that `splitc compile` wrote")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
+def _run(add: Add) -> None:
+    add("build", help="a folder that `splitc compile` wrote")
+    add("arguments", nargs=argparse.REMAINDER, help="passed on to launch.py, for example --steps 3")
 
 
-def _verify(parser: Parser) -> None:
-    _model_options(parser)
-    parser.add_argument(
-        "--processes", action="store_true", help="real processes under torchrun instead of simulated ranks"
-    )
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
-    parser.add_argument(
-        "--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)"
-    )
-    parser.add_argument(
+def _verify(add: Add) -> None:
+    _model_options(add)
+    add("--processes", action="store_true", help="real processes under torchrun instead of simulated ranks")
+    add("--steps", type=positive, default=3, metavar="N", help="training steps (default 3)")
+    add("--examples", type=positive, metavar="N", help="at most so many examples for each reader (default 8)")
+    add(
         "--dtype",
         choices=("float32", "float64"),
         help="precision, without autocast; float64 proves the algebra (default: the model's)",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add("--json", action="store_true", help="print the result as JSON")
 
 
-def _simulate(parser: Parser) -> None:
-    parser.add_argument("models", nargs="+", metavar="model", help=_MODEL)
-    parser.add_argument(
-        "--world", required=True, metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5"
-    )
-    parser.add_argument(
-        "--bandwidth", metavar="RATES", help="bits per second between hosts, 25g,40g,100g (default: the cluster's)"
-    )
-    parser.add_argument(
+def _simulate(add: Add) -> None:
+    add("models", nargs="+", metavar="model", help=_MODEL)
+    add("--world", required=True, metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5")
+    add("--bandwidth", metavar="RATES", help="bits per second between hosts, 25g,40g,100g (default: the cluster's)")
+    add(
         "--strategies",
         default="data_parallel,layer_separation",
         metavar="NAMES",
         help="separated by commas (default: data_parallel,layer_separation)",
     )
-    parser.add_argument("--against", metavar="STRATEGY", help="show what the others gain over this one")
-    parser.add_argument(
+    add("--against", metavar="STRATEGY", help="show what the others gain over this one")
+    add(
         "--cluster",
         default="v100-10gbe",
         metavar="NAME",
         help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
     )
-    _global_batch(parser)
-    parser.add_argument("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)"
-    )
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    _global_batch(add)
+    add("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
+    add("--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)")
+    add("--json", action="store_true", help="print all figures as JSON")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
-def _calibrate(parser: Parser) -> None:
-    parser.add_argument("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
-    parser.add_argument(
-        "--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)"
-    )
-    parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)"
-    )
-    parser.add_argument(
-        "--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link"
-    )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
-    parser.add_argument("--json", action="store_true", help="print the cluster and the residuals as JSON")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+def _calibrate(add: Add) -> None:
+    add("-o", "--output", metavar="FILE", default="cluster.toml", help="default: cluster.toml")
+    add("--budget", type=seconds, default=90.0, metavar="SECONDS", help="how long to measure, about (default 90)")
+    add("--ranks", type=positive, metavar="N", help="processes to start (default: the GPUs, else 2 to 16, as cores)")
+    add("--separate", action="store_true", help="the ranks are machines of their own, and share no cores and no link")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    add("--json", action="store_true", help="print the cluster and the residuals as JSON")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
 
 
-def _clusters(parser: Parser) -> None:
+def _clusters(add: Add) -> None:
     """This command has no options."""
 
 
-def _demo(parser: Parser) -> None:
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
+def _demo(add: Add) -> None:
+    add("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
 
-def _global_batch(parser: Parser) -> None:
-    parser.add_argument(
+def _global_batch(add: Add) -> None:
+    add(
         "--global-batch",
         type=positive,
         metavar="N",
@@ -175,27 +158,27 @@ def _global_batch(parser: Parser) -> None:
     )
 
 
-def _model_options(parser: Parser, world_required: bool = True) -> None:
-    parser.add_argument("model", help=_MODEL)
-    parser.add_argument("--world", type=positive, required=world_required, metavar="N", help="how many ranks")
-    parser.add_argument(
+def _model_options(add: Add, world_required: bool = True) -> None:
+    add("model", help=_MODEL)
+    add("--world", type=positive, required=world_required, metavar="N", help="how many ranks")
+    add(
         "--cluster",
         metavar="NAME",
         help="a known cluster (see splitc clusters) or a .toml file; default: this machine, measured once",
     )
-    parser.add_argument(
+    add(
         "--strategy",
         default="auto",
         help="auto, single_device, data_parallel, parameter_server, layer_separation, hybrid_single, late_multiply or "
         'modulo_shard, with options as in "layer_separation(n_c=3, n_f=1)" (default: auto, the fastest exact one)',
     )
-    parser.add_argument(
+    add(
         "--microbatches",
         type=positive,
         metavar="M",
         help="parts of each reader's batch that go through the ranks one after another (default: 1)",
     )
-    parser.add_argument(
+    add(
         "--pin",
         action="append",
         default=[],
@@ -204,30 +187,26 @@ def _model_options(parser: Parser, world_required: bool = True) -> None:
         "'classifier.1=holding:sharded,group:2' (role, holding, sync, group, split); the later one counts, "
         "part by part; may be repeated",
     )
-    _global_batch(parser)
-    parser.add_argument(
-        "--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB"
-    )
-    parser.add_argument(
-        "--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast"
-    )
-    parser.add_argument(
+    _global_batch(add)
+    add("--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB")
+    add("--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast")
+    add(
         "--costs",
         choices=("counted", "measured"),
         default="counted",
         help="price layers by FLOPs and bytes, or by what they take on this machine, measured in about 30 s and cached "
         "(default: counted)",
     )
-    parser.add_argument(
+    add(
         "--input",
         metavar="SIZES",
         help="an example of these sizes, 4x3x224x224, or of this batch, 4; one for each input, separated by commas",
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-    parser.add_argument("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("-v", "--verbose", action="store_true", help="time every pass and print the program after it")
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+_COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
     "compile": ("write the per-rank scripts of a model", _compile),
     "run": ("train a build on this machine, under torchrun", _run),
