@@ -122,14 +122,9 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
-    widths = [max(map(len, column)) for column in zip(headers[1:], *(cells for _, cells in rows), strict=True)]
-    room = max(8, WIDTH - sum(widths) - 2 * len(widths))
     visible = [rows[each] for each in shown if isinstance(each, int)]
-    lines = _table(
-        headers,
-        [[_short(name, room), *cells] for name, cells in visible],
-        ("left", "right", "right", "right", "left", "left", "right", "right"),
-    ).splitlines()
+    align = ("left", "right", "right", "right", "left", "left", "right", "right")
+    lines = _table(headers, [[name, *cells] for name, cells in visible], align, elastic=0).splitlines()
     text = lines[:2]
     following = iter(lines[2:])
     for each in shown:
@@ -165,15 +160,9 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
         one = figures.rank(rank)
         sizes = (units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes"))
         alike.setdefault((one["role"] or "idle", *sizes), []).append(rank)
-    names = {key: _short(rank_list(ranks), 24) for key, ranks in alike.items()}
     headers = ["", "role", "parameters", "memory", "sends/step", "receives/step"]
-    widths = [max(map(len, column)) for column in zip(headers[2:], *(key[1:] for key in alike), strict=True)]
-    room = max(8, WIDTH - sum(widths) - max(map(len, names.values())) - 2 * (len(headers) - 1))
-    return _table(
-        headers,
-        [[names[key], _short(key[0], room), *key[1:]] for key in alike],
-        ("left", "left", "right", "right", "right", "right"),
-    )
+    rows = [[_short(rank_list(ranks), 24), *key] for key, ranks in alike.items()]
+    return _table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
 
 
 def _candidates(plan: Plan) -> str:
@@ -181,10 +170,7 @@ def _candidates(plan: Plan) -> str:
     ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
     headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]
     rows = [_candidate(c, fastest) for c in ordered]
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
-    cut = [[row[0], _short(row[1], max(room, 6)), *row[2:]] for row in rows]
-    text = _table(headers, cut, ("left", "left", "right", "right", "right", "right"))
+    text = _table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
     notes = [_wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
     return "\n".join(["the best plan of each strategy", text, *notes])
 
@@ -203,8 +189,14 @@ def _candidate(c: Candidate, fastest: float) -> list[str]:
     ]
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    text: str = tables.tabulate(rows, headers, disable_numparse=True, colalign=align)
+def _table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str], elastic: int, least: int = 8
+) -> str:
+    """Write a table of at most WIDTH columns, for which the texts of column `elastic` are cut, to no less than `least`."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    room = max(least, WIDTH - sum(widths) + widths[elastic] - 2 * (len(widths) - 1))
+    cut = [[*row[:elastic], _short(row[elastic], room), *row[elastic + 1 :]] for row in rows]
+    text: str = tables.tabulate(cut, headers, disable_numparse=True, colalign=align)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
