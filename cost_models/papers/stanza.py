@@ -26,7 +26,6 @@ gradients.  The busiest FC worker serves ceil(n_c / n_f) CONV workers (4.1.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from splitc import units
@@ -127,19 +126,14 @@ def assign_nodes(s: Symbols, nodes: int, memory: Memory | None = None) -> tuple[
 
     memory: excludes assignments that do not fit.  Raises CostError for fewer than two nodes, or if none fits.
     """
-
-    def allowed(n_c: int, n_f: int) -> bool:
-        return memory is None or fits(s, memory, n_c, n_f)
-
-    best = _best(nodes, lambda n_c, n_f: throughput(s, n_c, n_f), allowed)
-    if best is None:
-        assert memory is not None
+    divisions = [each for each in _divisions(nodes) if memory is None or fits(s, memory, *each)]
+    if memory is not None and not divisions:
         raise CostError(
             f"no assignment of {nodes} nodes with {units.nbytes(memory.capacity)} each fits: a CONV worker needs "
             f"{units.nbytes(conv_nbytes(s, memory))}, an FC worker that serves one of them "
             f"{units.nbytes(fc_nbytes(s, memory, 1, 1))}; take a batch K smaller than {s.K}"
         )
-    return best
+    return max(divisions, key=lambda each: throughput(s, *each))
 
 
 def ps_step_seconds(s: Symbols, n_w: int, n_s: int) -> float:
@@ -159,9 +153,7 @@ def assign_ps_nodes(s: Symbols, nodes: int) -> tuple[int, int]:
     Doubling the nodes at least doubles the throughput, since (6) depends on n_w / n_s only.
     Raises CostError for fewer than two nodes.
     """
-    best = _best(nodes, lambda n_w, n_s: ps_throughput(s, n_w, n_s), lambda n_w, n_s: True)
-    assert best is not None
-    return best
+    return max(_divisions(nodes), key=lambda each: ps_throughput(s, *each))
 
 
 def speedup(s: Symbols, nodes: int, memory: Memory | None = None) -> float:
@@ -169,11 +161,8 @@ def speedup(s: Symbols, nodes: int, memory: Memory | None = None) -> float:
     return throughput(s, *assign_nodes(s, nodes, memory)) / ps_throughput(s, *assign_ps_nodes(s, nodes))
 
 
-def _best(
-    nodes: int, value: Callable[[int, int], float], allowed: Callable[[int, int], bool]
-) -> tuple[int, int] | None:
-    """Return the assignment with the largest value, ties to the most workers; None if none is allowed."""
+def _divisions(nodes: int) -> list[tuple[int, int]]:
+    """Return the assignments of all nodes to two roles, those with the most workers first, which win ties."""
     if nodes < 2:
         raise CostError(f"{nodes} nodes cannot be divided into two roles; there must be at least 2")
-    divisions = [(n, nodes - n) for n in range(nodes - 1, 0, -1) if allowed(n, nodes - n)]
-    return max(divisions, key=lambda n: value(*n), default=None)
+    return [(n, nodes - n) for n in range(nodes - 1, 0, -1)]

@@ -10,7 +10,7 @@ for k in comm.microbatches():          def forward(k):
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
@@ -115,16 +115,13 @@ def _units(
 
 def _merged(units: list[_Unit]) -> list[_Unit]:
     """Make one of two kinds of units that always follow each other."""
-    follows = [b if b.continues(a) else None for a, b in pairwise(units)]
-    for first, second, role in {(a.kind, b.kind, a.role) for a, b in zip(units, follows, strict=False) if b}:
-        found = sum(unit.role == role and unit.kind in (first, second) for unit in units)
-        pairs = [
-            k
-            for k, (a, b) in enumerate(zip(units, follows, strict=False))
-            if b and (a.kind, b.kind, b.role) == (first, second, role)
-        ]
-        if 2 * len(pairs) == found:
-            return _merged(list(_joined(units, pairs)))
+    pairs: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for k, (unit, following) in enumerate(pairwise(units)):
+        if following.continues(unit):
+            pairs[unit.role, unit.kind, following.kind].append(k)
+    for (role, *kinds), places in pairs.items():
+        if 2 * len(places) == sum(unit.role == role and unit.kind in kinds for unit in units):
+            return _merged(list(_joined(units, places)))
     return units
 
 

@@ -29,24 +29,19 @@ SEED = 0  # of the weights, of the train/test split and of the order of the data
 _HELD_OUT = 80  # images of each class
 
 
+def _block(inputs: int, outputs: int) -> list[nn.Module]:
+    """Two convolutions, then a pooling that halves the side of the images."""
+    first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+    return [first, nn.SiLU(), second, nn.SiLU(), nn.AvgPool2d(2)]
+
+
 class Digits(nn.Module):
     """Two blocks of convolutions for images of 28x28, then three linear layers."""
 
     def __init__(self, channels: tuple[int, int] = (16, 32), hidden: int = 1024) -> None:
         super().__init__()
         first, second = channels
-        self.features = nn.Sequential(
-            nn.Conv2d(1, first, 3, padding=1),
-            nn.SiLU(),
-            nn.Conv2d(first, first, 3, padding=1),
-            nn.SiLU(),
-            nn.AvgPool2d(2),
-            nn.Conv2d(first, second, 3, padding=1),
-            nn.SiLU(),
-            nn.Conv2d(second, second, 3, padding=1),
-            nn.SiLU(),
-            nn.AvgPool2d(2),
-        )
+        self.features = nn.Sequential(*_block(1, first), *_block(first, second))
         self.classifier = nn.Sequential(
             nn.Linear(second * 7 * 7, hidden),
             nn.SiLU(),
