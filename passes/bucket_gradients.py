@@ -27,13 +27,17 @@ _LEAST = 100_000  # bytes of a bucket, below which a sum is mostly latency
 
 @dataclass(frozen=True)
 class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
-    """Buckets of at least `nbytes`, or a quarter of what a role sums if that is less; one dtype each."""
+    """Buckets of at least `nbytes`, or a quarter of what a role sums if that is less; one dtype each.
+
+    A tensor as large, and of at least `alone` bytes, has a bucket of its own, so that it is summed where it is.
+    """
 
     name: ClassVar[str] = "bucket-gradients"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
 
     nbytes: int = 4_000_000
+    alone: int = 1_000_000
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
         fragments = _fragments(program)
@@ -54,18 +58,18 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
         return replace(
             stage,
             own_sums=tuple(name for name in summed if name in own),
-            buckets=self._buckets(program, summed, own, min(self.nbytes, max(_nbytes(program, summed) // 4, _LEAST))),
+            buckets=self._buckets(program, summed, own, max(_nbytes(program, summed) // 4, _LEAST)),
             served=self._buckets(program, pushed),
             averaged=tuple(bucket for bucket, _ in averaged),
             fragments=tuple(k for _, k in averaged),
         )
 
     def _buckets(
-        self, program: Program, names: list[str], own: Collection[str] = (), alone: float = math.inf
+        self, program: Program, names: list[str], own: Collection[str] = (), most: float = math.inf
     ) -> tuple[tuple[str, ...], ...]:
         """`names`, from the last to the first, in buckets by when they are full; those in `own` in others.
 
-        alone: bytes of a bucket, from which a tensor has its own, so that it is summed where it is.
+        most: bytes of a bucket whose gradients are summed.
         """
 
         def kind(name: str) -> tuple[object, bool]:
@@ -73,7 +77,8 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
 
         full: list[tuple[str, ...]] = []
         waiting: list[str] = []
-        limit = min(self.nbytes, alone)
+        limit = min(self.nbytes, most)
+        alone = max(limit, self.alone) if most < math.inf else math.inf
         for name in reversed(names):
             is_large = program.tensors[name].nbytes >= alone
             if waiting and (kind(waiting[-1]) != kind(name) or (is_large and 2 * _nbytes(program, waiting) >= limit)):

@@ -16,7 +16,7 @@ from tests.support.printed import program_before
 
 def bucketed(program: LoweredProgram, nbytes: int = 16_000_000) -> str:
     """Run the pass and print the buckets of each stage."""
-    return buckets_of(BucketGradients(nbytes).run(program))
+    return buckets_of(BucketGradients(nbytes, alone=nbytes).run(program))
 
 
 def buckets_of(program: LoweredProgram) -> str:

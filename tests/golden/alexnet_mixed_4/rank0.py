@@ -8,7 +8,7 @@ in       cut0    (8, 2304)              float32  of its group, ranks 0 1
 out      cut2    (4, 1024)              float32  -> rank 0
 in       target  (16,)                  int64    <- ranks 0 to 3
 in       cut2    (16, 1024)             float32  <- ranks 0 to 3
-sends    5.91 MB a step, 21 operations on the wire
+sends    5.91 MB a step, 20 operations on the wire
 run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """

@@ -6,7 +6,7 @@ in       target  (4,)                   int64
 out      target  (4,)                   int64    -> rank 0
 in       cut0    (8, 2304)              float32  of its group, ranks 2 3
 out      cut2    (4, 1024)              float32  -> rank 0
-sends    5.88 MB a step, 15 operations on the wire
+sends    5.88 MB a step, 14 operations on the wire
 run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
