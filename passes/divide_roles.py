@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from typing import ClassVar
 
 from torch import fx
@@ -36,7 +36,6 @@ Levels = Mapping[fx.Node, int]
 class DivideRoles(Pass[PlacedProgram, PlacedProgram]):
     """Make the transitions of groups entries; a role that passes on what has no examples stays whole."""
 
-    name: ClassVar[str] = "divide-roles"
     requires: ClassVar[tuple[Check, ...]] = (cuts_are_communicated,)
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, cuts_are_communicated)
 
@@ -55,20 +54,14 @@ def _divided(program: PlacedProgram, role: str) -> PlacedProgram:
     apart = [value for value in crossing if value.op != "get_attr"]
     if not crossing or not all(_has_examples(value) for value in apart):
         return program
-    taken = {*program.plan.roles}
-    fresh = (name for name in map((role + "_{}").format, count(2)) if name not in taken)
-    parts = [role, *(next(fresh) for _ in range(max(levels.values())))]
+    fresh = (name for name in map((role + "_{}").format, count(2)) if name not in program.plan.roles)
+    parts = [role, *islice(fresh, max(levels.values()))]
     for node, level in levels.items():
         update_info(node, role=parts[level])
     _rename_ends(graph)
     names = _fresh_cuts(graph)
     for value in crossing:
-        if value.op == "get_attr":
-            _copy(graph, value, parts, levels)
-        elif _is_boundary(value):
-            _enter(graph, value, parts, levels, names)
-        else:
-            _carry_on(graph, value, parts, levels, names)
+        (_enter if _is_boundary(value) else _carry_on)(graph, value, parts, levels, names)
     _divide_sums(program, graph, role, parts, levels)
     return replace(program, graph=graph, plan=_plan(program, role, parts, levels))
 
@@ -79,11 +72,9 @@ def _divided(program: PlacedProgram, role: str) -> PlacedProgram:
 def _levels(graph: fx.Graph, role: str) -> dict[fx.Node, int]:
     """Node of the role -> how many transitions are before it at most."""
     nodes = [node for node in graph.nodes if info(node).role == role and not _is_of_gradients(node)]
-    levels: dict[fx.Node, int] = {}
+    levels, free = dict[fx.Node, int](), set[fx.Node]()
     for node in nodes:
         levels[node] = max((levels[n] + _is_boundary(n) for n in node.all_input_nodes if n in levels), default=0)
-    free: set[fx.Node] = set()
-    for node in nodes:
         leaf = node.op == "get_attr" or is_entry(node)
         depends = node.op == "placeholder" or _is_boundary(node) or not free.issuperset(node.all_input_nodes)
         if node.target is comm_ops.recv or (not depends and (leaf or not _trains(node))):
@@ -135,15 +126,6 @@ def _fresh_cuts(graph: fx.Graph) -> Iterator[str]:
     return (name for name in map("cut{}".format, count()) if name not in taken)
 
 
-def _copy(graph: fx.Graph, value: fx.Node, parts: list[str], levels: Levels) -> None:
-    """Let each role read a parameter itself."""
-    for level in sorted({levels[user] for user in value.users} - {levels[value]}):
-        with graph.inserting_after(value):
-            copied = graph.node_copy(value)
-        update_info(copied, role=parts[level])
-        _give(value, copied, level, levels)
-
-
 def _enter(graph: fx.Graph, node: fx.Node, parts: list[str], levels: Levels, names: Iterator[str]) -> None:
     """Make a transition the entry of the first role that reads its result."""
     (value,) = node.all_input_nodes
@@ -157,17 +139,16 @@ def _enter(graph: fx.Graph, node: fx.Node, parts: list[str], levels: Levels, nam
 
 
 def _carry_on(graph: fx.Graph, value: fx.Node, parts: list[str], levels: Levels, names: Iterator[str]) -> None:
-    """Let later roles read a value that they have on the same ranks."""
-    later = {levels[user] for user in value.users if user in levels and levels[user] > levels[value]}
-    for level in sorted(later):
-        got = carry(graph, value, _local(value, parts[level], next(names)), last_of_inputs(value))
-        _give(value, got, level, levels)
-
-
-def _give(value: fx.Node, new: fx.Node, level: int, levels: Levels) -> None:
-    """Let the readers of a level read another node instead."""
-    for user in [user for user in value.users if levels.get(user) == level]:
-        user.replace_input_with(value, new)
+    """Let later roles read a value that they have on the same ranks, and a parameter of their own."""
+    for level in sorted({levels[user] for user in value.users if levels.get(user, 0) > levels[value]}):
+        if value.op == "get_attr":
+            with graph.inserting_after(value):
+                new = graph.node_copy(value)
+            update_info(new, role=parts[level])
+        else:
+            new = carry(graph, value, _local(value, parts[level], next(names)), last_of_inputs(value))
+        for user in [user for user in value.users if levels.get(user) == level]:
+            user.replace_input_with(value, new)
 
 
 def _local(value: fx.Node, consumer: str, name: str) -> Cut:
