@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from splitc.ir.strategies import LayerSeparation
@@ -68,26 +68,13 @@ def _with_copies(request: Request, search: Callable[[CutRules], PricedPlan]) -> 
     if copied.plan is None or not copied.feasible:
         return whole
     role_of = {layer: place.role for layer, place in copied.plan.placements.items()}
-    seconds = copied.seconds + sum(
-        request.all_reduce_seconds(request.program.tensors[name].nbytes, range(request.world))
-        for name in _in_both(request, role_of)
-    )
+    seconds = copied.seconds + request.tied_seconds(role_of)
     return replace(copied, seconds=seconds, bound=copied.global_batch / seconds, proved=False)
-
-
-def _in_both(request: Request, role_of: Mapping[str, str]) -> list[str]:
-    """Trainable parameters that layers of both roles use."""
-    roles: dict[str, set[str]] = {}
-    for layer in request.program.layers:
-        for name in layer.tensors:
-            roles.setdefault(name, set()).add(role_of[layer.name])
-    return [name for name, users in roles.items() if len(users) > 1 and request.program.tensors[name].trainable]
 
 
 def hybrid_single(request: Request) -> PricedPlan:
     """The fc layers on rank 0, which is also one of the ranks that run the others, or why there are none."""
-    why = contradictions(request, HYBRID) or _impossible(request, LayerSeparation())
-    if why:
+    if why := contradictions(request, HYBRID) or _impossible(request, LayerSeparation()):
         return infeasible(HYBRID, why)
     if not smallest(request.bounds(request.world)):
         return idle(HYBRID, request.bounds(request.world)[-1], request.world)

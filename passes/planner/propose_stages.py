@@ -145,13 +145,8 @@ def _seconds(request: Request, rules: CutRules, roles: _Roles, role_of: dict[str
         request.all_reduce_seconds(nbytes, ranks) if nbytes else 0.0
         for nbytes, ranks in zip(gradients, roles.ranks, strict=True)
     )
-    users: dict[str, set[int]] = {}
-    for layer in request.program.layers:
-        for name in layer.tensors:
-            users.setdefault(name, set()).add(role_of[layer.name])
-    copied = [request.program.tensors[name] for name, found in users.items() if len(found) > 1]
-    tied = sum(request.all_reduce_seconds(h.nbytes, range(request.world)) for h in copied if h.trainable)
-    return compute + sum(_exchange(request, roles, role_of, value) for value in rules.crossings) + sync + tied
+    exchanges = sum(_exchange(request, roles, role_of, value) for value in rules.crossings)
+    return compute + exchanges + sync + request.tied_seconds(role_of)
 
 
 def _exchange(request: Request, roles: _Roles, role_of: dict[str, int], value: Crossing) -> float:

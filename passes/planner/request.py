@@ -5,6 +5,7 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -59,6 +60,15 @@ class Request:
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
         """The link that an all-reduce of each of `groups` runs on, all at once."""
         return self._link_over(not self._doubling, groups)
+
+    def tied_seconds(self, role_of: Mapping[str, object]) -> float:
+        """Summing, over all ranks, the gradients of the parameters that layers of several roles use."""
+        users: dict[str, set[object]] = defaultdict(set)
+        for layer in self.program.layers:
+            for name in layer.tensors:
+                users[name].add(role_of[layer.name])
+        tied = [self.program.tensors[name] for name, roles in users.items() if len(roles) > 1]
+        return sum(self.all_reduce_seconds(each.nbytes, range(self.world)) for each in tied if each.trainable)
 
     def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """All-gathering `nbytes` in all over a group, while other groups do the same."""
