@@ -14,6 +14,8 @@ from dataclasses import replace
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.graph import copy_graph, info, update_info
 from splitc.ir.pass_manager import run_pass, run_passes
+from splitc.ir.placements import Grouping
+from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, TensorSpec
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.rewriting import ON_THE_GRAPH
@@ -55,12 +57,23 @@ def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
     for node in graph.nodes:
         if isinstance(spec := info(node).spec, TensorSpec):
             update_info(node, spec=replace(spec, requires_grad=False))
-    placed = replace(evaluation, graph=graph, costs=program.costs).placed(program.plan.evaluation())
+    placed = replace(evaluation, graph=graph, costs=program.costs).placed(_plan_of(program.plan))
     lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
     for problem in _stale(program, lowered):
         raise PlacementError(problem)
     stages = tuple(replace(stage, served=program.stage(stage.role).served) for stage in lowered.stages)
     return run_pass(Schedule(), InsertPulls().run(replace(lowered, stages=stages)))
+
+
+def _plan_of(plan: Plan) -> Plan:
+    """The plan by which the model is evaluated: subnets as shards of one group of all ranks, else the same."""
+    if not plan.deals:
+        return plan
+    dealt = {name: place for name, place in plan.placements.items() if place.holding == "subnet"}
+    (role,) = {place.role for place in dealt.values()}
+    sharded = {name: replace(place, holding="sharded", sync="none", group=plan.world) for name, place in dealt.items()}
+    groups = {role: Grouping(plan.world, "BK")}
+    return replace(plan, placements={**plan.placements, **sharded}, groups=groups, rounds=None)
 
 
 def _stale(program: LoweredProgram, evaluation: LoweredProgram) -> Iterator[str]:

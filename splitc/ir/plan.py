@@ -121,18 +121,6 @@ class Plan:
         """The ranks over which the sharded parameters of a role are divided; those of subnets between rounds."""
         return self.roles[role] if self.deals else self.group(role, rank)
 
-    def evaluation(self) -> Plan:
-        """The plan by which the model is evaluated: subnets as shards of one group of all ranks, else this one."""
-        if not self.deals:
-            return self
-        dealt = {name: place for name, place in self.placements.items() if place.holding == "subnet"}
-        (role,) = {place.role for place in dealt.values()}
-        sharded = {
-            name: replace(place, holding="sharded", sync="none", group=self.world) for name, place in dealt.items()
-        }
-        groups = {role: Grouping(self.world, "BK")}
-        return replace(self, placements={**self.placements, **sharded}, groups=groups, rounds=None)
-
     def interval(self, role: str, rank: int) -> tuple[int, int]:
         """The examples of the global batch that `rank` works on in `role`: first, one past the last."""
         k = self._positions[role][rank]
