@@ -56,7 +56,6 @@ from splitc.runtime.collectives.layouts import State
 class AssignStates(Pass[PlacedProgram, PlacedProgram]):
     """Insert the transitions of LAYOUTS 2."""
 
-    name: ClassVar[str] = "assign-states"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, values_are_in_their_states, gradients_reach_their_states)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
@@ -74,6 +73,7 @@ class _Walk:
 
     def __init__(self, program: PlacedProgram, graph: fx.Graph, role: str) -> None:
         self._program, self._graph, self._role = program, graph, role
+        self._first = program.first_names
         self._linears = {info(node).layer for node in graph.nodes if as_linear(program, node) is not None}
         self._transitions = Transitions(program, graph, role)
         self._readers = readers_of_parameters(program, graph, role)
@@ -112,8 +112,7 @@ class _Walk:
         whole = self._transitions.moved(linear.value, State.REPLICATE)
         linear.node.replace_input_with(linear.value, whole)
         self._transitions.divides(whole, linear.node)
-        first = self._program.first_names
-        shards = {first[name]: 0 for name in (linear.weight, linear.bias) if name is not None}
+        shards = {self._first[name]: 0 for name in (linear.weight, linear.bias) if name is not None}
         update_info(linear.node, shards=shards, state=State.FEATURES)
         self._transitions.settle(linear.node, State(place.state or State.FEATURES))
 
@@ -124,16 +123,16 @@ class _Walk:
         weight, bias = parameter_nodes(graph, linear)
         with graph.inserting_before(node):
             product = graph.call_function(F.linear, (value, weight))
-        set_info(product, info(node), shards={self._program.first_names[linear.weight]: 1}, state=State.PARTIAL)
+        set_info(product, info(node), shards={self._first[linear.weight]: 1}, state=State.PARTIAL)
         rename(graph, product, f"{node.name}_part")
         result = self._transitions.insert(product, State.PARTIAL, target, f"{node.name}_sum")
         if bias is not None:
             with graph.inserting_before(node):
-                if self._program.tensors[self._program.first_names[str(linear.bias)]].dtype != tensor_spec(node).dtype:
+                if self._program.tensors[self._first[str(linear.bias)]].dtype != tensor_spec(node).dtype:
                     bias = graph.call_method("to", (bias, tensor_spec(node).dtype))  # under autocast
                     set_info(bias, info(node), spec=None, state=target)
                 result = graph.call_function(operator.add, (result, bias))
-            divided = {self._program.first_names[str(linear.bias)]: 0} if target is State.FEATURES else {}
+            divided = {self._first[str(linear.bias)]: 0} if target is State.FEATURES else {}
             set_info(result, info(node), state=target, shards=divided)
         put_in_place(graph, node, result)
 
@@ -143,7 +142,7 @@ class _Walk:
         if node.target is not F.embedding:
             raise PlacementError(f"{node.name} ({info(node).source}) sums bags, so its rows cannot be divided")
         given: dict[str, Any] = dict(zip(("input", "weight", "padding_idx"), node.args, strict=False)) | node.kwargs
-        name = self._program.first_names[str(given["weight"].target)]
+        name = self._first[str(given["weight"].target)]
         rows, padding = self._program.tensors[name].shape[0], given.get("padding_idx")
         indices = self._transitions.moved(given["input"], State.REPLICATE)
         options = {"rows": rows} | ({} if padding is None else {"padding_idx": padding % rows})
@@ -226,10 +225,8 @@ class _Walk:
                 continue
             if shape_of(value)[-1:] != (features,):
                 self._transitions.divides(value, node)  # a number for all features
-            elif (
-                value.op == "get_attr" and len(self._readers.get(self._program.first_names[str(value.target)], ())) == 1
-            ):
-                shards[self._program.first_names[str(value.target)]] = len(shape_of(value)) - 1
+            elif value.op == "get_attr" and len(self._readers.get(self._first[str(value.target)], ())) == 1:
+                shards[self._first[str(value.target)]] = len(shape_of(value)) - 1
             else:
                 node.replace_input_with(value, self._transitions.moved(value, State.FEATURES))
         if is_view(node) and node.args[-1] == features:

@@ -32,7 +32,6 @@ class BucketGradients(Pass[LoweredProgram, LoweredProgram]):
     A tensor as large, and of at least `alone` bytes, has a bucket of its own, so that it is summed where it is.
     """
 
-    name: ClassVar[str] = "bucket-gradients"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
 

@@ -23,7 +23,6 @@ from splitc.runtime.collectives.layouts import State
 class DealNeurons(Pass[LoweredProgram, LoweredProgram]):
     """Deal the hidden neurons of the layers that the plan holds as subnets."""
 
-    name: ClassVar[str] = "deal-neurons"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:

@@ -36,7 +36,6 @@ from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
 class InsertComm(Pass[PlacedProgram, PlacedProgram]):
     """Insert send, recv and all_reduce nodes."""
 
-    name: ClassVar[str] = "insert-comm"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound, cuts_are_communicated)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:
@@ -63,13 +62,10 @@ class InsertComm(Pass[PlacedProgram, PlacedProgram]):
 
 def _synchronised(program: PlacedProgram, role: str, sync: str) -> tuple[str, ...]:
     """The trainable parameters of a role whose gradients are summed in this way."""
-    placements = program.plan.placements
-    layers = [
-        layer for layer in program.layers if (placements[layer.name].role, placements[layer.name].sync) == (role, sync)
-    ]
-    apart = program.tied
-    held = dict.fromkeys(h for layer in layers for h in layer.tensors if program.tensors[h].trainable)
-    return tuple(name for name in held if name not in apart)
+    places = program.plan.placements
+    layers = [each for each in program.layers if (places[each.name].role, places[each.name].sync) == (role, sync)]
+    held = dict.fromkeys(name for layer in layers for name in layer.tensors if program.tensors[name].trainable)
+    return tuple(name for name in held if name not in program.tied)
 
 
 def _role(program: PlacedProgram, node: fx.Node) -> str:

@@ -27,7 +27,6 @@ from splitc.ir.program import LoweredProgram, Program, Stage
 class InsertPulls(Pass[LoweredProgram, LoweredProgram]):
     """Insert a pull node for each served bucket."""
 
-    name: ClassVar[str] = "insert-pulls"
     requires: ClassVar[tuple[Check, ...]] = (buckets_hold_every_gradient,)
     ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph, served_parameters_are_pulled)
 

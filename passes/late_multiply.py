@@ -26,7 +26,6 @@ from splitc.ir.program import PlacedProgram
 class LateMultiply(Pass[PlacedProgram, PlacedProgram]):
     """Replace linear layers by late_multiply nodes."""
 
-    name: ClassVar[str] = "late-multiply"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:

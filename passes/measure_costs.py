@@ -30,7 +30,6 @@ def require_costs(costs: str) -> None:
 class MeasureCosts(Pass[Program, Program]):
     """Count every layer on fake tensors; with "measured" costs, run it on this machine too."""
 
-    name: ClassVar[str] = "measure-costs"
     requires: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
     ensures: ClassVar[tuple[Check, ...]] = (has_costs,)
 

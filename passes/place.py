@@ -83,7 +83,6 @@ class Place(Pass[Program, PlacedProgram]):
     cluster of other devices.
     """
 
-    name: ClassVar[str] = "place"
     requires: ClassVar[tuple[Check, ...]] = (has_costs,)
     ensures: ClassVar[tuple[Check, ...]] = (every_layer_placed,)
 
@@ -186,8 +185,7 @@ class Place(Pass[Program, PlacedProgram]):
         return found
 
     def _request(self, program: Program) -> Request:
-        problems = self.problems()
-        if problems:
+        if problems := self.problems():
             raise PlacementError(bullets("this cannot be planned:", problems))
         if is_measured(program):
             require_this_machine(self.cluster)
@@ -215,12 +213,8 @@ class Place(Pass[Program, PlacedProgram]):
             return chosen, chosen.bound
         feasible = [each for each in priced if each.feasible and each.exact]
         if not feasible:
-            title = f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:"
-            raise PlacementError(
-                bullets(
-                    title, [f"{each.strategy}: {each.infeasible_because}" for each in priced if each.infeasible_because]
-                )
-            )
+            why = [f"{each.strategy}: {each.infeasible_because}" for each in priced if each.infeasible_because]
+            raise PlacementError(bullets(f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:", why))
         return max(feasible, key=lambda each: each.samples_per_second), max(each.bound for each in priced)
 
 

@@ -21,9 +21,7 @@ from splitc.ir.program import LoweredProgram
 class Predict(Pass[LoweredProgram, LoweredProgram]):
     """Simulate some steps on `cluster`; the last one, or the mean of a round, is the prediction."""
 
-    name: ClassVar[str] = "predict"
     requires: ClassVar[tuple[Check, ...]] = (actions_are_complete,)
-    ensures: ClassVar[tuple[Check, ...]] = ()
 
     cluster: Cluster
 

@@ -32,7 +32,6 @@ from splitc.ir.program import PlacedProgram, TensorSpec
 class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
     """Rewrite every term of the loss for the role that computes it."""
 
-    name: ClassVar[str] = "scale-loss"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:

@@ -44,7 +44,6 @@ from splitc.passes.grid import grid
 class Schedule(Pass[LoweredProgram, LoweredProgram]):
     """Schedule one batch at a time, whole or in microbatches."""
 
-    name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (actions_are_complete, sends_meet_receives, no_deadlock)
 

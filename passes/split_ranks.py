@@ -30,7 +30,6 @@ from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
 class SplitRanks(Pass[PlacedProgram, LoweredProgram]):
     """Make one Stage for each role of the plan."""
 
-    name: ClassVar[str] = "split-ranks"
     requires: ClassVar[tuple[Check, ...]] = (cuts_are_communicated,)
     ensures: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph, shapes_hold)
 

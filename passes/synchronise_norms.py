@@ -37,7 +37,6 @@ class SynchroniseNorms(Pass[PlacedProgram, PlacedProgram]):
     InstanceNorm whose running statistics no rank sees whole.
     """
 
-    name: ClassVar[str] = "synchronise-norms"
     ensures: ClassVar[tuple[Check, ...]] = (graph_is_sound,)
 
     def run(self, program: PlacedProgram) -> PlacedProgram:

@@ -25,7 +25,6 @@ class UsePlan(Pass[Program, PlacedProgram]):
     PlacementError when the plan was made for another one.
     """
 
-    name: ClassVar[str] = "use-plan"
     requires: ClassVar[tuple[Check, ...]] = (has_costs,)
     ensures: ClassVar[tuple[Check, ...]] = (every_layer_placed,)
 

@@ -64,9 +64,8 @@ def calibrate(
         if separate and not ranks.gpus:
             own = replace(own, device=own.device.slowed(1 / _share(budget / 20)))
     fits = transport.all_gather_objects(own)
-    samples = measure_links(
-        transport, budget * (1 - _DEVICES), progress, ranks.ranks_per_host, ranks.transfers_take_cores
-    )
+    left = budget * (1 - _DEVICES)
+    samples = measure_links(transport, left, progress, ranks.ranks_per_host, ranks.transfers_take_cores)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())

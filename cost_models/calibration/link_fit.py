@@ -104,11 +104,9 @@ def point(sample: Sample) -> Point:
     """Rounds and bytes that (1) prices a message, many to one or a collective by, and its seconds."""
     n, nbytes = len(sample.ranks), sample.nbytes
     rounds, sent = {
-        "many_to_one": (n - 1, (n - 1) * nbytes),
-        "one_to_many": (n - 1, (n - 1) * nbytes),
+        **dict.fromkeys(_MANY, (n - 1, (n - 1) * nbytes)),
+        **dict.fromkeys(("all_gather", "reduce_scatter"), (n - 1, (n - 1) / n * nbytes)),
         "all_reduce": (2 * (n - 1), 2 * (n - 1) / n * nbytes),
-        "all_gather": (n - 1, (n - 1) / n * nbytes),
-        "reduce_scatter": (n - 1, (n - 1) / n * nbytes),
     }.get(sample.kind, (1, nbytes))
     return rounds, sent, sample.seconds
 

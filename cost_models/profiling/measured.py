@@ -98,8 +98,7 @@ def measure_layers(
 def require_this_machine(cluster: Cluster) -> None:
     """Raise CostError for a cluster of other devices than the one that layers are measured on."""
     here = device_name()
-    others = [each for each in (cluster.device, *(u.device for u in cluster.unlike)) if each.name != here]
-    if others:
+    if others := [each for each in (cluster.device, *(u.device for u in cluster.unlike)) if each.name != here]:
         raise CostError(
             f"layers are measured on this machine's {here}, and cluster {cluster.name} has {others[0].name}, on which "
             f'they take other times; use counted costs (costs="counted", --costs counted), or measure on that machine'

@@ -75,7 +75,6 @@ def unknown_words(pin: Placement) -> list[str]:
 
 
 def _near(pattern: str, layers: Sequence[str]) -> str:
-    near = difflib.get_close_matches(pattern.strip("*?."), layers, 3, 0.4)
-    if near:
+    if near := difflib.get_close_matches(pattern.strip("*?."), layers, 3, 0.4):
         return f"near it are {', '.join(near)}"
     return f"the layers are {', '.join(layers[:8])}{', ...' if len(layers) > 8 else ''}"

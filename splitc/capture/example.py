@@ -139,8 +139,7 @@ class Example:
         """The example with batch dimensions that agree in size.  Raises CaptureError where there are none."""
         if all(path[0] in self.targets for path in self.paths.values()):
             raise CaptureError("the example has no tensor; give example=(tensor, ...)")
-        scalar = [name for name, tensor in self.tensors.items() if tensor.dim() == 0]
-        if scalar:
+        if scalar := [name for name, tensor in self.tensors.items() if tensor.dim() == 0]:
             raise CaptureError(f"the input {scalar[0]} is a 0-d tensor; dim 0 of every input must be the batch")
         found = next(layouts(self.tensors), None)
         if found is None:

@@ -193,8 +193,7 @@ def no_python_randomness(name: str) -> Iterator[None]:
     """Raise Unsupported when the code inside draws from the random generators of Python or numpy."""
     before = _generator_states()
     yield
-    drawn = [name for name, state in _generator_states().items() if state != before.get(name)]
-    if drawn:
+    if drawn := [name for name, state in _generator_states().items() if state != before.get(name)]:
         raise Unsupported(
             f"forward draws numbers from {' and '.join(drawn)}, and a graph would keep those of one call; draw them "
             f"with the data and pass them as an input",

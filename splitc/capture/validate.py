@@ -220,8 +220,7 @@ def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str,
         runs.append(gradients(program.name, twin.root, loss))
     whole, first, rest = runs
     both = {name: first[name].plus(rest[name]) for name in first.keys() & rest.keys()}
-    wrong = list(differing(whole, both, twin.tolerance))
-    if wrong:
+    if wrong := list(differing(whole, both, twin.tolerance)):
         raise CaptureError(
             f"{info(program.loss).source}: the loss couples examples: the gradients of {', '.join(wrong[:4])} over "
             f"parts of the batch do not add up to those over the whole; look for a backward that mixes examples"

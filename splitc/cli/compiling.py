@@ -225,8 +225,7 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
         "--cluster": args.cluster is not None,
         "--costs": args.costs != COUNTED,
     }
-    given = [option for option, there in decided.items() if there]
-    if given:
+    if given := [option for option, there in decided.items() if there]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")
     return plan
 

@@ -44,8 +44,7 @@ def _checked(folder: Path) -> Plan:
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]
     parts = [f"{'_'.join(roles)}.py" for roles in plan.ranks_by_roles]
-    missing = [name for name in (*parts, *ranks, "weights.pt") if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in (*parts, *ranks, "weights.pt") if not (folder / name).is_file()]:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise LaunchError(f"{folder} has no {', '.join(missing[:4])}{more}; compile the model again")
     _same_plan(folder, plan)
@@ -59,8 +58,7 @@ def _require_own_code(folder: Path, parts: Sequence[str]) -> None:
     needed = {name for text in texts for name in re.findall(r'\b(?:model|loss)="(\w+)[\w.]*:', text)}
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(folder), *filter(None, given), *(path for path in sys.path if path not in ("", os.getcwd()))]
-    missing = sorted(name for name in needed if PathFinder.find_spec(name, paths) is None)
-    if missing:
+    if missing := sorted(name for name in needed if PathFinder.find_spec(name, paths) is None):
         raise LaunchError(
             f"{folder} runs the user's own code of {', '.join(missing)}, which its ranks cannot import; put the folder "
             f"of {missing[0]} into PYTHONPATH, or copy it into {folder}"

@@ -81,10 +81,8 @@ def _model(module: ModuleType, attribute: str, argument: str, where: str) -> nn.
 
 def _models(module: ModuleType) -> list[str]:
     """Names of the modules, and of the module classes that the file defines."""
-    own = [
-        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
-    ]
-    classes = [n for n in own if inspect.isclass(vars(module)[n]) and issubclass(vars(module)[n], nn.Module)]
+    defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+    classes = [n for n, v in defined.items() if n[0] != "_" and inspect.isclass(v) and issubclass(v, nn.Module)]
     return [n for n, v in vars(module).items() if isinstance(v, nn.Module)] + classes
 
 

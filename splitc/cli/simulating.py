@@ -82,9 +82,8 @@ def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, w
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
     write_file("--trace", Path(args.trace), json.dumps(trace))
-    print(
-        f"wrote {args.trace}: three predicted {'rounds' if plan.rounds else 'steps'}; open it in https://ui.perfetto.dev"
-    )
+    what = "rounds" if plan.rounds else "steps"
+    print(f"wrote {args.trace}: three predicted {what}; open it in https://ui.perfetto.dev")
 
 
 def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:

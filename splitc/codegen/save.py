@@ -41,8 +41,7 @@ def save_build(
 
 def require_importable(program: Program, what: str) -> None:
     """Raise LaunchError when other processes cannot import the code of a region, which `what` needs."""
-    problems = [f"{own.path or 'the whole model'}: {own.why}" for _, own in regions(program) if not own.code]
-    if problems:
+    if problems := [f"{own.path or 'the whole model'}: {own.why}" for _, own in regions(program) if not own.code]:
         title = (
             f"{what} needs the user's own code of these regions, and scripts cannot import it: put the model into a "
             f"file, and give compile() a class or function of it without arguments that makes the model (for a loss: a "

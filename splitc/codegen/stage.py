@@ -237,7 +237,6 @@ def module_imports(lines: list[str]) -> list[str]:
         imports.append("import torch.nn.functional as F")
     imports.append("from torch import nn")
     names = ("Neurons", "OwnModel", "Tree", "own_function", "own_model", "own_module")
-    runtime = [name for name in names if uses(lines, f"{name}(") or uses(lines, f"({name})")]
-    if runtime:
+    if runtime := [name for name in names if uses(lines, f"{name}(") or uses(lines, f"({name})")]:
         imports += ["", f"from splitc.runtime import {', '.join(runtime)}"]
     return imports

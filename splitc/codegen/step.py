@@ -29,10 +29,12 @@ from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
 
 _EVALUATED = ("send", "recv", "weigh", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
-_DEALT = {
+_NOTES = {
     "deal": "this rank's slices arrive",
     "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
     "collect": "back to their owners",
+    "send_parameters": "to the workers",
+    "reduce_gradients": "summed over the workers",
 }
 
 
@@ -142,17 +144,15 @@ class _StepWriter:
             case "all_reduce_tied":
                 line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
                 return [line] if action.value == self._first_tied else []
-            case "send_parameters":
-                return [("comm.send_parameters(stage, SERVED)", "to the workers")]
-            case "reduce_gradients":
-                return [("comm.reduce_gradients(stage, SERVED)", "summed over the workers")]
+            case "send_parameters" | "reduce_gradients":
+                return [(f"comm.{action.verb}(stage, SERVED)", _NOTES[action.verb])]
             case "all_reduce" | "push" | "multiply" | "arrive":
                 return []  # lines of the backward, or of an average
         stage = self._program.stage(action.role)
         match action.verb:
             case "deal" | "fetch_ahead" | "collect":
                 dealt = constant("DEALT", self._rank_program, stage)
-                return [(f"{comm}.{action.verb}(stage, {dealt})", _DEALT[action.verb])]
+                return [(f"{comm}.{action.verb}(stage, {dealt})", _NOTES[action.verb])]
             case "keep" | "average":
                 return self._exchange(action)
             case "weigh":

@@ -115,8 +115,7 @@ def prepare(folder: Path) -> None:
         raise LaunchError(
             f"cannot write to {folder} ({error.strerror}); name another folder: --output FOLDER"
         ) from error
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _OWN)
-    if foreign:
+    if foreign := sorted(path.name for path in folder.iterdir() if path.name not in _OWN):
         raise LaunchError(
             f"{folder} holds more than an earlier demo ({', '.join(foreign[:5])}); name another folder: --output FOLDER"
         )

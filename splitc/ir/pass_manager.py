@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -25,11 +26,16 @@ class Pass(ABC, Generic[P, Q]):
 
     It decides (fills plan or costs) or rewrites (changes the graph), never both.  A subclass is a small frozen
     dataclass: its fields are its options.  `requires` must hold before it runs, `ensures` of the program it returns.
+    Its name is that of the class, in words: InsertComm is insert-comm.
     """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[Check, ...]] = ()
     ensures: ClassVar[tuple[Check, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = re.sub(r"\B(?=[A-Z])", "-", cls.__name__).lower()
 
     @abstractmethod
     def run(self, program: P) -> Q:
@@ -59,6 +65,5 @@ def run_passes(program: P, passes: Iterable[Pass[P, P]], watch: Watcher | None =
 
 
 def _verify(program: Program, checks: tuple[Check, ...], title: str) -> None:
-    problems = [f"{check.__name__}: {problem}" for check in checks for problem in check(program)]
-    if problems:
+    if problems := [f"{check.__name__}: {problem}" for check in checks for problem in check(program)]:
         raise InternalError(bullets(f"{title}:", problems))

@@ -49,9 +49,8 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
 
 def by_bytes(program: Program) -> tuple[str, ...]:
     """Return the ops that are priced by the bytes they access alone, since their FLOPs are unknown."""
-    return tuple(
-        dict.fromkeys(name for layer in program.layers for name in program.costs[layer.name].small.unknown_ops)
-    )
+    costs = (program.costs[layer.name] for layer in program.layers)
+    return tuple(dict.fromkeys(name for cost in costs for name in cost.small.unknown_ops))
 
 
 def roles_of(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -129,8 +129,7 @@ def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
     following = iter(lines[2:])
     for each in shown:
         text.append(next(following) if isinstance(each, int) else _middle(f"  {each}"))
-    hidden = sum(each.rows for each in shown if isinstance(each, Hidden))
-    if hidden:
+    if hidden := sum(each.rows for each in shown if isinstance(each, Hidden)):
         text.append(_wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
     return "\n".join(text)
 
@@ -192,7 +191,7 @@ def _candidate(c: Candidate, fastest: float) -> list[str]:
 def _table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str], elastic: int, least: int = 8
 ) -> str:
-    """Write a table of at most WIDTH columns, for which the texts of column `elastic` are cut, to no less than `least`."""
+    """Write a table that fits WIDTH: the texts of column `elastic` are cut as far as needed, but not below `least`."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     room = max(least, WIDTH - sum(widths) + widths[elastic] - 2 * (len(widths) - 1))
     cut = [[*row[:elastic], _short(row[elastic], room), *row[elastic + 1 :]] for row in rows]

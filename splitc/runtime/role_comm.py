@@ -175,10 +175,8 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         self, value: Tensor | None, source: str, target: str, features: int = 0, dim: int = 0, rows: int = 1
     ) -> Arriving:
         """Start to bring a value, or a gradient, to another state; `wait` of what is returned gives it."""
-        transition = Transition(State(source), State(target))
-        return self._group.start(
-            self._arrived(value, self.role, "gathered"), transition, self._extents(features, dim, rows)
-        )
+        value, transition = self._arrived(value, self.role, "gathered"), Transition(State(source), State(target))
+        return self._group.start(value, transition, self._extents(features, dim, rows))
 
     def _extents(self, features: int, dim: int, rows: int) -> Extents:
         """How the group divides a value of the microbatch."""

@@ -81,8 +81,7 @@ def _groups(
         examples = [step.interval(plan.interval(role, rank)) for rank in members]
         for microbatch in range(pieces.number):
             parts = [part for each in examples for part in pieces.examples(each, microbatch)]
-            indices = [torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts if a < b]
-            if indices:
+            if indices := [torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts if a < b]:
                 found.append(NormGroup(torch.cat(indices), counts=first == 0))
     return found
 
