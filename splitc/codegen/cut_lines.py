@@ -169,20 +169,17 @@ class CutLines:
     def _entry(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
         value = self._arrived(cut, comm) + (".detach()" if not cut.sent and self._returns(cut) else "")
-        leaf = ".requires_grad_()" if self._returns(cut) else ""
+        write, leaf = (_started, "") if self._is_early(cut) else (_moved, ".requires_grad_()" * self._returns(cut))
         what = "a microbatch" if comm.endswith("[k]") else "the examples"
         note = f"all-gather: {what} of all ranks of the group" if cut.entry.move is Move.GATHER else str(cut.entry)
         without = Transition(cut.entry.source, State.DIVIDED) if cut.entry.move is Move.GATHER else cut.entry
-        if self._is_early(cut):
-            return f"{self.stage_input(cut)} = {_started(comm, value, cut.spec, without)}", note
-        return f"{self.stage_input(cut)} = {_moved(comm, value, cut.spec, without)}{leaf}", note
+        return f"{self.stage_input(cut)} = {write(comm, value, cut.spec, without)}{leaf}", note
 
     def _entry_grad(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
-        whole = self.stage_input(cut).replace("[k]", ".pop(k)")
+        whole, adjoint = self.stage_input(cut).replace("[k]", ".pop(k)"), cut.entry.adjoint
         write = _started if self._is_early(cut) else _moved
-        call = write(comm, f"{whole}.grad", cut.spec, cut.entry.adjoint)
-        adjoint = cut.entry.adjoint
+        call = write(comm, f"{whole}.grad", cut.spec, adjoint)
         note = str(adjoint)
         if adjoint.move in COLLECTIVES:
             note = f"{COLLECTIVES[adjoint.move]} over the group".replace("_", "-")
