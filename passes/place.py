@@ -178,10 +178,9 @@ class Place(Pass[Program, PlacedProgram]):
             found.append(f"memory is {self.memory!r}; it must be more than 0 bytes")
         if self.optimizer_copies < 0:
             found.append(f"optimizer_copies is {self.optimizer_copies}; it must be at least 0")
-        if self.cluster.world is not None and self.world > self.cluster.world:
-            found.append(
-                f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {self.cluster.world} devices"
-            )
+        most = self.cluster.world
+        if most is not None and self.world > most:
+            found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")
         return found
 
     def _request(self, program: Program) -> Request:

@@ -187,12 +187,9 @@ def _import_problem(error: BaseException, where: str) -> str:
     if isinstance(error, SyntaxError):
         line = f" ({error.text.strip()})" if error.text else ""
         return f"{type(error).__name__} in {Path(error.filename or where).name}:{error.lineno}{line}: {error.msg}"
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name is not None
-        and error.name.split(".")[0] == where.split(".")[0]
-    ):
-        return f"there is no module {error.name} here or among the installed packages; {_FORM}"
+    absent = error.name if isinstance(error, ModuleNotFoundError) else None
+    if absent is not None and absent.split(".")[0] == where.split(".")[0]:
+        return f"there is no module {absent} here or among the installed packages; {_FORM}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     own = [f for f in frames if f.filename != __file__ and not f.filename.startswith(_IMPORTING)]
     at = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""

@@ -23,12 +23,8 @@ class Meanwhile:
 
         x: (..., in).  Of one row, without grad mode, or where something is not trained, this is plain `F.linear`.
         """
-        if not (
-            torch.is_grad_enabled()
-            and x.requires_grad
-            and x.dim() > 1
-            and all(p.requires_grad for p in (weight, bias) if p is not None)
-        ):
+        trained = all(each.requires_grad for each in (x, weight, bias) if each is not None)
+        if not (torch.is_grad_enabled() and trained and x.dim() > 1):
             return F.linear(x, weight, bias)
         y = F.linear(x.detach(), weight.detach(), None if bias is None else bias.detach()).detach()  # which is no view
         watched: Tensor = _Later.apply(x, y, weight, bias, self)  # type: ignore[no-untyped-call]

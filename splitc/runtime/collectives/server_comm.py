@@ -77,7 +77,6 @@ class ServerComm:
 
     def _buckets_of(self, stage: nn.Module, buckets: Sequence[Bucket]) -> ServedBuckets:
         if stage not in self._served_buckets:
-            self._served_buckets[stage] = ServedBuckets(
-                self._messages, stage, buckets, self._spec.replicas, self._server(stage)
-            )
+            workers, server = self._spec.replicas, self._server(stage)
+            self._served_buckets[stage] = ServedBuckets(self._messages, stage, buckets, workers, server)
         return self._served_buckets[stage]
