@@ -35,7 +35,7 @@ def program(scheme: str, K: int) -> CompiledProgram:
 
 
 def activations(scheme: str, K: int, kind: str) -> list[list[WireOp]]:
-    """For each rank, the operations that gather the activations ("modulo") or their gradients ("modulo_grad")."""
+    """For each rank, the operations that gather the activations ("entry") or their gradients ("entry_grad")."""
     (cut,) = {
         cut.name for stage in program(scheme, K).program.stages for cut in stage.receives if cut.spec.shape == (1, 4096)
     }
@@ -51,15 +51,15 @@ def exchange(scheme: str, K: int) -> Exchange:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compiled_programs_send_the_bytes_of_a_scheme_in_its_turns(scheme: str, K: int) -> None:
     expected = exchange(scheme, K)
-    for kind in ("modulo", "modulo_grad"):
+    for kind in ("entry", "entry_grad"):
         by_rank = activations(scheme, K, kind)
         assert {len(ops) for ops in by_rank} == {expected.num_microbatches}
         assert sum(op.sent for ops in by_rank for op in ops) == expected.nbytes
     for turn in range(expected.num_microbatches):
-        sent = [ops[turn].sent for ops in activations(scheme, K, "modulo")]
+        sent = [ops[turn].sent for ops in activations(scheme, K, "entry")]
         assert sum(s > 0 for s in sent) == expected.senders
         assert max(sent) == expected.sent_in_microbatch
-        assert {op.shape[0] for op in (ops[turn] for ops in activations(scheme, K, "modulo"))} == {expected.examples}
+        assert {op.shape[0] for op in (ops[turn] for ops in activations(scheme, K, "entry"))} == {expected.examples}
 
 
 def test_all_schemes_move_the_same_bytes_and_work_on_all_examples() -> None:
