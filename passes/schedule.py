@@ -86,7 +86,7 @@ def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Actio
     numbers = [program.num_microbatches(program.stage(role)) for role in names]
     order = plan.schedule if plan.microbatches > 1 else "all_forward"
     own = next((role for role in roles if role != SERVER and program.stage(role).has_loss), roles[-1])
-    for cell in grid(programs, numbers, order):
+    for cell in grid(programs, numbers, order, [len(parts) for parts in plan.parts.values()]):
         stage = program.stage(names[cell.role])
         yield from (_forward if cell.forward else _backward)(program, rank_program, stage, cell.microbatch)
         if stage.has_loss and cell.microbatch == numbers[cell.role] - 1 and cell.forward == (numbers[cell.role] == 1):

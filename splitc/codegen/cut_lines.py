@@ -118,14 +118,14 @@ class CutLines:
 
     def argument(self, cut: Cut, comm: str) -> str:
         """What the call of the consumer's stage is given."""
-        if cut.gathered or self._returns(cut):
-            return self.stage_input(cut)
-        return self._arrived(cut, comm)
+        if cut.gathered and not self._returns(cut):
+            return self.last(f"{cut.name}_group")
+        return self.stage_input(cut) if self._returns(cut) else self._arrived(cut, comm)
 
     def stage_input(self, cut: Cut) -> str:
         """What the consumer's stage reads, where it is a variable of its own."""
         if cut.gathered:
-            return self.kept(f"{cut.name}_group") if self._returns(cut) else f"{cut.name}_group"
+            return self.kept(f"{cut.name}_group")
         if not cut.sent and self._returns(cut):
             return self.kept(f"{cut.name}_{cut.consumer}")
         return self.received(cut)

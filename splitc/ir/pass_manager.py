@@ -35,7 +35,8 @@ class Pass(ABC, Generic[P, Q]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.name = re.sub(r"\B(?=[A-Z])", "-", cls.__name__).lower()
+        if not hasattr(cls, "name"):  # else it is a variant of another pass
+            cls.name = re.sub(r"\B(?=[A-Z])", "-", cls.__name__).lower()
 
     @abstractmethod
     def run(self, program: P) -> Q:

@@ -51,7 +51,7 @@ def test_passes_run_in_order_and_leave_the_program_given_as_it_was() -> None:
 
 
 def test_a_pass_that_cannot_start_names_what_is_missing() -> None:
-    with pytest.raises(InternalError, match=r"needs-costs cannot start:\n  - has_costs: layer 0 .* has no price"):
+    with pytest.raises(InternalError, match=r"rename cannot start:\n  - has_costs: layer 0 .* has no price"):
         run_passes(program(), [NeedsCosts()])
 
 

@@ -52,7 +52,7 @@ def test_only_lower_checks_what_passes_ensure(monkeypatch: pytest.MonkeyPatch) -
     others = tuple(each for each in rewriting.ON_THE_STAGES if not isinstance(each, Schedule))
     monkeypatch.setattr(rewriting, "ON_THE_STAGES", (*others, Unscheduled()))
     assert all(not each.actions for each in lower_unchecked(program).rank_programs)
-    with pytest.raises(InternalError, match="unscheduled broke the program"):
+    with pytest.raises(InternalError, match="schedule broke the program"):
         lower(program)
 
 
