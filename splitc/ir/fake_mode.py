@@ -27,7 +27,9 @@ class FakeMode(FakeTensorMode):
             if not all(isinstance(each, torch.Tensor) and each.shape == first[0].shape for each in first):
                 raise
         except ZeroDivisionError:  # torch's rules divide by the number of examples: there are none, also in the result
-            results = [next(each for each in args if isinstance(each, torch.Tensor) and not each.numel())]
+            results = [each for each in args if isinstance(each, torch.Tensor) and not each.numel()]
+            if not results:
+                raise
         with self:
             return pytree.tree_map_only(torch.Tensor, torch.empty_like, results[-1])
 

@@ -25,6 +25,12 @@ def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [5103, 5153, 5215, 5234, 5372, 20102])
+def test_a_random_plan_that_found_a_bug_is_right(seed: int) -> None:
+    assert_right(outcome(seed))
+
+
+@pytest.mark.slow
 def test_new_random_plans_are_the_training_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     first = random.SystemRandom().randrange(10**9)
     with capsys.disabled():

@@ -58,3 +58,10 @@ def test_the_ctc_loss_is_captured(reduction: str) -> None:
 @pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single"])
 def test_the_ctc_loss_trains_as_in_one_process(strategy: str) -> None:
     assert compiled(Speech(), *speech(), nn.CTCLoss(), 2, strategy).verify(dtype=torch.float64).holds
+
+
+def test_the_gradient_of_a_mean_over_no_examples_has_a_shape() -> None:
+    with FakeMode():
+        x = torch.empty(0, 4, requires_grad=True)
+        F.mse_loss(x, torch.empty(0, 4)).backward()
+    assert x.grad is not None and x.grad.shape == (0, 4)
