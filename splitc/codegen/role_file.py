@@ -20,6 +20,7 @@ from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
 from splitc.ir.roles import ranks_text
 from splitc.ir.wire import bucket_nbytes, numel_on
+from splitc.runtime.collectives.layouts import Move
 
 
 def role_file(program: LoweredProgram, rank_program: RankProgram) -> str:
@@ -87,9 +88,10 @@ def _rows(program: PlacedProgram, rank_program: RankProgram, stage: Stage) -> It
     for name in stage.inputs:
         yield "in", name, text(None, name, "read by this role")
     for cut in stage.receives:
-        if cut.gathered:
+        if cut.gathered and cut.entry is not None:
             size = program.plan.groups[stage.role].size
-            yield "in", cut.name, text(cut, cut.name, f"gathered over groups of {size} ranks")
+            how = "gathered over" if cut.entry.move is Move.GATHER else f"{cut.entry}, in"
+            yield "in", cut.name, text(cut, cut.name, f"{how} groups of {size} ranks")
         if cut.sent:
             yield "in", cut.name, text(cut, cut.name, f"<- {cut.producer}{in_state(cut.arrives)}")
     for cut in stage.sends:
