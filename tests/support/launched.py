@@ -85,11 +85,16 @@ def main(folder: Path) -> None:
     model = Perceptron(seed=5 + int(os.environ["RANK"]))  # rank 0's weights count
     x, y = Examples()[:BATCH]
     compiled = splitc.compile(model, WORLD, (x,), y, F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
-    train(compiled.worker(sgd), folder / "compiled.pt", BATCH)
+    first = compiled.worker(sgd)
+    train(first, folder / "compiled.pt", BATCH)
     deferred = splitc.compile(model, WORLD, loss=F.cross_entropy, strategy=SEPARATION, cluster=CLUSTER)
-    worker = deferred.worker(sgd)
-    train(worker, folder / "deferred.pt", BATCH)
-    worker.rank.transport.close()
+    second = deferred.worker(sgd)
+    train(second, folder / "deferred.pt", BATCH)
+    for worker in (second, first):
+        worker.rank.transport.close()
+    # A thread of gloo that outlives the interpreter may abort it.
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], threads
 
 
 def train(worker: Worker | DeferredWorker, path: Path, batch: int) -> None:

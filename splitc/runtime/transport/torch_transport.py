@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its default arguments would keep a process group that is there already
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
