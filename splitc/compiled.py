@@ -64,6 +64,11 @@ class Settings:
     costs: str = COUNTED
     code: str | None = None
 
+    def place(self, model: str = "") -> Place:
+        """The pass that chooses a plan for them.  model: the fingerprint that goes into the plan."""
+        cluster, strategy = load_cluster(self.cluster), parse_strategy(self.strategy)
+        return Place(cluster, self.world, strategy, self.pins, self.global_batch, self.memory, model=model)
+
 
 def compile_example(
     model: nn.Module,
@@ -132,9 +137,8 @@ def specialise(
                 ) from error
             cluster = None
         else:
-            cluster, strategy = load_cluster(settings.cluster), parse_strategy(settings.strategy)
-            memory, batch = settings.memory, settings.global_batch
-            place = Place(cluster, settings.world, strategy, settings.pins, batch, memory, model=model)
+            place = settings.place(model)
+            cluster = place.cluster
             placed = run_pass(place, program, watch)
             now("writing programs for")
             lowered = lower(placed, watch)

@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command that the options name; returns the exit code."""
     return {
         "inspect": inspect,
+        "explain": explain,
         "compile": compile,
         "run": run_build,
         "verify": verify,
@@ -42,6 +43,13 @@ def inspect(args: argparse.Namespace) -> int:
     else:
         print(report(program, everything=args.all), end="")
     return 0
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Print the price of each placement of a layer."""
+    from splitc.cli.explaining import explain
+
+    return explain(args)
 
 
 def compile(args: argparse.Namespace) -> int:

@@ -53,24 +53,34 @@ _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 def compiled(args: argparse.Namespace, plan_path: str | None = None) -> CompiledProgram:
     """The program that the options ask for."""
     plan = None if plan_path is None else _plan(args, Path(plan_path))
+    file, settings, program = analysed(args, plan)
+    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
+        placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
+    return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
+
+
+def analysed(
+    args: argparse.Namespace, plan: Plan | None = None, evaluation: bool = True
+) -> tuple[ModelFile, Settings, Program]:
+    """The model that the options name, the settings that they ask for, and the program before a plan is chosen.
+
+    evaluation: see `analyse`.
+    """
     if plan is None:
         settings = _settings(args)
     else:
         settings = Settings(plan.world, autocast=autocast_for(parse_autocast(args.autocast), plan))
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
-    observer = watch if args.verbose else None
     with Step(f"tracing {file.name}", args.quiet) as step:
-        program = _analysed(file, args.verbose, settings, step.doing(file.name))
+        program = _analysed(file, args.verbose, settings, step.doing(file.name), evaluation)
         if inserts_norm(settings, plan):
             file = replace(file, model=with_norms(file.model, program, settings.world))
-            program = _analysed(file, args.verbose, settings, step.doing(file.name))
-    with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
-        placed = specialise(program, settings, plan, observer, step.doing(file.name))
-    return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
+            program = _analysed(file, args.verbose, settings, step.doing(file.name), evaluation)
+    return file, settings, program
 
 
-def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress) -> Program:
+def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress, evaluation: bool) -> Program:
     # torch logs a traceback for every op that fails on fake tensors; the error says the same
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
@@ -83,6 +93,7 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress)
             costs=settings.costs,
             code=file.code,
             now=now,
+            evaluation=evaluation,
         )
     except Exception as error:
         is_ours = isinstance(error, SplitcError)

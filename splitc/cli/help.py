@@ -43,6 +43,14 @@ splitc COMMAND --help shows more.
       --pin 'classifier.4=sync:late_multiply' --pin 'classifier.6=role:fc'
   splitc inspect examples/alexnet.py --world 4 --json > report.json
 """,
+    "explain": """examples:
+  splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
+  splitc explain examples/alexnet.py 'classifier.*' --world 8 --memory 8GB
+  splitc explain examples/mlp.py fc1 --world 4 --pin 'fc2=sync:late_multiply'
+
+Each row is a placement that --pin can ask for; all other layers are placed
+again around it.
+""",
     "compile": """examples:
   splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
   splitc compile examples/alexnet.py --world 4 --strategy layer_separation
@@ -115,5 +123,5 @@ A cluster of your own is a .toml file: --cluster my.toml
 
 def epilog(command: str = "") -> str:
     """What follows the options in the help of a command; of `splitc` itself without one."""
-    conventions = f"\n{_CONVENTIONS}\n" if command in ("inspect", "compile", "verify", "simulate") else ""
+    conventions = f"\n{_CONVENTIONS}\n" if command in ("inspect", "explain", "compile", "verify", "simulate") else ""
     return f"{_EXAMPLES.get(command, '')}{conventions}\n{_EXIT_CODES}"

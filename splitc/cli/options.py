@@ -82,6 +82,12 @@ def _inspect(add: Add) -> None:
     add("--all", action="store_true", help="show every layer, also blocks that repeat")
 
 
+def _explain(add: Add) -> None:
+    _model_options(add)
+    add("layer", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
+    add("--json", action="store_true", help="print the figures as JSON (schema 1)")
+
+
 def _compile(add: Add) -> None:
     _model_options(add, world_required=False)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
@@ -208,6 +214,7 @@ def _model_options(add: Add, world_required: bool = True) -> None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
+    "explain": ("show what every placement of a layer would cost", _explain),
     "compile": ("write the per-rank scripts of a model", _compile),
     "run": ("train a build on this machine, under torchrun", _run),
     "verify": ("show that the ranks train exactly as one process does", _verify),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import tabulate as tables
 
 from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
@@ -18,11 +15,10 @@ from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.rounds import rounds_text
 from splitc.report.blocks import Hidden, Row, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
+from splitc.report.tables import WIDTH, short, table, wrap
 
-WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
-tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
 def report(program: LoweredProgram, everything: bool = False) -> str:
@@ -40,13 +36,13 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
     if is_measured(program):
-        sections.append(_wrap("Layer times were measured on this machine."))
+        sections.append(wrap("Layer times were measured on this machine."))
     if program.frozen_layers:
-        sections.append(_wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
+        sections.append(wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):
-        sections.append(_wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
-    sections += map(_wrap, _own_code(program, layers))
-    sections += map(_wrap, program.notes)
+        sections.append(wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
+    sections += map(wrap, _own_code(program, layers))
+    sections += map(wrap, program.notes)
     if (norms := _norm_groups(program)) is not None:
         sections.append(norms)
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -94,7 +90,7 @@ def _headline(program: PlacedProgram) -> str:
         f"{units.numbered(len(program.layers), 'layer')}",
     ]
     lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
-    return "\n".join(map(_wrap, lines))
+    return "\n".join(map(wrap, lines))
 
 
 def _simulated(prediction: Prediction) -> str:
@@ -124,13 +120,13 @@ def _placements(rows: Sequence[Row], shown: Sequence[int | Hidden]) -> str:
     headers = ["layer", "params", "FLOPs", "FLOP/B", "role", "sync", "sent", "compute"]
     visible = [rows[each] for each in shown if isinstance(each, int)]
     align = ("left", "right", "right", "right", "left", "left", "right", "right")
-    lines = _table(headers, [[name, *cells] for name, cells in visible], align, elastic=0).splitlines()
+    lines = table(headers, [[name, *cells] for name, cells in visible], align, elastic=0).splitlines()
     text = lines[:2]
     following = iter(lines[2:])
     for each in shown:
         text.append(next(following) if isinstance(each, int) else _middle(f"  {each}"))
     if hidden := sum(each.rows for each in shown if isinstance(each, Hidden)):
-        text.append(_wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
+        text.append(wrap(f"{hidden} of {len(rows)} layers are hidden, since their rows repeat; --all shows them"))
     return "\n".join(text)
 
 
@@ -139,7 +135,7 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
         units.count(layer["parameters"]),
         units.count(layer["flops"]),
         "" if layer["ccr"] is None else units.count(layer["ccr"]),
-        _short(layer["role"], 8),
+        short(layer["role"], 8),
         _held(layer),
         units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else "",
         units.seconds(layer["seconds"]),
@@ -160,8 +156,8 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
         sizes = (units.nbytes(one[k]) for k in ("parameter_bytes", "memory_bytes", "sent_bytes", "received_bytes"))
         alike.setdefault((one["role"] or "idle", *sizes), []).append(rank)
     headers = ["", "role", "parameters", "memory", "sends/step", "receives/step"]
-    rows = [[_short(rank_list(ranks), 24), *key] for key, ranks in alike.items()]
-    return _table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
+    rows = [[short(rank_list(ranks), 24), *key] for key, ranks in alike.items()]
+    return table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1)
 
 
 def _candidates(plan: Plan) -> str:
@@ -169,8 +165,8 @@ def _candidates(plan: Plan) -> str:
     ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
     headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]
     rows = [_candidate(c, fastest) for c in ordered]
-    text = _table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
-    notes = [_wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
+    text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
+    notes = [wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
     return "\n".join(["the best plan of each strategy", text, *notes])
 
 
@@ -188,17 +184,6 @@ def _candidate(c: Candidate, fastest: float) -> list[str]:
     ]
 
 
-def _table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str], elastic: int, least: int = 8
-) -> str:
-    """Write a table that fits WIDTH: the texts of column `elastic` are cut as far as needed, but not below `least`."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    room = max(least, WIDTH - sum(widths) + widths[elastic] - 2 * (len(widths) - 1))
-    cut = [[*row[:elastic], _short(row[elastic], room), *row[elastic + 1 :]] for row in rows]
-    text: str = tables.tabulate(cut, headers, disable_numparse=True, colalign=align)
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +194,10 @@ def _reasons(layers: Sequence[Mapping[str, Any]], number: int, everything: bool)
         chosen = _heaviest(chosen, REASONS)
     if not chosen:
         return ""
-    lines = [_wrap(f"{layer['name']} {layer['why']}", "  ") for layer in chosen]
+    lines = [wrap(f"{layer['name']} {layer['why']}", "  ") for layer in chosen]
     if len(chosen) < number:
         left = number - len(chosen)
-        lines.append(_wrap(f"{left} of {number} layers, repeated or small, are left out; --all shows them", "  "))
+        lines.append(wrap(f"{left} of {number} layers, repeated or small, are left out; --all shows them", "  "))
     return "\n".join(["why", *lines])
 
 
@@ -237,7 +222,7 @@ def _norm_groups(program: PlacedProgram) -> str | None:
         return None
     listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())
     what = "microbatches" if plan.microbatches > 1 else "batch, as under DDP"
-    return _wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
+    return wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
 
 
 def _runs(sizes: Sequence[int]) -> str:
@@ -245,14 +230,6 @@ def _runs(sizes: Sequence[int]) -> str:
     if len(sizes) > 8 and len(set(sizes)) <= 4:
         return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
     return ", ".join(map(str, sizes))
-
-
-def _wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + ("  " if indent else ""))
-
-
-def _short(name: str, width: int) -> str:
-    return name if len(name) <= width else "..." + name[-(width - 3) :]
 
 
 def _middle(text: str) -> str:

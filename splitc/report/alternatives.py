@@ -1,0 +1,125 @@
+"""Price every placement of some layers, with the rest of the plan chosen again around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from splitc.cost_models.simulation.timeline import Timeline, simulate
+from splitc.errors import PlacementError
+from splitc.ir.names import near_name
+from splitc.ir.placements import SPLITS, Placement
+from splitc.ir.plan import Plan
+from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.roles import has_convolutions, role_names
+from splitc.ir.strategies import (
+    Auto,
+    DataParallel,
+    LateMultiply,
+    LayerSeparation,
+    ModuloShard,
+    ParameterServer,
+)
+from splitc.ir.strategy import Strategy, in_microbatches
+from splitc.passes.place import Place
+from splitc.passes.rewriting import lower_unchecked
+from splitc.report.figures import roles_of
+
+_STEPS = 2  # to simulate: transfers of the first may still be under way in the second
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan in which some layers are placed as `pin` asks.
+
+    roles: role -> how many ranks.  step_seconds, samples_per_second: simulated.  compute_seconds, sent_bytes: of the
+    busiest rank.  limit: "compute", or "network" where the slowest rank waits longer than it computes.  chosen: the
+    plan is the one that is chosen without the pin.  why: there is no plan; the figures are 0 then.
+    """
+
+    placement: str
+    pin: Placement
+    strategy: str = ""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    compute_seconds: float = 0.0
+    sent_bytes: float = 0.0
+    limit: str = ""
+    chosen: bool = False
+    why: str = ""
+
+
+def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alternative]:
+    """Yield every placement of the layers that match `pattern`; where none of them is chosen, that one first.
+
+    Raises PlacementError when no layer matches, and when there is no plan without a further pin.
+    """
+    matching_layers(program, pattern)
+    chosen = place.run(program).plan
+    found = [_alternative(place, program, pattern, chosen, *each) for each in _placements(program, place.world)]
+    if not any(each.chosen for each in found):
+        yield _priced(Alternative("as chosen", Placement()), place.run(program), place, chosen)
+    yield from found
+
+
+def matching_layers(program: Program, pattern: str) -> list[str]:
+    """Return the names of the layers that match; raises PlacementError, with near names, when there are none."""
+    names = [layer.name for layer in program.layers]
+    if matching := [name for name in names if fnmatchcase(name, pattern)]:
+        return matching
+    listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    raise PlacementError(f"no layer matches {pattern!r}; {near_name(pattern, names)}the layers are {listed}")
+
+
+def simulated(program: PlacedProgram, place: Place) -> Timeline:
+    """Return the simulated step of a placed program."""
+    return simulate(lower_unchecked(program), place.cluster, _STEPS)
+
+
+def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, Strategy]]:
+    """Yield what a pin may ask for, and the strategy that tells best why it is not possible."""
+    yield "whole, all_reduce", Placement(holding="replicated", sync="all_reduce", group=1), DataParallel()
+    yield "late_multiply", Placement(sync="late_multiply"), LateMultiply()
+    yield "parameter_server", Placement(sync="parameter_server"), ParameterServer()
+    yield "role all", Placement(role="all"), DataParallel()
+    for role in role_names(2, has_convolutions(program)):
+        yield f"role {role}", Placement(role=role), LayerSeparation()
+    for size in (size for size in range(2, world + 1) if world % size == 0):
+        for split in SPLITS:
+            yield f"{split}, groups of {size}", Placement(holding="sharded", split=split, group=size), ModuloShard()
+        yield f"whole, groups of {size}", Placement(holding="replicated", group=size), ModuloShard()
+
+
+def _alternative(
+    place: Place, program: Program, pattern: str, chosen: Plan, name: str, pin: Placement, strategy: Strategy
+) -> Alternative:
+    others = {other: asked for other, asked in place.pins.items() if other != pattern}
+    pinned = replace(place, pins={**others, pattern: pin})
+    tried: Sequence[Place] = [pinned]
+    if isinstance(place.strategy, Auto):
+        tried = [pinned, replace(pinned, strategy=in_microbatches(strategy, place.strategy.microbatches))]
+    why = ""
+    for each in tried:
+        try:
+            return _priced(Alternative(name, pin), each.run(program), place, chosen)
+        except PlacementError as error:
+            why = str(error)
+    return Alternative(name, pin, why=why)
+
+
+def _priced(found: Alternative, program: PlacedProgram, place: Place, chosen: Plan) -> Alternative:
+    plan, timeline = program.plan, simulated(program, place)
+    slowest = max(timeline.phases, key=lambda phases: phases.step)
+    return replace(
+        found,
+        strategy=plan.strategy,
+        roles={role: len(ranks) for role, ranks in roles_of(plan).items()},
+        step_seconds=timeline.step_seconds,
+        samples_per_second=plan.global_batch / timeline.step_seconds,
+        compute_seconds=max(phases.compute for phases in timeline.phases),
+        sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
+        limit="network" if slowest.waiting > slowest.compute else "compute",
+        chosen=plan.hash == chosen.hash,
+    )

@@ -1,0 +1,91 @@
+"""`splitc explain`: the price of each placement of a layer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitc.compiled import Settings
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.errors import PlacementError
+from splitc.ir.placements import Placement
+from splitc.report.alternatives import Alternative, alternatives, simulated
+from tests.support.command import NET, splitc
+from tests.support.every_strategy import analysed
+
+Capture = pytest.CaptureFixture[str]
+
+
+def priced(world: int, pattern: str, **options: object) -> dict[str, Alternative]:
+    _, program = analysed()
+    place = Settings(world, cluster=load_cluster("v100-10gbe"), **options).place()  # type: ignore[arg-type]
+    return {each.placement: each for each in alternatives(place, program, pattern)}
+
+
+def test_the_price_of_a_placement_is_that_of_the_plan_with_its_pin() -> None:
+    _, program = analysed()
+    found = priced(4, "fc6")["rows, groups of 2"]
+    assert found.pin == Placement(holding="sharded", split="rows", group=2)
+    place = Settings(4, cluster=load_cluster("v100-10gbe"), pins={"fc6": found.pin}).place()
+    again = place.run(program)
+    assert found.step_seconds == simulated(again, place).step_seconds > 0
+    assert found.samples_per_second == pytest.approx(again.plan.global_batch / found.step_seconds)
+    assert again.plan.placements["fc6"].split == "rows"
+
+
+@pytest.mark.parametrize("pattern", ["fc6", "fc*", "conv"])
+@pytest.mark.parametrize("strategy", ["auto", "data_parallel", "layer_separation(n_c=3, n_f=1)"])
+def test_the_plan_that_is_chosen_is_among_the_placements(pattern: str, strategy: str) -> None:
+    chosen = [each for each in priced(4, pattern, strategy=strategy).values() if each.chosen]
+    assert chosen and len({each.samples_per_second for each in chosen}) == 1
+
+
+def test_a_placement_that_a_layer_cannot_have_says_why() -> None:
+    found = priced(4, "conv")
+    assert "only linear layers" in found["late_multiply"].why
+    assert found["late_multiply"].samples_per_second == 0
+    assert not found["role conv"].why
+
+
+def test_layers_of_one_pattern_are_placed_alike_and_other_pins_stay() -> None:
+    _, program = analysed()
+    pins = {"fc7": Placement(holding="replicated", sync="all_reduce"), "fc*": Placement(sync="late_multiply")}
+    place = Settings(2, cluster=load_cluster("v100-10gbe"), pins=pins).place()
+    plan = place.run(program).plan
+    assert {plan.placements[layer].sync for layer in ("fc6", "fc7", "fc8")} == {"late_multiply"}
+    found = priced(2, "fc*", pins=pins)["late_multiply"]
+    assert found.chosen and found.strategy == plan.strategy
+
+
+def test_an_unknown_layer_is_refused_with_near_names() -> None:
+    with pytest.raises(PlacementError, match="no layer matches 'fc66'; did you mean fc6"):
+        priced(2, "fc66")
+
+
+@pytest.fixture
+def _net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    (tmp_path / "net.py").write_text(NET)
+
+
+@pytest.mark.usefixtures("_net")
+def test_the_command_prints_a_table_in_80_columns_and_its_figures_as_json(capsys: Capture) -> None:
+    done = splitc(capsys, "explain net.py second --world 4 -q")
+    assert done.code == 0
+    assert "second of Net on 4 ranks of v100-10gbe" in done.out
+    assert any(line.startswith("* ") for line in done.out.splitlines())
+    assert max(map(len, done.out.splitlines())) <= 80
+    data = json.loads(splitc(capsys, "explain net.py se* --world 2 --json -q").out)
+    assert (data["schema"], data["layers"]) == (1, ["second"])
+    assert any(each["chosen"] for each in data["placements"])
+
+
+@pytest.mark.usefixtures("_net")
+def test_the_command_refuses_a_layer_that_the_model_does_not_have(capsys: Capture) -> None:
+    done = splitc(capsys, "explain net.py third --world 2 -q")
+    assert done.code == 2 and "no layer matches 'third'" in done.err
