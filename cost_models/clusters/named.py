@@ -1,7 +1,11 @@
-"""Clusters by name: the TOML files in `clusters/`, a user's own file, or this machine, measured."""
+"""Clusters by name: the TOML files in `clusters/`, a user's own file, or this machine, measured.
+
+`rtx3090-10gbe` is the device in `hosts/rtx3090.toml` with the link in `networks/10gbe.toml`.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measure_this_machine
@@ -15,7 +19,14 @@ _CLUSTERS = Path(__file__).parent
 
 def known_clusters() -> tuple[str, ...]:
     """Names of the clusters that come with splitc, besides "this-machine"."""
-    return tuple(sorted(path.stem for path in _CLUSTERS.glob("*.toml")))
+    return tuple(sorted(_files(), key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(4), name)))
+
+
+def _files() -> dict[str, tuple[Path, ...]]:
+    """Name -> the file of the cluster, or those of its device and of its link."""
+    hosts, networks = (tuple((_CLUSTERS / part).glob("*.toml")) for part in ("hosts", "networks"))
+    files: dict[str, tuple[Path, ...]] = {path.stem: (path,) for path in _CLUSTERS.glob("*.toml")}
+    return files | {f"{host.stem}-{network.stem}": (host, network) for host in hosts for network in networks}
 
 
 def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
@@ -30,17 +41,16 @@ def load_cluster(cluster: str | Path | Cluster | None = None) -> Cluster:
         return from_data(to_data(cluster), f"cluster {cluster.name}")
     if cluster is None or cluster == THIS_MACHINE:
         return measure_this_machine()
-    if isinstance(cluster, str) and cluster in known_clusters():
-        cluster = _CLUSTERS / f"{cluster}.toml"
-    elif not isinstance(cluster, Path) and not cluster.endswith(".toml"):
+    paths = (Path(cluster),) if isinstance(cluster, Path) else _files().get(cluster, (Path(cluster),))
+    if isinstance(cluster, str) and not paths[-1].name.endswith(".toml"):
         names = (*known_clusters(), THIS_MACHINE)
         raise CostError(
             f"unknown cluster {cluster!r}; {near_name(cluster, names)}there are {', '.join(names)}; "
             f"or give the path of a .toml file, which `splitc calibrate -o cluster.toml` writes"
         )
-    path = Path(cluster)
     try:
-        text = path.read_text(encoding="utf-8")
+        texts = [path.read_text(encoding="utf-8") for path in paths]
     except (OSError, UnicodeDecodeError) as error:
-        raise CostError(f"cannot read the cluster file {path}: {error}") from error
-    return parse_cluster(text, str(path))
+        raise CostError(f"cannot read the cluster file {cluster}: {error}") from error
+    own = [f'name = "{cluster}"\n'] if len(paths) > 1 else []
+    return parse_cluster("".join([*own, *texts]), " and ".join(map(str, paths)))

@@ -7,14 +7,9 @@ import json
 import os
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from splitc import units
 from splitc.cli.progress import Step
 from splitc.errors import LaunchError
-
-if TYPE_CHECKING:
-    from splitc.ir.cluster import Cluster, Link
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,42 +134,9 @@ def calibrate(args: argparse.Namespace) -> int:
 
 def clusters(args: argparse.Namespace) -> int:
     """List the known clusters."""
-    from splitc.cost_models.clusters.named import known_clusters, load_cluster
-    from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
+    from splitc.cli.clusters import clusters
 
-    for name in known_clusters():
-        print(_described(load_cluster(name)))
-    here = measured_before()
-    if here is None:
-        print(f"{THIS_MACHINE}\n  not measured yet; any command without --cluster measures it, in about 5 s")
-    else:
-        print(_described(here))
-    return 0
-
-
-def _described(cluster: Cluster) -> str:
-    device, link, local = cluster.device, cluster.link, cluster.local_link
-    rates = ", ".join(f"{units.flops(rate)}/s {dtype}" for dtype, rate in device.flop_rate.items())
-    limit = f", {cluster.world} devices" if cluster.world is not None else ""
-    shared = ", which all ranks share" if cluster.ranks_share_device else ""
-    lines = [
-        f"device  {device.name}{limit}{shared}: {units.nbytes(device.memory)} at "
-        f"{units.nbytes(device.memory_bandwidth)}/s, {rates}",
-        f"link    {_path(link)}",
-        *([f"hosts   of {cluster.ranks_per_host} ranks: {_path(local)} inside"] if local is not None else []),
-        *(
-            f"unlike  ranks {', '.join(map(str, each.ranks))}: {each.device.name}, {_path(each.link)}"
-            for each in cluster.unlike
-        ),
-        f"source  {cluster.source or 'not said'}",
-    ]
-    wrapped = [textwrap.fill(line, 80, initial_indent="  ", subsequent_indent=" " * 10) for line in lines]
-    return "\n".join([cluster.name, *wrapped])
-
-
-def _path(link: Link) -> str:
-    shared = " that the ranks of a host share" if link.shared else ""
-    return f"{units.bandwidth(link.bandwidth)}{shared}, {units.seconds(link.latency)} a message"
+    return clusters(args)
 
 
 def demo(args: argparse.Namespace) -> int:

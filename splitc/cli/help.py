@@ -114,6 +114,8 @@ several machines, start it on them:
 """,
     "clusters": """examples:
   splitc clusters
+  splitc clusters rtx4090-2.5gbe > my.toml
+  splitc clusters --json
   splitc inspect examples/alexnet.py --world 4 --cluster v100-25gbe
 
 A cluster of your own is a .toml file: --cluster my.toml

@@ -148,7 +148,8 @@ def _calibrate(add: Add) -> None:
 
 
 def _clusters(add: Add) -> None:
-    """This command has no options."""
+    add("names", nargs="*", metavar="name", help="print these clusters as files, with all numbers and their source")
+    add("--json", action="store_true", help="print all numbers as JSON (schema 1)")
 
 
 def _demo(add: Add) -> None:

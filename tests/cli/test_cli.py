@@ -17,6 +17,8 @@ import pytest
 from splitc.cli.compiling import listed, parse_pins
 from splitc.cli.options import memory, parse
 from splitc.cli.progress import Step
+from splitc.cost_models.clusters.named import known_clusters, load_cluster
+from splitc.ir.cluster_file import from_data, parse_cluster
 from splitc.ir.placements import Placement
 from tests import ROOT
 from tests.support.command import NET, splitc
@@ -224,16 +226,33 @@ def test_ranks_that_fail_end_with_1(capsys: Capture, monkeypatch: pytest.MonkeyP
     assert done.code == 1 and "splitc: the ranks failed:\nrank 1 has had enough" in done.err
 
 
-def test_clusters_are_listed_with_device_link_and_source(
+def test_clusters_are_a_table_with_devices_links_and_hosts(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = splitc(capsys, "clusters")
     assert done.code == 0
-    assert "v100-10gbe\n  device  Tesla V100 SXM2 16 GB: 16.0 GB" in done.out
-    assert "\n  link    10.0 Gbit/s, 30 us a message\n  source  " in done.out
-    assert "this-machine\n  not measured yet" in done.out
-    assert max(map(len, done.out.splitlines())) <= 80
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line}
+    assert rows["v100-10gbe"][1:7] == ["15.7", "125", "16", "10", "30", "1"]
+    assert rows["l4-pcie-100gbe"] == ["l4-pcie-100gbe", "30.3", "121", "24", "100*", "30", "8", "200", "L4"]
+    assert rows["ivybridge-56ib"][1:7] == ["0.282", "64", "40", "5", "1", "32"]
+    assert rows["-"] == ["-", "ranks", "4-7", "8.1", "65", "16", "5", "30", "T4"]
+    assert "this-machine  is not measured yet" in done.out
+    names = [line.split()[0] for line in done.out.splitlines() if line.startswith("rtx3090")]
+    assert names == ["rtx3090-1gbe", "rtx3090-2.5gbe", "rtx3090-10gbe"]
+
+
+def test_clusters_are_data_or_files_of_all_their_numbers(capsys: Capture) -> None:
+    data = json.loads(splitc(capsys, "clusters --json a6000-1gbe v100-nvlink-25gbe").out)
+    assert [from_data(each, "") for each in data["clusters"]] == list(
+        map(load_cluster, ("a6000-1gbe", "v100-nvlink-25gbe"))
+    )
+    assert {each["name"] for each in json.loads(splitc(capsys, "clusters --json").out)["clusters"]} >= set(
+        known_clusters()
+    )
+    assert parse_cluster(splitc(capsys, "clusters cpu16-2.5gbe").out, "") == load_cluster("cpu16-2.5gbe")
+    done = splitc(capsys, "clusters cpu16-2gbe")
+    assert done.code == 2 and "did you mean cpu16-2.5gbe" in done.err
 
 
 def test_ctrl_c_ends_with_130_and_without_a_traceback(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

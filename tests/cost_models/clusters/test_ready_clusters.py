@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -24,13 +25,18 @@ TODAY = {
 }  # fmt: skip
 
 
-def number_lines(name: str) -> list[str]:
-    lines = (FOLDER / f"{name}.toml").read_text().splitlines()
-    return [line for line in lines if re.match(r"[\w.]+ *= *[\d\[]", line)]
+ETHERNET = {
+    f"{host}-{rate}gbe" for host in ("rtx3090", "rtx4090", "a6000", "cpu16") for rate in ("1", "2.5", "10")
+}  # fmt: skip
+FILES = sorted(FOLDER.rglob("*.toml"))
+
+
+def number_lines(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines() if re.match(r"[\w.]+ *= *[\d\[]", line)]
 
 
 def test_the_clusters_of_the_papers_and_those_of_today_ship() -> None:
-    assert set(known_clusters()) == PAPERS | TODAY | {"mixed-v100-t4"}
+    assert set(known_clusters()) == PAPERS | TODAY | ETHERNET | {"mixed-v100-t4"}
 
 
 @pytest.mark.parametrize("name", known_clusters())
@@ -40,24 +46,33 @@ def test_every_cluster_can_be_loaded_and_tells_its_source(name: str) -> None:
     assert "assumption" in cluster.source
 
 
-@pytest.mark.parametrize("name", known_clusters())
-def test_every_number_says_where_it_is_from(name: str) -> None:
-    lines = number_lines(name)
-    assert len(lines) >= 8
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_number_says_where_it_is_from(file: Path) -> None:
+    lines = number_lines(file)
+    assert len(lines) >= (2 if file.parent.name == "networks" else 7)
     for line in lines:
-        assert re.search(r" # \S.{6,}$", line), f"{name}: {line}"
+        assert re.search(r" # \S.{6,}$", line), line
 
 
-@pytest.mark.parametrize("name", known_clusters())
-def test_an_assumption_says_what_it_rests_on(name: str) -> None:
-    for line in (FOLDER / f"{name}.toml").read_text().splitlines():
-        assert not re.search(r"# assumption\W*$", line), f"{name}: {line}"
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_assumption_says_what_it_rests_on(file: Path) -> None:
+    for line in file.read_text().splitlines():
+        assert not re.search(r"# assumption\W*$", line), line
 
 
-@pytest.mark.parametrize("name", known_clusters())
-def test_a_host_of_several_ranks_says_whether_they_share_its_link(name: str) -> None:
-    text = (FOLDER / f"{name}.toml").read_text()
-    assert (load_cluster(name).local_link is None) or re.search(r"^shared = (true|false) +# .", text, re.MULTILINE)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_host_of_several_ranks_says_whether_they_share_its_link(file: Path) -> None:
+    text = file.read_text()
+    assert "local_link" not in text or re.search(r"^shared = (true|false) +# .", text, re.MULTILINE)
+
+
+def test_a_ready_cluster_is_a_device_with_a_link_where_its_name_is_made_of_both() -> None:
+    slow, fast = load_cluster("rtx4090-1gbe"), load_cluster("rtx4090-2.5gbe")
+    assert (slow.name, fast.name) == ("rtx4090-1gbe", "rtx4090-2.5gbe")
+    assert slow.device == fast.device and slow.device.flop_rate["float32"] == 82.6e12
+    assert (slow.link.bandwidth, fast.link.bandwidth) == (0.125e9, 0.3125e9)
+    with pytest.raises(CostError, match=r"unknown cluster 'rtx4090-5gbe'; did you mean rtx4090-2\.5gbe"):
+        load_cluster("rtx4090-5gbe")
 
 
 @pytest.mark.parametrize("name", sorted(set(known_clusters()) - {"k80-2.6gbe"}))
