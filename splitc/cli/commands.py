@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
         "inspect": inspect,
         "explain": explain,
         "compile": compile,
+        "diff": diff,
         "run": run_build,
         "verify": verify,
         "simulate": simulate,
@@ -81,6 +82,13 @@ def _require_writable(folder: Path) -> None:
             f"{folder} is not empty and is no build of splitc, or lost its weights.pt, which tells what splitc wrote; "
             f"give another folder, nothing was written"
         )
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print what differs between two plans."""
+    from splitc.cli.diffing import diff
+
+    return diff(args)
 
 
 def run_build(args: argparse.Namespace) -> int:

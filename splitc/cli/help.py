@@ -60,6 +60,13 @@ again around it.
 then:
   splitc run build --steps 3
 """,
+    "diff": """examples:
+  splitc diff build again
+  splitc diff build/plan.json edited.json --json
+
+It exits with 0 when both plans decide the same, whatever they predict, and with
+1 when they differ.
+""",
     "run": """examples:
   splitc run build
   splitc run build --steps 100 --data mydata:batches --save trained.pt

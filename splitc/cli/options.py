@@ -88,6 +88,12 @@ def _explain(add: Add) -> None:
     add("--json", action="store_true", help="print the figures as JSON (schema 1)")
 
 
+def _diff(add: Add) -> None:
+    add("a", help="a plan.json, or a folder that `splitc compile` wrote")
+    add("b", help="another one")
+    add("--json", action="store_true", help="print the differences as JSON (schema 1)")
+
+
 def _compile(add: Add) -> None:
     _model_options(add, world_required=False)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
@@ -217,6 +223,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
     "explain": ("show what every placement of a layer would cost", _explain),
     "compile": ("write the per-rank scripts of a model", _compile),
+    "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
     "run": ("train a build on this machine, under torchrun", _run),
     "verify": ("show that the ranks train exactly as one process does", _verify),
     "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),

@@ -220,12 +220,12 @@ def _norm_groups(program: PlacedProgram) -> str | None:
             sizes[role] = tuple(plan.batch(role, rank, k) for rank in plan.roles[role] for k in parts)
     if not any(len(groups) > 1 for groups in sizes.values()):
         return None
-    listed = "; ".join(f"{role}: {_runs(groups)} examples" for role, groups in sizes.items())
+    listed = "; ".join(f"{role}: {runs(groups)} examples" for role, groups in sizes.items())
     what = "microbatches" if plan.microbatches > 1 else "batch, as under DDP"
     return wrap(f"BatchNorm normalises over each rank's own {what} ({listed}).")
 
 
-def _runs(sizes: Sequence[int]) -> str:
+def runs(sizes: Sequence[int]) -> str:
     """Format batch sizes: `(4, 4, 3)` -> `4, 4, 3`; `100 x 128` for many equal ones."""
     if len(sizes) > 8 and len(set(sizes)) <= 4:
         return ", ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))

@@ -24,7 +24,7 @@ from tests import ROOT
 from tests.support.command import NET, splitc
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = ("inspect", "explain", "compile", "run", "verify", "calibrate", "clusters")
+COMMANDS = ("inspect", "explain", "compile", "diff", "run", "verify", "calibrate", "clusters")
 
 
 @pytest.fixture(autouse=True)

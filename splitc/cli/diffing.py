@@ -1,0 +1,132 @@
+"""`splitc diff`: what differs between two plans, in the words of the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from splitc import units
+from splitc.cli.plan_file import read_plan_file
+from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import Plan
+from splitc.report.figures import roles_of
+from splitc.report.tables import wrap
+from splitc.report.text import rank_list, runs
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is one thing in one plan and another in the other; "" where a plan does not have it."""
+
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before or 'none'} -> {self.after or 'none'}"
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print the differences; 0 when both plans decide the same, 1 when they differ."""
+    plans = [read_plan_file(path / "plan.json" if path.is_dir() else path) for path in map(Path, (args.a, args.b))]
+    before, after = plans
+    sections = {
+        "decided": list(decided(before, after)),
+        "layers": list(layers(before, after)),
+        "predicted": list(predicted(before, after)),
+    }
+    same = before.hash == after.hash
+    if args.json:
+        rows = {name: [asdict(each) for each in found] for name, found in sections.items()}
+        print(json.dumps({"schema": 1, "equal": same, "plans": [plan.hash for plan in plans], **rows}, indent=1))
+        return int(not same)
+    for path, plan in zip((args.a, args.b), plans, strict=True):
+        print(wrap(f"{path}: {plan.strategy} on {units.numbered(plan.world, 'rank')}, plan {plan.hash}"))
+    if same:
+        print("both decide the same")
+    for name, found in sections.items():
+        if found:
+            print("\n".join([f"\n{name}", *(wrap(str(each), "  ") for each in found)]))
+    return int(not same)
+
+
+def decided(before: Plan, after: Plan) -> Iterator[Difference]:
+    """Yield what differs in all that decides the programs, but for the placements of layers."""
+    a, b = before.decision, after.decision
+    for key in {**a, **b}:
+        if key == "placements" or a.get(key) == b.get(key):
+            continue
+        text = _TEXTS.get(key)
+        parts = (text(plan) if text else _plain(plan.decision.get(key)) for plan in (before, after))
+        yield Difference(key.replace("_", " "), *parts)
+
+
+def _examples(plan: Plan) -> str:
+    """`384: conv 128, 128, 128; fc 384`."""
+    batches = (f"{role} {runs([plan.batch(role, rank) for rank in ranks])}" for role, ranks in plan.roles.items())
+    return f"{plan.global_batch}: {'; '.join(batches)}"
+
+
+_TEXTS: Mapping[str, Callable[[Plan], str]] = {
+    "roles": lambda plan: ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items()),
+    "examples": _examples,
+    "groups": lambda plan: ", ".join(f"{role} in groups of {group.size}" for role, group in plan.groups.items()),
+    "servers": lambda plan: rank_list(plan.servers) if plan.servers else "",
+}
+"""How parts of a plan are written that are no plain values."""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items())
+    return "" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def layers(before: Plan, after: Plan) -> Iterator[Difference]:
+    """Yield what differs in the placements; consecutive layers that differ alike together."""
+    names = list({**before.placements, **after.placements})
+    texts = {name: tuple(_placed(plan.placements.get(name)) for plan in (before, after)) for name in names}
+    for (a, b), run in groupby(names, key=texts.__getitem__):
+        found = list(run)
+        if a != b:
+            what = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]} ({len(found)} layers)"
+            yield Difference(what, a, b)
+
+
+def _placed(place: LayerPlacement | None) -> str:
+    """`fc`, `all late_multiply`, `fc 1/4 by columns`; "" for a layer that a plan does not have."""
+    if place is None:
+        return ""
+    held = {"sharded": f"1/{place.group} by {place.split}", "subnet": "subnet"}.get(place.holding, "")
+    state = f"result in state {place.state}" if place.state else ""
+    arrives = f"input arrives by {place.arrives}" if place.arrives else ""
+    return " ".join(filter(None, (place.role, held, place.sync.replace("none", ""), state, arrives)))
+
+
+def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
+    """Yield what differs in the figures that both plans have."""
+    for what, figure, text in _FIGURES:
+        a, b = figure(before), figure(after)
+        if a and b and a != b:
+            yield Difference(what, text(a), f"{text(b)} ({b / a:.2f}x)")
+
+
+_FIGURES: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
+    ("step, by closed forms", lambda plan: plan.step_seconds, units.seconds),
+    ("step, simulated", lambda plan: plan.prediction.simulated_seconds, units.seconds),
+    ("samples/s, simulated", lambda plan: _rate(plan), "{:,.0f}".format),
+    (
+        "sent by the busiest rank",
+        lambda plan: max((p.sent_bytes for p in plan.prediction.phases), default=0),
+        units.nbytes,
+    ),
+)
+
+
+def _rate(plan: Plan) -> float:
+    return plan.global_batch / plan.prediction.simulated_seconds if plan.prediction.phases else 0.0
