@@ -19,9 +19,9 @@ from splitc.codegen.rank_weights import rank_weights
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.memory.memory_check import require_memory
+from splitc.cost_models.memory.memory_check import require_memory_on
 from splitc.cost_models.profiling.measured import require_this_machine
-from splitc.errors import InternalError, LaunchError
+from splitc.errors import InternalError, LaunchError, PlacementError
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
 from splitc.ir.pass_manager import Watcher, run_pass
@@ -39,6 +39,7 @@ from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
+from splitc.report.what_if import what_fits
 from splitc.runtime.launch.loader import load_rank, of_rank_0
 from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.own_code import plain_tensors
@@ -122,8 +123,21 @@ def specialise(
 ) -> LoweredProgram:
     """Decide a plan (or take the one given) and rewrite an analysed program into one for each role.
 
-    now: as in `analyse`.
+    now: as in `analyse`.  A PlacementError for want of memory notes what would fit.
     """
+    try:
+        return _specialise(program, settings, plan, watch, now)
+    except PlacementError as error:
+        now("looking for what would fit of")
+        with under_autocast(program.root, program.autocast):
+            if plan is None and (changes := what_fits(settings.place(), program)):
+                error.add_note(changes)
+        raise
+
+
+def _specialise(
+    program: Program, settings: Settings, plan: Plan | None, watch: Watcher | None, now: Progress
+) -> LoweredProgram:
     model = fingerprint(program)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
         if plan is not None:
@@ -147,17 +161,8 @@ def specialise(
         lowered = with_evaluation(lowered, program)
     require_batch_sizes(lowered)
     now("measuring the memory of")
-    _require_memory(lowered, settings.memory, cluster)
+    require_memory_on(lowered, cluster, settings.memory)
     return lowered
-
-
-def _require_memory(program: LoweredProgram, memory: float | None, cluster: Cluster | None) -> None:
-    """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
-    computing = sum(len(part.ranks) for part in program.rank_programs)
-    if memory is not None:
-        require_memory(program, lambda rank: memory)
-    elif cluster is not None:
-        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
 
 
 class CompiledProgram:

@@ -13,6 +13,7 @@ from splitc import units
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError, bullets
+from splitc.ir.cluster import Cluster
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.roles import ranks_text
@@ -55,6 +56,15 @@ def require_memory(program: LoweredProgram, have: Callable[[int], float], optimi
                 lines,
             )
         )
+
+
+def require_memory_on(program: LoweredProgram, cluster: Cluster | None, memory: float | None) -> None:
+    """Raise PlacementError when a rank needs more than `memory` bytes, or than its device in the cluster has."""
+    computing = sum(len(part.ranks) for part in program.rank_programs)
+    if memory is not None:
+        require_memory(program, lambda rank: memory)
+    elif cluster is not None:
+        require_memory(program, lambda rank: cluster.device_of(rank, computing).memory)
 
 
 def _shortage(program: PlacedProgram, ranks: list[int], memory: RankMemory, have: float) -> str:

@@ -63,6 +63,8 @@ def compile(args: argparse.Namespace) -> int:
     plan = program.plan
     how = f"{plan.strategy}{', approximate' * (not plan.exact)}"
     print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {how}, plan {plan.hash}")
+    if plan.prediction.advice:
+        print(textwrap.fill(plan.prediction.advice, 80))
     print(f"wrote {folder}/: {listed(program.files, args.standalone)}")
     print(f"run   splitc run {folder} --steps 3")
     print(f"or    torchrun --nproc-per-node {plan.world} {folder}/launch.py --steps 3")

@@ -44,6 +44,7 @@ from splitc.passes.analysis import analyse
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import unknown_words
+from splitc.report.what_if import advice
 
 T = TypeVar("T")
 
@@ -56,6 +57,10 @@ def compiled(args: argparse.Namespace, plan_path: str | None = None) -> Compiled
     file, settings, program = analysed(args, plan)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
+        if plan is None:
+            step.now(f"planning {file.name} with faster links and larger batches")
+            prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
+            placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
     return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
 
 

@@ -10,16 +10,22 @@ from dataclasses import asdict
 from splitc import units
 from splitc.cli.compiling import analysed
 from splitc.cli.progress import Step
+from splitc.errors import LaunchError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
 from splitc.report.tables import table, wrap
+from splitc.report.what_if import Breakpoint, breakpoints, choice_text, quantities
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print the placements of a layer with their prices."""
+    """Print the placements of a layer with their prices, or where the choice of the plan flips."""
+    if (args.layer is None) != args.sensitivity:
+        raise LaunchError("name a layer, or a pattern of layers, to price its placements; or ask for --sensitivity")
     file, settings, program = analysed(args, evaluation=False)
     place = settings.place()
+    if args.sensitivity:
+        return _sensitivity(args, place, program)
     with Step(f"pricing the placements of {args.layer}", args.quiet):
         found = list(alternatives(place, program, args.layer))
     if args.json:
@@ -30,6 +36,26 @@ def explain(args: argparse.Namespace) -> int:
         print(_head(place, program, args.layer))
         print(alternatives_text(found))
     return 0
+
+
+def _sensitivity(args: argparse.Namespace, place: Place, program: Program) -> int:
+    """Print where the choice of the plan flips."""
+    chosen = choice_text(place.run(program).plan)
+    with Step(f"planning {program.name} with more and less of everything", args.quiet):
+        found = list(breakpoints(place, program))
+    head = {"schema": 1, "model": program.name, "world": place.world, "cluster": place.cluster.name, "choice": chosen}
+    if args.json:
+        print(json.dumps({**head, "breakpoints": [asdict(each) for each in found]}, indent=1))
+        return 0
+    print(wrap(f"{program.name} on {units.numbered(place.world, 'rank')} of {place.cluster.name}: {chosen}"))
+    for each in quantities(place, program):
+        flips = (f"{at.text}: {_after(at)}" for at in found if at.quantity == each.name)
+        print(wrap(f"{each.name}, now {each.text(each.now)}; {'; '.join(flips)}", "  "))
+    return 0
+
+
+def _after(at: Breakpoint) -> str:
+    return at.choice or "nothing fits" if at.flips else "the same"
 
 
 def _head(place: Place, program: Program, pattern: str) -> str:

@@ -46,7 +46,7 @@ splitc COMMAND --help shows more.
     "explain": """examples:
   splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
   splitc explain examples/alexnet.py 'classifier.*' --world 8 --memory 8GB
-  splitc explain examples/mlp.py fc1 --world 4 --pin 'fc2=sync:late_multiply'
+  splitc explain examples/alexnet.py --sensitivity --world 4 --cluster my.toml
 
 Each row is a placement that --pin can ask for; all other layers are placed
 again around it.

@@ -84,7 +84,12 @@ def _inspect(add: Add) -> None:
 
 def _explain(add: Add) -> None:
     _model_options(add)
-    add("layer", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
+    add("layer", nargs="?", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
+    add(
+        "--sensitivity",
+        action="store_true",
+        help="in place of a layer: at which bandwidth, batch, world and memory another plan is chosen",
+    )
     add("--json", action="store_true", help="print the figures as JSON (schema 1)")
 
 
@@ -221,7 +226,7 @@ def _model_options(add: Add, world_required: bool = True) -> None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "inspect": ("show the best placement of a model, what it costs, and why", _inspect),
-    "explain": ("show what every placement of a layer would cost", _explain),
+    "explain": ("show what other placements of a layer would cost, and where the choice flips", _explain),
     "compile": ("write the per-rank scripts of a model", _compile),
     "diff": ("show what differs between two plans; exit code 1 when they differ", _diff),
     "run": ("train a build on this machine, under torchrun", _run),

@@ -32,7 +32,7 @@ class Prediction:
     faster another plan could be at most, as a fraction.  step_seconds: a step by the planner's closed forms (s).
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
     none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
-    prices every strategy.  reasons: layer -> why it was placed so.
+    prices every strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
     """
 
     cluster: str = ""
@@ -44,6 +44,7 @@ class Prediction:
     layer_seconds: Mapping[str, float] = field(default_factory=dict)
     phases: tuple[Phases, ...] = ()
     priced_on: str = ""
+    advice: str = ""
     all: Callable[[], tuple[Candidate, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property

@@ -13,14 +13,7 @@ from splitc.ir.placements import SPLITS, Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.roles import has_convolutions, role_names
-from splitc.ir.strategies import (
-    Auto,
-    DataParallel,
-    LateMultiply,
-    LayerSeparation,
-    ModuloShard,
-    ParameterServer,
-)
+from splitc.ir.strategies import Auto, DataParallel, LateMultiply, LayerSeparation, ModuloShard, ParameterServer
 from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.place import Place
 from splitc.passes.rewriting import lower_unchecked

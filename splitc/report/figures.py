@@ -34,6 +34,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "strategy": plan.strategy,
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,
+        "advice": plan.prediction.advice,
         "rounds": asdict(plan.rounds) if plan.rounds else None,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,

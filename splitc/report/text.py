@@ -89,6 +89,7 @@ def _headline(program: PlacedProgram) -> str:
         f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in "
         f"{units.numbered(len(program.layers), 'layer')}",
     ]
+    lines += [prediction.advice] * bool(prediction.advice)
     lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
     return "\n".join(map(wrap, lines))
 

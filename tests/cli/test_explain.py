@@ -89,3 +89,31 @@ def test_the_command_prints_a_table_in_80_columns_and_its_figures_as_json(capsys
 def test_the_command_refuses_a_layer_that_the_model_does_not_have(capsys: Capture) -> None:
     done = splitc(capsys, "explain net.py third --world 2 -q")
     assert done.code == 2 and "no layer matches 'third'" in done.err
+
+
+@pytest.mark.usefixtures("_net")
+def test_the_command_says_where_the_choice_flips_in_80_columns_and_as_json(capsys: Capture) -> None:
+    done = splitc(capsys, "explain net.py --sensitivity --world 2 -q")
+    assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
+    assert done.out.startswith("Net on 2 ranks of v100-10gbe: data_parallel 2\n  bandwidth, now 10.0 Gbit/s; ")
+    assert "nothing fits" in " ".join(done.out.split())
+    data = json.loads(splitc(capsys, "explain net.py --sensitivity --world 1 --json -q").out)
+    assert data["choice"] == "single_device 1"
+    assert {"quantity", "value", "text", "choice", "flips"} == set(data["breakpoints"][0])
+
+
+@pytest.mark.usefixtures("_net")
+@pytest.mark.parametrize("line", ["explain net.py --world 2", "explain net.py first --sensitivity --world 2"])
+def test_the_command_asks_for_a_layer_or_for_the_sensitivity(capsys: Capture, line: str) -> None:
+    done = splitc(capsys, line)
+    assert done.code == 2 and "name a layer" in done.err
+
+
+@pytest.mark.usefixtures("_net")
+def test_a_report_and_a_build_say_what_would_put_idle_ranks_to_work(capsys: Capture) -> None:
+    line = "1 of 2 ranks is idle"
+    asked = "net.py --world 2 -q --global-batch 1"
+    assert line in splitc(capsys, f"inspect {asked}").out
+    assert json.loads(splitc(capsys, f"inspect {asked} --json").out)["advice"].startswith(line)
+    assert line in splitc(capsys, f"compile {asked}").out
+    assert line not in splitc(capsys, f"inspect {asked} --strategy single_device").out

@@ -1,0 +1,135 @@
+"""What another bandwidth, batch, world or memory would change: where the choice flips, and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+import pytest
+from torch import nn, randn
+
+from splitc.compiled import Settings, specialise
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.errors import PlacementError
+from splitc.ir.program import Program
+from splitc.passes.place import Place
+from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, what_fits
+from tests.support.compiled import analyse
+
+NAMES = ["bandwidth", "batch", "world", "memory"]
+
+
+@cache
+def model() -> Program:
+    """Two wide layers; 8.4 MB of parameters."""
+    net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1000))
+    return analyse(net, randn(256, 64), randn(256, 1000), nn.functional.mse_loss)
+
+
+def place(world: int = 4, bandwidth: float = 1.25e9, **options: object) -> Place:
+    cluster = load_cluster("v100-10gbe").with_bandwidth(bandwidth)
+    return Settings(world, cluster=cluster, **options).place()  # type: ignore[arg-type]
+
+
+def number(limit: float, whole: bool = False) -> tuple[Quantity, list[float]]:
+    """A quantity that is 100 now, and what was looked at while the side of a limit was asked."""
+    return Quantity("number", 100, str, whole, lambda value: (place(), model())), []
+
+
+@pytest.mark.parametrize("limit", [7.0, 33.0, 99.9, 100.1, 130.0, 1550.0])
+def test_a_boundary_is_found_to_3_percent_with_few_questions(limit: float) -> None:
+    quantity, asked = number(limit)
+
+    def holds(value: float) -> bool:
+        asked.append(value)
+        return (value < limit) == (limit > 100)
+
+    found = quantity.boundary(holds, quantity.reach(16 if limit > 100 else 1 / 16))
+    assert found is not None
+    low, high = sorted(found)
+    assert low <= limit <= high <= 1.031 * low
+    assert len(asked) <= 10
+
+
+def test_a_boundary_of_whole_numbers_is_between_neighbours_and_none_is_none() -> None:
+    quantity, _ = number(0, whole=True)
+    assert quantity.boundary(lambda value: value < 107, quantity.reach(16)) == (106, 109)
+    few = replace(quantity, now=10)
+    assert few.boundary(lambda value: value > 3, few.reach(1 / 10)) == (4, 3)
+    assert quantity.boundary(lambda value: True, quantity.reach(16)) is None
+
+
+@pytest.mark.parametrize("batch", [None, 512])
+def test_the_choice_on_both_sides_of_a_breakpoint_is_what_it_says(batch: int | None) -> None:
+    asked = place(2, 1e10, global_batch=batch)
+    by_bandwidth = list(islice(breakpoints(asked, model()), 2))
+    now = choice_text(asked.run(model()).plan)
+    assert [each.quantity for each in by_bandwidth] == ["bandwidth", "bandwidth"]
+    assert any(each.flips for each in by_bandwidth)
+    for each in by_bandwidth:
+        beyond = each.value * (0.96 if each.text.startswith("below") else 1)
+        this_side = each.value * (0.96 if each.text.startswith("from") else 1)
+        at = [replace(asked, cluster=asked.cluster.with_bandwidth(value)) for value in (this_side, beyond)]
+        here, there = (choice_text(one.run(model()).plan) for one in at)
+        assert (here, there) == (now, each.choice)
+        assert each.flips == (each.choice != now)
+
+
+def test_memory_goes_down_to_where_nothing_fits() -> None:
+    found = list(breakpoints(place(2), model()))
+    assert [each.quantity for each in found] == sorted((each.quantity for each in found), key=NAMES.index)
+    last = next(each for each in found if each.flips and not each.choice)
+    assert last.quantity == "memory"
+    place(2, memory=last.value * 1.01).run(model())
+    with pytest.raises(PlacementError):
+        place(2, memory=last.value * 0.96).run(model())
+
+
+def test_a_world_is_a_whole_number_and_no_larger_than_the_cluster() -> None:
+    few = place(3)
+    limited = replace(few, cluster=replace(few.cluster, world=4))
+    *_, world, _ = quantities(limited, model())
+    assert (world.reach(2, 4), world.reach(1 / 3)) == ([4], [2, 1])
+    assert quantities(place(8), model())[2].reach(2) == [9, 10, 12, 16]
+
+
+def test_idle_ranks_are_told_what_would_put_them_to_work() -> None:
+    slow = place(bandwidth=1e9)
+    plan = slow.run(model()).plan
+    assert plan.strategy == "single_device"
+    text = advice(slow, model(), plan)
+    assert text.startswith("3 of 4 ranks are idle: from ") and text.endswith(", 4 ranks are faster.")
+    rate = float(text.partition("from ")[2].partition(" Gbit/s")[0]) * 1e9 / 8
+    assert place(bandwidth=rate * 1.01).run(model()).plan.roles == {"all": (0, 1, 2, 3)}
+    assert place(bandwidth=rate * 0.95).run(model()).plan.strategy == "single_device"
+
+
+def test_idle_ranks_that_nothing_within_reach_puts_to_work_are_counted_all_the_same() -> None:
+    hopeless = place(2, 10.0)
+    text = advice(hopeless, model(), hopeless.run(model()).plan)
+    assert text == "1 of 2 ranks is idle; 64 times the bandwidth, or the batch, would not change that."
+
+
+def test_no_advice_where_all_ranks_work_or_a_strategy_was_named() -> None:
+    fast = place(bandwidth=1e11)
+    assert advice(fast, model(), fast.run(model()).plan) == ""
+    named = place(bandwidth=1e6, strategy="single_device")
+    assert advice(named, model(), named.run(model()).plan) == ""
+
+
+def test_what_does_not_fit_says_what_would_and_that_does() -> None:
+    settings = Settings(2, cluster=load_cluster("v100-10gbe"), strategy="data_parallel", memory=25e6)
+    with pytest.raises(PlacementError, match="memory") as raised:
+        specialise(model(), settings)
+    (note,) = raised.value.__notes__
+    assert note.startswith("memory is what is short: a rank has 25.0 MB; it would fit with ")
+    need = float(note.partition("fit with ")[2].partition(" MB a rank")[0]) * 1e6
+    specialise(model(), replace(settings, memory=need * 1.01))
+    with pytest.raises(PlacementError):
+        specialise(model(), replace(settings, memory=need * 0.95))
+
+
+def test_what_does_not_fit_for_another_reason_gets_no_advice_about_memory() -> None:
+    impossible = place(2, strategy="layer_separation(n_c=5, n_f=1)", memory=1e6)
+    assert what_fits(impossible, model()) == ""
