@@ -14,6 +14,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest
 from splitc.ir.pass_manager import Check, Pass
+from splitc.ir.prediction import Prediction
 from splitc.ir.program import LoweredProgram
 
 
@@ -27,5 +28,9 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
         phases = simulate(program, self.cluster).phases
-        prediction = replace(program.plan.prediction, phases=phases, priced_on=digest(self.cluster))
+        prediction = program.plan.prediction
+        if prediction.cluster != self.cluster.name:  # a plan that nobody priced, or elsewhere
+            slowest = max(each.step for each in phases)
+            prediction = Prediction(self.cluster.name, proof="heuristic", step_seconds=slowest)
+        prediction = replace(prediction, phases=phases, priced_on=digest(self.cluster))
         return replace(program, plan=replace(program.plan, prediction=prediction))

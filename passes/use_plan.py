@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import ClassVar
 
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
+from splitc.ir.layers import Layer
 from splitc.ir.linears import as_linear
+from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
-from splitc.ir.plan_checks import plan_problems
+from splitc.ir.plan_checks import decision_problems, plan_problems
 from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.shares import serve, share_out
 
 
 @dataclass(frozen=True)
 class UsePlan(Pass[Program, PlacedProgram]):
-    """Fill `program.plan`.
+    """Fill `program.plan`, with what the plan leaves to the model: patterns of layers, and examples.
 
     model: fingerprint of the program.  Raises LaunchError when a field of the plan is wrong or does not fit it, and
     PlacementError when the plan was made for another one.
@@ -32,24 +36,52 @@ class UsePlan(Pass[Program, PlacedProgram]):
     model: str
 
     def run(self, program: Program) -> PlacedProgram:
-        plan = self.plan
-        if problems := plan_problems(json.loads(plan.to_json())):
+        if problems := plan_problems(json.loads(self.plan.to_json())):
             raise LaunchError(bullets("the plan cannot be followed:", problems))
-        placed, there = set(plan.placements), {layer.name for layer in program.layers}
-        if (plan.model and plan.model != self.model) or placed != there:
-            missing, extra = sorted(there - placed), sorted(placed - there)
-            differ = f"; it does not place {', '.join(missing)}" if missing else ""
-            differ += f"; it places {', '.join(extra)}, which the model does not have" if extra else ""
-            raise PlacementError(
-                f"the plan was made for another model than {program.name} or another batch{differ}; compile without it"
-            )
-        if problems := list(dict.fromkeys([*_misfits(program, plan), *microbatch_problems(program, plan)])):
+        plan, problems = for_layers(program, self.plan)
+        if plan.model and plan.model != self.model:
+            other = f"the plan was made for another model than {program.name} or another batch; compile without it"
+            raise PlacementError(bullets(other, problems))
+        if problems:
+            raise PlacementError(bullets(f"the plan does not place the layers of {program.name}:", problems))
+        if problems := list(dict.fromkeys([*decision_problems(plan), *_misfits(program, plan)])):
             raise LaunchError(bullets(f"the plan does not fit {program.name}:", problems))
         return program.placed(replace(plan, model=self.model))
 
 
+def for_layers(program: Program, plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan with a placement for every layer and examples for every role, and what matches no layer or no pattern.
+
+    A name counts before patterns, and of these the last.  The gradients of a layer without any are not summed.
+    """
+    found, names = {}, [layer.name for layer in program.layers]
+    for layer in program.layers:
+        matching = (pattern for pattern in reversed([*plan.placements]) if fnmatchcase(layer.name, pattern))
+        if (key := layer.name if layer.name in plan.placements else next(matching, None)) is not None:
+            place = plan.placements[key]
+            idle = place.sync in ("all_reduce", "average") and not _trains(program, layer)
+            found[layer.name] = replace(place, sync="none") if idle else place
+    listed = ", ".join([*names[:8], *(["..."] if len(names) > 8 else [])])
+    problems = [
+        f"placements: {pattern!r} matches no layer; {near_name(pattern, names)}there are {listed}"
+        for pattern in plan.placements
+        if pattern not in found and not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if missing := [name for name in names if name not in found]:
+        problems.append(f"placements: nothing matches {', '.join(missing)}; place them, or '*' for all without a name")
+    readers = len(plan.roles[plan.reader])
+    even = share_out(program.batch * readers, readers)
+    offsets = plan.batch_offsets or {role: serve(even, len(ranks)) for role, ranks in plan.roles.items()}
+    return replace(plan, placements=found, batch_offsets=offsets), problems
+
+
+def _trains(program: Program, layer: Layer) -> bool:
+    return any(program.tensors[name].trainable for name in layer.tensors)
+
+
 def _misfits(program: Program, plan: Plan) -> Iterator[str]:
-    """Placements that need data from a later role, or leave gradients of copies apart."""
+    """Placements that need data from a later role or leave gradients of copies apart, and small batches."""
+    yield from microbatch_problems(program, plan)
     order, placed = list(plan.roles), plan.placements
     for value, reader in program.edges():
         if value.name in program.layer_of and reader.name in program.layer_of:
@@ -64,7 +96,7 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
     nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         place = placed[layer.name]
-        if not any(program.tensors[name].trainable for name in layer.tensors):
+        if not _trains(program, layer):
             continue
         if place.sync in ("none", "average") and plan.trains_copies(place.role):
             yield f"placements: {layer.name} has sync {place.sync!r}, but ranks train copies of it: take 'all_reduce'"

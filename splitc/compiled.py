@@ -121,7 +121,7 @@ def specialise(
     watch: Watcher | None = None,
     now: Progress = no_progress,
 ) -> LoweredProgram:
-    """Decide a plan (or take the one given) and rewrite an analysed program into one for each role.
+    """Decide a plan, or take the one given and price it on a cluster; rewrite a program into one for each role.
 
     now: as in `analyse`.  A PlacementError for want of memory notes what would fit.
     """
@@ -140,22 +140,23 @@ def _specialise(
 ) -> LoweredProgram:
     model = fingerprint(program)
     with under_autocast(program.root, program.autocast):  # under which checks run the graph
-        if plan is not None:
-            placed = run_pass(UsePlan(plan, model), program, watch)
-            try:
-                lowered = lower(placed, watch)
-            except InternalError as error:
-                raise LaunchError(
-                    f"the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if "
-                    f"the plan was not edited: {error}"
-                ) from error
-            cluster = None
-        else:
-            place = settings.place(model)
-            cluster = place.cluster
-            placed = run_pass(place, program, watch)
-            now("writing programs for")
+        place = settings.place(model) if plan is None else UsePlan(plan, model)
+        asked = place.cluster if isinstance(place, Place) else settings.cluster
+        cluster = None if asked is None else load_cluster(asked)
+        if plan is not None and cluster and plan.world > (cluster.world or plan.world):
+            raise PlacementError(f"the plan has {plan.world} ranks, but {cluster.name} has {cluster.world} devices")
+        placed = run_pass(place, program, watch)
+        now("writing programs for")
+        try:
             lowered = lower(placed, watch)
+        except InternalError as error:
+            if plan is None:
+                raise
+            raise LaunchError(
+                f"the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if "
+                f"the plan was not edited: {error}"
+            ) from error
+        if cluster:
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
         lowered = with_evaluation(lowered, program)
@@ -283,7 +284,7 @@ class CompiledProgram:
         return compile_example(
             self._model,
             replace(self._example.to(dtype), loss=self._example.loss),
-            replace(self._settings, autocast=None),
+            replace(self._settings, autocast=None, cluster=None),
             name=self.program.name,
             plan=replace(self.plan, model=""),
             evaluation=False,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import tabulate as tables
 
 from splitc.cost_models.clusters.named import known_clusters, load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
-from splitc.ir.cluster import Cluster, Device, Link
+from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import to_data, to_toml
 from splitc.report.text import rank_list
 
@@ -43,30 +44,21 @@ def clusters(args: argparse.Namespace) -> int:
 
 def _rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     """A row of the cluster, and one for each kind of unlike ranks."""
-    ranks = cluster.ranks_per_host or ("all" if cluster.ranks_share_device else 1)
-    local, most = cluster.local_link, cluster.world
-    inside = _number(local.bandwidth * 8e-9) if local else ""
+    device, link, local = cluster.device, cluster.link, cluster.local_link
+    ranks = "all" if cluster.ranks_share_device else cluster.ranks_per_host or 1
+    half = max(device.flop_rate.get(dtype, 0.0) for dtype in ("bfloat16", "float16"))
     yield (
         cluster.name,
-        *_figures(cluster.device, cluster.link),
-        str(ranks),
-        inside,
-        str(most or ""),
-        cluster.device.name,
-    )
-    for each in cluster.unlike:
-        yield f"- {rank_list(each.ranks)}", *_figures(each.device, each.link), "", "", "", each.device.name
-
-
-def _figures(device: Device, link: Link) -> tuple[str, ...]:
-    half = max(device.flop_rate.get(dtype, 0.0) for dtype in ("bfloat16", "float16"))
-    return (
-        *(_number(rate * 1e-12) if rate else "" for rate in (device.flop_rate.get("float32", 0.0), half)),
+        *(_number(rate * 1e-12) for rate in (device.flop_rate.get("float32", 0.0), half)),
         _number(device.memory * 1e-9),
         _number(link.bandwidth * 8e-9) + "*" * link.shared,
         _number(link.latency * 1e6),
+        *(str(ranks), _number(local.bandwidth * 8e-9) if local else "", str(cluster.world or ""), device.name),
     )
+    for each in cluster.unlike:
+        name = f"- {rank_list(each.ranks)}"
+        yield from _rows(replace(cluster, name=name, device=each.device, link=each.link, world=None, unlike=()))
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else ""

@@ -7,6 +7,7 @@ import json
 import os
 import textwrap
 from pathlib import Path
+from pkgutil import resolve_name
 
 from splitc.cli.progress import Step
 from splitc.errors import LaunchError
@@ -14,18 +15,22 @@ from splitc.errors import LaunchError
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that the options name; returns the exit code."""
-    return {
-        "inspect": inspect,
-        "explain": explain,
-        "compile": compile,
-        "diff": diff,
-        "run": run_build,
-        "verify": verify,
-        "simulate": simulate,
-        "calibrate": calibrate,
-        "clusters": clusters,
-        "demo": demo,
-    }[args.command](args)
+    return int(resolve_name(f"splitc.cli.{_FUNCTIONS[args.command]}")(args))
+
+
+_FUNCTIONS = {
+    "inspect": "commands:inspect",
+    "explain": "explaining:explain",
+    "compile": "commands:compile",
+    "diff": "diffing:diff",
+    "run": "commands:run_build",
+    "verify": "commands:verify",
+    "simulate": "simulating:simulate",
+    "calibrate": "calibrating:calibrate",
+    "clusters": "clusters:clusters",
+    "demo": "commands:demo",
+}
+"""Command -> its function, in a module that is loaded when it is used."""
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -41,20 +46,13 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def explain(args: argparse.Namespace) -> int:
-    """Print the price of each placement of a layer."""
-    from splitc.cli.explaining import explain
-
-    return explain(args)
-
-
 def compile(args: argparse.Namespace) -> int:
     """Write a build."""
     folder = Path(args.output)
     _require_writable(folder)
     from splitc.cli.compiling import compiled, listed
 
-    program = compiled(args, args.plan)
+    program = compiled(args)
     try:
         with Step(f"writing {folder}", args.quiet):
             program.save(folder, standalone=args.standalone)
@@ -84,13 +82,6 @@ def _require_writable(folder: Path) -> None:
             f"{folder} is not empty and is no build of splitc, or lost its weights.pt, which tells what splitc wrote; "
             f"give another folder, nothing was written"
         )
-
-
-def diff(args: argparse.Namespace) -> int:
-    """Print what differs between two plans."""
-    from splitc.cli.diffing import diff
-
-    return diff(args)
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -126,27 +117,6 @@ def verify(args: argparse.Namespace) -> int:
         for line in str(result).splitlines():
             print(textwrap.fill(line, 80, subsequent_indent=" " * 19, break_on_hyphens=False))
     return 0 if result.holds else 1
-
-
-def simulate(args: argparse.Namespace) -> int:
-    """Print throughput tables."""
-    from splitc.cli.simulating import simulate
-
-    return simulate(args)
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """Measure this machine, or the ranks that torchrun started, and write a cluster file."""
-    from splitc.cli.calibrating import calibrate
-
-    return calibrate(args)
-
-
-def clusters(args: argparse.Namespace) -> int:
-    """List the known clusters."""
-    from splitc.cli.clusters import clusters
-
-    return clusters(args)
 
 
 def demo(args: argparse.Namespace) -> int:

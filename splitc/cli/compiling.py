@@ -41,7 +41,7 @@ from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
 from splitc.ir.strategy import in_microbatches
 from splitc.passes.analysis import analyse
-from splitc.passes.measure_costs import COUNTED, MEASURED
+from splitc.passes.measure_costs import MEASURED
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import unknown_words
 from splitc.report.what_if import advice
@@ -51,9 +51,9 @@ T = TypeVar("T")
 _PIN = "--pin 'classifier.*=fc' or --pin 'classifier.1=holding:sharded,group:2'"
 
 
-def compiled(args: argparse.Namespace, plan_path: str | None = None) -> CompiledProgram:
+def compiled(args: argparse.Namespace) -> CompiledProgram:
     """The program that the options ask for."""
-    plan = None if plan_path is None else _plan(args, Path(plan_path))
+    plan = None if args.plan is None else _plan(args, Path(args.plan))
     file, settings, program = analysed(args, plan)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
@@ -74,7 +74,9 @@ def analysed(
     if plan is None:
         settings = _settings(args)
     else:
-        settings = Settings(plan.world, autocast=autocast_for(parse_autocast(args.autocast), plan))
+        cluster = args.cluster and _cluster(args.cluster, args.quiet, measure=True)
+        autocast = autocast_for(parse_autocast(args.autocast), plan)
+        settings = Settings(plan.world, cluster=cluster, memory=args.memory, autocast=autocast)
     with Step(f"loading {args.model}", args.quiet):
         file = load_model(args.model, args.input)
     with Step(f"tracing {file.name}", args.quiet) as step:
@@ -232,16 +234,9 @@ def _plan(args: argparse.Namespace, path: Path) -> Plan:
     plan = read_plan_file(path)
     if args.world not in (None, plan.world):
         raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out")
-    decided = {
-        "--strategy": args.strategy != "auto",
-        "--microbatches": args.microbatches is not None,
-        "--pin": bool(args.pin),
-        "--global-batch": args.global_batch is not None,
-        "--memory": args.memory is not None,
-        "--cluster": args.cluster is not None,
-        "--costs": args.costs != COUNTED,
-    }
-    if given := [option for option, there in decided.items() if there]:
+    decided = ("strategy", "microbatches", "pin", "global_batch", "costs")
+    changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
+    if given := [f"--{name.replace('_', '-')}" for name in changed]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")
     return plan
 

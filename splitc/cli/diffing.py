@@ -33,7 +33,7 @@ class Difference:
 
 def diff(args: argparse.Namespace) -> int:
     """Print the differences; 0 when both plans decide the same, 1 when they differ."""
-    plans = [read_plan_file(path / "plan.json" if path.is_dir() else path) for path in map(Path, (args.a, args.b))]
+    plans = [read_plan_file(Path(path)) for path in (args.a, args.b)]
     before, after = plans
     sections = {
         "decided": list(decided(before, after)),
@@ -68,6 +68,8 @@ def decided(before: Plan, after: Plan) -> Iterator[Difference]:
 
 def _examples(plan: Plan) -> str:
     """`384: conv 128, 128, 128; fc 384`."""
+    if not plan.batch_offsets:
+        return "those of the model's example"
     batches = (f"{role} {runs([plan.batch(role, rank) for rank in ranks])}" for role, ranks in plan.roles.items())
     return f"{plan.global_batch}: {'; '.join(batches)}"
 

@@ -83,7 +83,7 @@ def _inspect(add: Add) -> None:
 
 
 def _explain(add: Add) -> None:
-    _model_options(add)
+    _model_options(add, plan=False)
     add("layer", nargs="?", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
     add(
         "--sensitivity",
@@ -100,9 +100,8 @@ def _diff(add: Add) -> None:
 
 
 def _compile(add: Add) -> None:
-    _model_options(add, world_required=False)
+    _model_options(add)
     add("-o", "--output", metavar="FOLDER", default="build", help="where to write them (default: build)")
-    add("--plan", metavar="PLAN.JSON", help="compile this plan instead of choosing one")
     add("--standalone", action="store_true", help="copy the runtime beside the scripts: they need torch alone")
 
 
@@ -126,13 +125,13 @@ def _verify(add: Add) -> None:
 
 def _simulate(add: Add) -> None:
     add("models", nargs="+", metavar="model", help=_MODEL)
-    add("--world", required=True, metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5")
+    _plan(add)
+    add("--world", default="", metavar="N", help="8, or 4,8,16, or 5:80 for at most 16 worlds of it, or 5:80:5")
     add("--bandwidth", metavar="RATES", help="bits per second between hosts, 25g,40g,100g (default: the cluster's)")
     add(
         "--strategies",
-        default="data_parallel,layer_separation",
         metavar="NAMES",
-        help="separated by commas (default: data_parallel,layer_separation)",
+        help="separated by commas (default: data_parallel,layer_separation, or the plan alone)",
     )
     add("--against", metavar="STRATEGY", help="show what the others gain over this one")
     add(
@@ -167,6 +166,10 @@ def _demo(add: Add) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
 
+def _plan(add: Add) -> None:
+    add("--plan", metavar="PLAN", help="follow this plan.json, or that of a build; --cluster prices it anew")
+
+
 def _global_batch(add: Add) -> None:
     add(
         "--global-batch",
@@ -176,9 +179,11 @@ def _global_batch(add: Add) -> None:
     )
 
 
-def _model_options(add: Add, world_required: bool = True) -> None:
+def _model_options(add: Add, plan: bool = True) -> None:
     add("model", help=_MODEL)
-    add("--world", type=positive, required=world_required, metavar="N", help="how many ranks")
+    if plan:
+        _plan(add)
+    add("--world", type=positive, required=not plan, metavar="N", help="how many ranks")
     add(
         "--cluster",
         metavar="NAME",

@@ -14,47 +14,65 @@ from tabulate import tabulate
 from splitc import units
 from splitc.cli.files import check_writable, write_file
 from splitc.cli.model_file import load_model
+from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
-from splitc.cli.sweep import Cell, sweep
+from splitc.cli.sweep import Cell, simulated, sweep
 from splitc.compiled import Settings, specialise
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.simulation.timeline import simulate as simulate_timeline
 from splitc.cost_models.simulation.trace import chrome_trace
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
+from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
-from splitc.passes.analysis import analyse
+from splitc.passes.analysis import analyse, fingerprint
+from splitc.passes.use_plan import UsePlan
 
 _MOST_WORLDS = 16  # of a range without a step
+_PLAN = "plan"  # the column of the plan that was given
 _SHOWN = 8  # reasons why there is no plan
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Print the tables of all models; 2 when no strategy has a plan anywhere."""
-    worlds = parse_worlds(args.world)
-    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", ",".join(filter(None, (args.against, args.strategies))))))
+    plan = read_plan_file(Path(args.plan)) if args.plan else None
+    worlds = parse_worlds(args.world or str(plan.world if plan else ""))
+    if plan and worlds != [plan.world]:
+        raise LaunchError(
+            f"{args.plan} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out"
+        )
+    default = "" if plan else "data_parallel,layer_separation"
+    listed = ",".join(filter(None, (args.against, args.strategies or default)))
+    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", listed))) if listed else []
     for text in strategies:
         parse_strategy(text)
+    columns = [*([_PLAN] if plan else []), *strategies]
     cluster = load_cluster(args.cluster)
     bandwidths = parse_bandwidths(args.bandwidth) if args.bandwidth else [cluster.link.bandwidth]
     if cluster.world is not None and max(worlds) > cluster.world:
         raise LaunchError(f"--world goes to {max(worlds)}, but cluster {cluster.name} has {cluster.world} devices")
-    _check_trace(args, worlds, bandwidths, strategies)
+    _check_trace(args, worlds, bandwidths, columns)
     found: dict[str, list[Cell]] = {}
     for model in args.models:
         file = load_model(model, args.input)
         with Step(f"tracing {file.name}", args.quiet) as step:
             program = analyse(file.model, file.example, name=file.name, evaluation=False, now=step.doing(file.name))
         cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
-        total = len(worlds) * len(bandwidths) * len(strategies)
+        placed = UsePlan(plan, fingerprint(program)).run(program) if plan else None
+        planned = (
+            simulated(placed, cluster.with_bandwidth(each), Cell(_PLAN, worlds[0], each))
+            for each in bandwidths
+            if placed
+        )
+        total = len(worlds) * len(bandwidths) * len(columns)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):
-            found[file.name] = list(cells)
+            found[file.name] = [*planned, *cells]
         if not args.json:
             print(_head(program, cluster, args))
-            print(tables(found[file.name], strategies, args.against))
+            print(tables(found[file.name], columns, args.against))
         if args.trace:
-            _write_trace(args, program, cluster.with_bandwidth(bandwidths[0]), worlds[0], strategies[0])
+            _write_trace(args, program, cluster.with_bandwidth(bandwidths[0]), worlds[0], columns[0], plan)
     if args.json:
         rows = {name: [asdict(cell) for cell in cells] for name, cells in found.items()}
         print(json.dumps({"schema": 1, "cluster": cluster.name, "against": args.against, "models": rows}, indent=1))
@@ -75,9 +93,11 @@ def _check_trace(
     check_writable("--trace", Path(args.trace))
 
 
-def _write_trace(args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str) -> None:
-    settings = Settings(world, args.global_batch, cluster, strategy)
-    placed = specialise(program, settings)
+def _write_trace(
+    args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str, given: Plan | None
+) -> None:
+    settings = Settings(world, args.global_batch, cluster, "auto" if given else strategy)
+    placed = specialise(program, settings, given)
     plan = placed.plan
     roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")

@@ -58,10 +58,11 @@ def sweep(
             except PlacementError as error:
                 yield Cell(text, world, bandwidth, why=str(error))
                 continue
-            yield _simulated(placed, at, Cell(text, world, bandwidth))
+            yield simulated(placed, at, Cell(text, world, bandwidth))
 
 
-def _simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
+def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
+    """The cell with the figures of a placed program on `cluster`."""
     plan, seconds = program.plan, simulate(lower_unchecked(program), cluster, _STEPS).step_seconds
     return replace(
         cell,

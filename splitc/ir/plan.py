@@ -16,6 +16,7 @@ from typing import Any
 
 from splitc.errors import LaunchError
 from splitc.ir.placements import Grouping, LayerPlacement
+from splitc.ir.plan_defaults import completed
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
 from splitc.runtime.pieces import Pieces, pieces_of
 from splitc.runtime.spec import Rounds
@@ -248,13 +249,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises LaunchError when the text is no plan of this version."""
+        """The plan, with what the text leaves out where the rest implies it.
+
+        Layers may be patterns, and without `examples` there are no `batch_offsets`: `UsePlan` completes both for a
+        model.  Raises LaunchError when the text is no plan of this version.
+        """
         try:
             data: dict[str, Any] = json.loads(text)
             if data.pop("schema") != 1:
                 raise LaunchError("plan.json was written by another splitc, with another schema than 1; compile again")
-            del data["hash"]
-            decision = {key: value for key, value in data.items() if key not in PREDICTION_KEYS}
+            data = completed(data)
+            decision = {key: value for key, value in data.items() if key not in (*PREDICTION_KEYS, "hash")}
             bounds = decision.pop("examples")
             return cls(
                 **{

@@ -7,97 +7,108 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
-from types import NoneType
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from splitc.ir import placements as known
 from splitc.ir.names import is_role, near_name
-from splitc.ir.placements import ALL_REDUCES, HOLDINGS, SCHEDULES, SCHEMES, SPLITS, STATES, SYNCS, UPDATES
 from splitc.ir.plan import Plan
+from splitc.ir.plan_defaults import completed
 from splitc.ir.prediction import KEYS, PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
 from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
 _TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
+Problem = tuple[tuple[str, ...], str]
+"""The keys on the way to a value, and what is wrong with it."""
 _KEYS = {"batch_offsets": "examples", **KEYS}
 _MOST_RANKS, _MOST_EXAMPLES = 100_000, 2**40
 
 
 def plan_problems(data: dict[str, Any]) -> list[str]:
-    """A line for everything that is wrong with a plan, by the names that plan.json has for things."""
-    return [*_shape(data)] or [*_types(data)] or [*_sense(data)]
+    """A line for everything that is wrong with a plan, by the names that plan.json has for things.
+
+    What reads a value that is of no use by itself is not checked.
+    """
+    wrong = [*_shape(data), *_types(data)]
+    layers = {path[1] for path, _ in wrong if path[0] == "placements" and path[1:]}
+    bad = {path[0] for path, _ in wrong if path[0] != "placements" or not path[1:]}
+    sound = {key: value for key, value in data.items() if key not in bad}
+    if "placements" in sound:
+        sound["placements"] = {name: place for name, place in sound["placements"].items() if name not in layers}
+    told = [f"{': '.join(path)} {what}" for path, what in wrong]
+    return [*told, *_sense(completed({"world": 1, **sound}), bad)]
 
 
 def decision_problems(plan: Plan) -> list[str]:
     """A line for everything that makes no sense in what a plan decides."""
-    return [*_sense(json.loads(json.dumps(plan.decision)))]
+    return [*_sense(json.loads(json.dumps(plan.decision)), set())]
 
 
-def _shape(data: dict[str, Any]) -> Iterator[str]:
-    """Keys that are missing or unknown, and values of another kind."""
-    known = {"examples", *PREDICTION_KEYS, *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction"}
-    for name in ("world", "roles", "placements", "examples", "strategy", "cluster", "candidates", "hash"):
-        if name not in data:
-            yield f"{name} is missing"
-    for name in data.keys() - known - {"schema", "hash"}:
-        yield f"{name} is an unknown key; {near_name(name, known)}".rstrip("; ")
-    for name in ("roles", "placements", "examples"):
-        if not isinstance(data.get(name, {}), dict) or not data.get(name, {"": 0}):
-            yield f"{name} must be a table that is not empty"
-    if type(data.get("world", 1)) is not int or not 1 <= data.get("world", 1) <= _MOST_RANKS:
-        yield f"world is {data['world']!r}; it must be a whole number of at least 1 and at most {_MOST_RANKS}"
-    if data.get("all_reduce", ALL_REDUCES[0]) not in ALL_REDUCES:
-        yield f"all_reduce is {data['all_reduce']!r}; there are {', '.join(ALL_REDUCES)}"
+def _shape(data: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that are missing, empty or unknown."""
+    keys = {"examples", *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction", "undivided"}
+    for name in data.keys() - keys - {"schema", "hash", *PREDICTION_KEYS}:
+        yield (name,), f"is an unknown key; {near_name(name, keys)}there are {', '.join(sorted(keys))}"
+    if "world" not in data:
+        yield ("world",), "is missing; give the number of ranks"
+    elif type(data["world"]) is int and not 1 <= data["world"] <= _MOST_RANKS:
+        yield ("world",), f"is {data['world']!r}; it must be at least 1 and at most {_MOST_RANKS}"
+    if data.get("roles", None if "placements" in data else True) in (None, {}):
+        yield ("roles",), 'is missing; give the ranks of each role, as {"trunk": [0, 1], "head": [2]}'
 
 
-def _types(data: dict[str, Any]) -> Iterator[str]:
+def _types(data: dict[str, Any]) -> Iterator[Problem]:
     """Values of another type than that of the field that they are for."""
-    for part in (Plan, Prediction):
-        for name, hint in get_type_hints(part).items():
-            if (key := _KEYS.get(name, name)) in data:
-                yield from _mistyped(data[key], hint, key)
+    hints = get_type_hints(Plan) | {"placements": Mapping[str, known.Placement | str]} | get_type_hints(Prediction)
+    for name, hint in hints.items():
+        if (key := _KEYS.get(name, name)) in data:
+            yield from _mistyped(data[key], hint, key)
 
 
-def _mistyped(value: Any, hint: Any, where: str) -> Iterator[str]:
+def _mistyped(value: Any, hint: Any, *path: str) -> Iterator[Problem]:
     """What is not of the type `hint` in a value of JSON; tuples are lists there, dataclasses and mappings tables."""
     kind, parts = get_origin(hint), get_args(hint)
     if is_dataclass(hint) and isinstance(value, dict):
         hints = get_type_hints(hint)
         for name in value.keys() - hints.keys():
-            yield f"{where}: {name} is an unknown key; {near_name(name, hints)}there are {', '.join(hints)}"
+            yield (*path, name), f"is an unknown key; {near_name(name, hints)}there are {', '.join(hints)}"
         for name, each in hints.items():
             if name in value:
-                yield from _mistyped(value[name], each, f"{where}: {name}")
+                yield from _mistyped(value[name], each, *path, name)
         for each in fields(hint):
             if each.name not in value and each.default is each.default_factory is MISSING:
-                yield f"{where}: {each.name} is missing"
+                yield (*path, each.name), "is missing"
     elif kind is tuple and isinstance(value, list):
         for k, each in enumerate(value):
-            yield from _mistyped(each, parts[0], f"{where}: number {k}")
+            yield from _mistyped(each, parts[0], *path, f"number {k}")
     elif kind is Mapping and isinstance(value, dict):
         for key, each in value.items():
-            yield from _mistyped(each, parts[1], f"{where}: {key}")
-    elif NoneType in parts:
-        if value is not None:
-            yield from _mistyped(value, parts[0], where)
+            yield from _mistyped(each, parts[1], *path, key)
+    elif kind is UnionType:
+        yield from _mistyped(value, type(value) if type(value) in parts else parts[0], *path)
     elif type(value) is not hint and not (hint is float and type(value) is int):
         table = f"a table of {', '.join(get_type_hints(hint))}" if is_dataclass(hint) else "a table"
-        yield f"{where} is {value!r:.60}; it must be {_TYPES.get(hint) or ('a list' if kind is tuple else table)}"
+        yield path, f"is {value!r:.60}; it must be {_TYPES.get(hint) or ('a list' if kind is tuple else table)}"
     elif hint is float and not abs(value) <= sys.float_info.max:
-        yield f"{where} is {value!r}; it must be {_TYPES[float]}"
+        yield path, f"is {value!r}; it must be {_TYPES[float]}"
 
 
-def _sense(data: dict[str, Any]) -> Iterator[str]:
-    """Ranks that are not there, examples that do not add up, placements in no role."""
-    world, roles, examples = data["world"], data["roles"], data["examples"]
-    if examples.keys() != roles.keys():
-        yield f"examples: it is for {', '.join(examples)}, and the roles are {', '.join(roles)}"
+def _sense(data: dict[str, Any], bad: set[str]) -> Iterator[str]:
+    """Values that contradict each other.  bad: keys that cannot be read."""
+    for section, needs in _SECTIONS.items():
+        if bad.isdisjoint(needs.split()):
+            yield from section(data)
+
+
+def _roles(data: dict[str, Any]) -> Iterator[str]:
+    world, roles = data["world"], data["roles"]
     for role, ranks in roles.items():
         if not is_role(role, ROLES) or any(role.startswith(f"{other}_") for other in roles):
             yield f"roles: {role!r} cannot name a file and a variable: take small letters, and no name that is in use"
         if not ranks:
             yield f"roles: {role} must be a list of ranks"
-            continue
         for rank in ranks:
             if not 0 <= rank < world:
                 yield f"roles: {role} has rank {rank}, but the world has ranks 0 to {world - 1}"
@@ -105,6 +116,15 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
             yield f"roles: {role} has a rank twice"
         elif sorted(ranks) != ranks:
             yield f"roles: {role} is {ranks}; ranks must stand in their order"
+
+
+def _examples(data: dict[str, Any]) -> Iterator[str]:
+    roles, examples = data["roles"], data["examples"]
+    if not examples:
+        return
+    if examples.keys() != roles.keys():
+        yield f"examples: it is for {', '.join(examples)}, and the roles are {', '.join(roles)}"
+    for role, ranks in roles.items():
         bounds = examples.get(role, [])
         if len(bounds) != len(ranks) + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             yield (
@@ -116,16 +136,14 @@ def _sense(data: dict[str, Any]) -> Iterator[str]:
     totals = {role: bounds[-1] for role, bounds in examples.items() if bounds}
     if len(set(map(str, totals.values()))) > 1:
         yield f"examples: the roles differ in the global batch, {totals}"
-    predicted = data.get("predicted", [])
+
+
+def _predicted(data: dict[str, Any]) -> Iterator[str]:
+    world, predicted = data["world"], data.get("predicted", [])
     if any(min(phases.values()) < 0 for phases in predicted):
         yield "predicted: all numbers must be at least 0"
     if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
         yield f"predicted: it must be for each rank of a world of {world}, in their order"
-    yield from _groups(data)
-    yield from _microbatches(data)
-    yield from _rounds(data)
-    yield from _servers(data)
-    yield from _placements(data)
 
 
 def _rounds(data: dict[str, Any]) -> Iterator[str]:
@@ -160,12 +178,12 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
             yield f"groups: {role} has size {size!r}; it must be a whole number of at least 1"
         elif ranks % size:
             yield f"groups: {role} has groups of {size}, which do not divide its {ranks} ranks"
-        for part, known in (("scheme", SCHEMES), ("updates", UPDATES)):
-            if group.get(part, known[-1]) not in known:
-                yield f"groups: {role} has {part} {group[part]!r}; there are {', '.join(known)}"
+        for part, words in (("scheme", known.SCHEMES), ("updates", known.UPDATES)):
+            if group.get(part, words[-1]) not in words:
+                yield f"groups: {role} has {part} {group[part]!r}; there are {', '.join(words)}"
         if size != 1 and role == next(iter(roles)):
             yield f"groups: {role} reads the data, which no group does; let a role before it read"
-        if role != (last := next(reversed(roles))) and group.get("scheme") in SCHEMES and group["scheme"] != "BK":
+        if role != (last := next(reversed(roles))) and group.get("scheme") in known.SCHEMES and group["scheme"] != "BK":
             yield (
                 f"groups: {role} has scheme {group['scheme']!r}, but only {last}, with the loss, has several "
                 f"microbatches: BK"
@@ -174,8 +192,10 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
 
 def _microbatches(data: dict[str, Any]) -> Iterator[str]:
     number, why = data.get("microbatches", 1), f"microbatches is {data.get('microbatches', 1)}"
-    if (schedule := data.get("schedule", SCHEDULES[0])) not in SCHEDULES:
-        yield f"schedule is {schedule!r}; there are {', '.join(SCHEDULES)}"
+    if (each := data.get("all_reduce", known.ALL_REDUCES[0])) not in known.ALL_REDUCES:
+        yield f"all_reduce is {each!r}; {near_name(each, known.ALL_REDUCES)}there are {', '.join(known.ALL_REDUCES)}"
+    if (schedule := data.get("schedule", known.SCHEDULES[0])) not in known.SCHEDULES:
+        yield f"schedule is {schedule!r}; there are {', '.join(known.SCHEDULES)}"
     if number < 1:
         yield f"{why}; it must be at least 1"
     if number <= 1:
@@ -202,14 +222,19 @@ def _servers(data: dict[str, Any]) -> Iterator[str]:
             yield f"servers: there is no rank {rank}, the world has ranks 0 to {world - 1}"
     if len(set(servers)) < len(servers):
         yield "servers: a rank is there twice"
+    for layer, placement in data["placements"].items():
+        for sync, needs, missing in (("parameter_server", "servers", "empty"), ("average", "rounds", "not there")):
+            if placement["sync"] == sync and not data.get(needs):
+                yield f"placements: {layer} has sync {sync!r}, but {needs} is {missing}"
 
 
 def _placements(data: dict[str, Any]) -> Iterator[str]:
     for layer, placement in data["placements"].items():
-        needed = {"role": tuple(data["roles"]), "holding": HOLDINGS, "sync": SYNCS}
-        for part, values in (needed | {"split": SPLITS, "state": STATES, "arrives": STATES}).items():
+        needed = {"role": tuple(data["roles"]), "holding": known.HOLDINGS, "sync": known.SYNCS}
+        for part, values in (needed | {"split": known.SPLITS, "state": known.STATES, "arrives": known.STATES}).items():
             if (given := placement.get(part)) not in values and (given is not None or part in needed):
-                yield f"placements: {layer} has {part} {given!r}; there are {', '.join(values)}"
+                what = f"{part} {given!r}; {near_name(given, values)}" if given is not None else f"no {part}; "
+                yield f"placements: {layer} has {what}there are {', '.join(values)}"
         if placement.get("arrives") is not None and placement["role"] not in data.get("groups", {}):
             yield f"placements: {layer} has arrives, but its role {placement['role']!r} has no groups"
         if placement.get("state") is not None:
@@ -220,9 +245,6 @@ def _placements(data: dict[str, Any]) -> Iterator[str]:
             yield f"placements: {layer} has group {placement['group']}; it must be at least 1"
         if placement["holding"] == "sharded":
             yield from _sharded(data, layer, placement)
-        for sync, needs, missing in (("parameter_server", "servers", "empty"), ("average", "rounds", "not there")):
-            if placement["sync"] == sync and not data.get(needs):
-                yield f"placements: {layer} has sync {sync!r}, but {needs} is {missing}"
 
 
 def _subnet(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Iterator[str]:
@@ -253,6 +275,19 @@ def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Ite
     role, group = placement["role"], placement.get("group")
     grouping = data.get("groups", {}).get(role)
     if grouping is None:
-        yield f"placements: {layer} is sharded, but groups has nothing for its role {role!r}"
+        yield f"placements: {layer} is sharded, but groups has nothing for its role {role!r}: give it a size"
     elif group is not None and group != grouping.get("size"):
         yield f"placements: {layer} has group {group!r}, but the groups of its role have size {grouping.get('size')!r}"
+
+
+_SECTIONS = {
+    _roles: "world roles",
+    _examples: "roles examples",
+    _predicted: "world predicted",
+    _groups: "roles groups",
+    _microbatches: "roles examples groups rounds synchronised microbatches schedule all_reduce",
+    _rounds: "world roles groups rounds synchronised servers placements",
+    _servers: "world servers rounds placements",
+    _placements: "roles groups rounds placements",
+}
+"""What is checked -> the keys that it reads."""

@@ -70,7 +70,7 @@ class Prediction:
         values = {each.name: data[key] for each in fields(cls) if (key := KEYS.get(each.name, each.name)) in data}
         values["priced"] = tuple(
             Candidate(**{**each, "roles": {role: tuple(ranks) for role, ranks in each.get("roles", {}).items()}})
-            for each in data["candidates"]
+            for each in data.get("candidates", ())
         )
         values["phases"] = tuple(Phases(**each) for each in data.get("predicted", ()))
         return cls(**values)

@@ -9,7 +9,7 @@ from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.graph import info
 from splitc.ir.plan import Plan
-from splitc.ir.prediction import Candidate, Prediction
+from splitc.ir.prediction import Candidate
 from splitc.ir.program import LoweredProgram, PlacedProgram
 from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.rounds import rounds_text
@@ -81,22 +81,26 @@ def _headline(program: PlacedProgram) -> str:
     )
     roles = ", ".join(f"{role} on {rank_list(ranks)}" for role, ranks in roles_of(plan).items())
     parameters = sum(h.numel for h in program.tensors.values() if h.parameter)
+    cluster = f" of {prediction.cluster}" if prediction.cluster else ""
     lines = [
-        f"{program.name} on {units.numbered(plan.world, 'rank')} of {prediction.cluster}: {plan.strategy} "
+        f"{program.name} on {units.numbered(plan.world, 'rank')}{cluster}: {plan.strategy} "
         f"({'' if plan.exact else 'approximate, '}{proof})",
-        f"{roles}; a step of {units.numbered(plan.global_batch, 'example')} takes "
-        f"{units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s "
-        f"(predicted{_simulated(prediction)}); {units.count(parameters)} parameters in "
-        f"{units.numbered(len(program.layers), 'layer')}",
+        f"{roles}; a step of {units.numbered(plan.global_batch, 'example')} {_price(plan)}; "
+        f"{units.count(parameters)} parameters in {units.numbered(len(program.layers), 'layer')}",
     ]
     lines += [prediction.advice] * bool(prediction.advice)
     lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
     return "\n".join(map(wrap, lines))
 
 
-def _simulated(prediction: Prediction) -> str:
-    """Return the step time of the simulation, in which transfers overlap with computation."""
-    return f"; simulated, with overlap, {units.seconds(prediction.simulated_seconds)}" if prediction.phases else ""
+def _price(plan: Plan) -> str:
+    """Return the step time, and that of the simulation, in which transfers overlap with computation."""
+    if not plan.step_seconds:
+        return "has no price, since the plan was written or edited by hand: --cluster gives it one"
+    simulated = f"; simulated, with overlap, {units.seconds(plan.prediction.simulated_seconds)}" * bool(
+        plan.prediction.phases
+    )
+    return f"takes {units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted{simulated})"
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -139,7 +143,7 @@ def _cells(layer: Mapping[str, Any]) -> tuple[str, ...]:
         short(layer["role"], 8),
         _held(layer),
         units.nbytes(layer["sent_bytes"]) if layer["sent_bytes"] else "",
-        units.seconds(layer["seconds"]),
+        units.seconds(layer["seconds"]) if layer["seconds"] else "",
     )
 
 
@@ -162,6 +166,8 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
 
 
 def _candidates(plan: Plan) -> str:
+    if not plan.candidates:
+        return ""
     fastest = max((c.samples_per_second for c in plan.candidates if c.feasible), default=0.0)
     ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
     headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]

@@ -236,7 +236,7 @@ def test_clusters_are_a_table_with_devices_links_and_hosts(
     assert rows["v100-10gbe"][1:7] == ["15.7", "125", "16", "10", "30", "1"]
     assert rows["l4-pcie-100gbe"] == ["l4-pcie-100gbe", "30.3", "121", "24", "100*", "30", "8", "200", "L4"]
     assert rows["ivybridge-56ib"][1:7] == ["0.282", "64", "40", "5", "1", "32"]
-    assert rows["-"] == ["-", "ranks", "4-7", "8.1", "65", "16", "5", "30", "T4"]
+    assert rows["-"] == ["-", "ranks", "4-7", "8.1", "65", "16", "5", "30", "1", "T4"]
     assert "this-machine  is not measured yet" in done.out
     names = [line.split()[0] for line in done.out.splitlines() if line.startswith("rtx3090")]
     assert names == ["rtx3090-1gbe", "rtx3090-2.5gbe", "rtx3090-10gbe"]

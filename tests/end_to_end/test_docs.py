@@ -72,6 +72,8 @@ def test_the_commands_and_the_python_of_a_page_run_in_its_order(
             for line in commands(block):
                 if _in_process(line):
                     assert main(shlex.split(_small(line))[1:]) == 0, f"{line}\n{capsys.readouterr().err}"
+        elif block.language == "json":
+            (tmp_path / "mine.json").write_text(block.text)
         elif block.language == "python":
             _run_python(page, block, tmp_path)
 

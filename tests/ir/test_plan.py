@@ -73,7 +73,7 @@ def in_both(scheme: str = "B/K", size: int = 2) -> Plan:
         roles={"conv": (0, 1, 2, 3), "fc": (0, 1, 2, 3)},
         placements={
             "a": LayerPlacement("conv", "replicated", "parameter_server"),
-            "b": LayerPlacement("fc", "sharded", "none"),
+            "b": LayerPlacement("fc", "sharded", "none", group=size),
         },
         batch_offsets={"conv": bounds, "fc": bounds},
         groups={"fc": Grouping(size, scheme)},

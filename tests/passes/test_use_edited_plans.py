@@ -162,3 +162,18 @@ def test_a_role_that_could_not_be_a_file_or_a_variable_is_refused_before_anythin
     text = planned("layer_separation(n_c=2, n_f=1)").to_json().replace('"head"', json.dumps(name))
     with pytest.raises(LaunchError, match=r"roles: .* cannot name a file and a variable"):
         specialise(known()[2], Settings(3, cluster=CLUSTER), Plan.from_json(text))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_follows_from_the_rest_of_a_plan_may_be_left_out(strategy: str) -> None:
+    plan = planned(strategy)
+    data = {key: value for key, value in json.loads(plan.to_json()).items() if key in plan.decision}
+    del data["examples"], data["exact"], data["overlap"], data["synchronised"], data["model"]
+    for place in data["placements"].values():
+        for part in ("holding", *(["group"] if place["split"] else ["group", "split"])):
+            del place[part]
+        if place["sync"] != "parameter_server":
+            del place["sync"]
+    settings = Settings(plan.world, cluster=CLUSTER)
+    short = Plan.from_json(json.dumps({"schema": 1, **data}))
+    assert specialise(known()[2], settings, short).plan.decision == plan.decision
