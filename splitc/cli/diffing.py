@@ -119,7 +119,7 @@ def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
 
 
 _FIGURES: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
-    ("step, by closed forms", lambda plan: plan.step_seconds, units.seconds),
+    ("step, as planned", lambda plan: plan.step_seconds, units.seconds),
     ("step, simulated", lambda plan: plan.prediction.simulated_seconds, units.seconds),
     ("samples/s, simulated", lambda plan: _rate(plan), "{:,.0f}".format),
     (

@@ -48,7 +48,7 @@ def _sensitivity(args: argparse.Namespace, place: Place, program: Program) -> in
         print(json.dumps({**head, "breakpoints": [asdict(each) for each in found]}, indent=1))
         return 0
     print(wrap(f"{program.name} on {units.numbered(place.world, 'rank')} of {place.cluster.name}: {chosen}"))
-    for each in quantities(place, program):
+    for each in quantities(place, program)[:4]:
         flips = (f"{at.text}: {_after(at)}" for at in found if at.quantity == each.name)
         print(wrap(f"{each.name}, now {each.text(each.now)}; {'; '.join(flips)}", "  "))
     return 0
@@ -74,7 +74,7 @@ def alternatives_text(found: Sequence[Alternative]) -> str:
     rows = [
         [
             f"{'*' if each.chosen else ' '} {each.placement}",
-            f"{each.strategy} {'+'.join(map(str, each.roles.values()))}",
+            each.plan,
             units.seconds(each.step_seconds),
             f"{each.samples_per_second:,.0f}",
             units.nbytes(each.sent_bytes) if each.sent_bytes else "",

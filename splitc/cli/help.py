@@ -47,9 +47,6 @@ splitc COMMAND --help shows more.
   splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
   splitc explain examples/alexnet.py 'classifier.*' --world 8 --memory 8GB
   splitc explain examples/alexnet.py --sensitivity --world 4 --cluster my.toml
-
-Each row is a placement that --pin can ask for; all other layers are placed
-again around it.
 """,
     "compile": """examples:
   splitc compile examples/alexnet.py --world 4 --cluster v100-10gbe -o build
@@ -64,8 +61,7 @@ then:
   splitc diff build again
   splitc diff build/plan.json edited.json --json
 
-It exits with 0 when both plans decide the same, whatever they predict, and with
-1 when they differ.
+Exit code 0: both decide the same, whatever they predict; 1: they differ.
 """,
     "run": """examples:
   splitc run build

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
-from splitc.passes.rewriting import lower_unchecked
-
-_STEPS = 2  # to simulate: transfers of the first may still be under way in the second
+from splitc.report.alternatives import simulated_step
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def sweep(
 
 def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
     """The cell with the figures of a placed program on `cluster`."""
-    plan, seconds = program.plan, simulate(lower_unchecked(program), cluster, _STEPS).step_seconds
+    plan, seconds = program.plan, simulated_step(program, cluster).step_seconds
     return replace(
         cell,
         step_seconds=seconds,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from splitc.cost_models.simulation.timeline import Timeline, simulate
 from splitc.errors import PlacementError
+from splitc.ir.cluster import Cluster
 from splitc.ir.names import near_name
 from splitc.ir.placements import SPLITS, Placement
 from splitc.ir.plan import Plan
@@ -17,7 +18,7 @@ from splitc.ir.strategies import Auto, DataParallel, LateMultiply, LayerSeparati
 from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.place import Place
 from splitc.passes.rewriting import lower_unchecked
-from splitc.report.figures import roles_of
+from splitc.report.what_if import choice_text
 
 _STEPS = 2  # to simulate: transfers of the first may still be under way in the second
 
@@ -26,18 +27,16 @@ _STEPS = 2  # to simulate: transfers of the first may still be under way in the 
 class Alternative:
     """The best plan in which some layers are placed as `pin` asks.
 
-    roles: role -> how many ranks.  step_seconds, samples_per_second: simulated.  compute_seconds, sent_bytes: of the
+    plan: its strategy and the sizes of its roles.  step_seconds, samples_per_second: simulated.  sent_bytes: of the
     busiest rank.  limit: "compute", or "network" where the slowest rank waits longer than it computes.  chosen: the
     plan is the one that is chosen without the pin.  why: there is no plan; the figures are 0 then.
     """
 
     placement: str
     pin: Placement
-    strategy: str = ""
-    roles: Mapping[str, int] = field(default_factory=dict)
+    plan: str = ""
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
-    compute_seconds: float = 0.0
     sent_bytes: float = 0.0
     limit: str = ""
     chosen: bool = False
@@ -66,9 +65,9 @@ def matching_layers(program: Program, pattern: str) -> list[str]:
     raise PlacementError(f"no layer matches {pattern!r}; {near_name(pattern, names)}the layers are {listed}")
 
 
-def simulated(program: PlacedProgram, place: Place) -> Timeline:
+def simulated_step(program: PlacedProgram, cluster: Cluster) -> Timeline:
     """Return the simulated step of a placed program."""
-    return simulate(lower_unchecked(program), place.cluster, _STEPS)
+    return simulate(lower_unchecked(program), cluster, _STEPS)
 
 
 def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, Strategy]]:
@@ -103,15 +102,13 @@ def _alternative(
 
 
 def _priced(found: Alternative, program: PlacedProgram, place: Place, chosen: Plan) -> Alternative:
-    plan, timeline = program.plan, simulated(program, place)
+    plan, timeline = program.plan, simulated_step(program, place.cluster)
     slowest = max(timeline.phases, key=lambda phases: phases.step)
     return replace(
         found,
-        strategy=plan.strategy,
-        roles={role: len(ranks) for role, ranks in roles_of(plan).items()},
+        plan=choice_text(plan),
         step_seconds=timeline.step_seconds,
         samples_per_second=plan.global_batch / timeline.step_seconds,
-        compute_seconds=max(phases.compute for phases in timeline.phases),
         sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
         limit="network" if slowest.waiting > slowest.compute else "compute",
         chosen=plan.hash == chosen.hash,

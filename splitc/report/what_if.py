@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf, sqrt
-from operator import eq
 
 from splitc import units
 from splitc.cost_models.memory.memory_check import require_memory_on
@@ -29,55 +28,65 @@ class Quantity:
     """A number in a request that its plan depends on.
 
     now: its value.  text: a value in words.  whole: it is a whole number.  change: the request with another value.
+    exactly: a plan must fit into memory as its step on fake tensors says, not as the planner adds it up.
     """
 
     name: str
     now: float
     text: Callable[[float], str]
     whole: bool
+    exactly: bool
     change: Callable[[float], tuple[Place, Program]]
     plans: dict[float, Plan | None] = field(default_factory=dict, repr=False)
 
     def plan(self, value: float) -> Plan | None:
         """The plan that is chosen at a value; None when nothing fits."""
         if value not in self.plans:
-            place, program = self.change(value)
-            try:
-                self.plans[value] = place.run(program).plan
-            except PlacementError:
-                self.plans[value] = None
+            self.plans[value] = None
+            with suppress(PlacementError):
+                place, program = self.change(value)
+                placed = place.run(program)
+                if self.exactly:
+                    require_memory_on(lower_unchecked(placed), place.cluster, place.memory)
+                self.plans[value] = placed.plan
         return self.plans[value]
 
-    def boundary(self, holds: Callable[[float], bool], reach: Iterable[float]) -> tuple[float, float] | None:
-        """Return the last value at which `holds` and the first at which it does not, to 3 %, going along `reach`.
+    def least(self, reach: Iterable[float]) -> str:
+        """Return the value nearest to it at which there is a plan, in words; "" if there is none."""
+        found = self.boundary(lambda plan: plan is None, reach)
+        return "" if found is None else self.text(found[1])
 
-        It holds now.  None: it does so all along.
+    def boundary(self, holds: Callable[[Plan | None], object], reach: Iterable[float]) -> tuple[float, float] | None:
+        """Return the last value whose plan `holds` and the first whose does not, to 3 %, going along `reach`.
+
+        That of now does.  None: all do.
         """
         last = self.now
         for first in reach:
-            if not holds(first):
+            if not holds(self.plan(first)):
                 break
             last = first
         else:
             return None
         while abs(first - last) > max(_PRECISION * min(first, last), self.whole):
             middle = (first + last) // 2 if self.whole else sqrt(first * last)
-            last, first = (middle, first) if holds(middle) else (last, middle)
+            last, first = (middle, first) if holds(self.plan(middle)) else (last, middle)
         return last, first
 
-    def reach(self, factor: float, most: float = inf) -> list[float]:
-        """Return values ever farther from it, up or down to `factor` times it; whole ones from 1 to `most`."""
-        powers = [2**k for k in range(64) if 2**k <= max(factor, 1 / factor)]
-        values = [self.now * power if factor > 1 else self.now / power for power in powers]
-        if self.name == "world":  # which differ in what divides them
-            values = [self.now + (2**k if factor > 1 else -(2**k)) for k in range(int(self.now).bit_length())] + values
-        if self.whole:
-            values = sorted((max(1, min(round(value), most)) for value in values), reverse=factor < 1)
-        return [value for value in dict.fromkeys(values) if value != self.now]
+    def reach(self, factor: float) -> list[float]:
+        """Return values ever farther from it, up or down to `factor` times it; whole ones from 1 on."""
+        end, steps = self.now * factor, [2**k for k in range(64)]
+        end = max(1, round(end)) if self.whole else end
+        values = [self.now * step if end > self.now else self.now / step for step in steps]
+        if self.name == "world":  # near ones too, since they differ in what divides them
+            values += [self.now + step if end > self.now else self.now - step for step in steps]
+        low, high = sorted((self.now, end))
+        within = (round(value) if self.whole else value for value in values if low <= value <= high)
+        return sorted({end, *within} - {self.now}, reverse=end < self.now)
 
 
-def quantities(place: Place, program: Program) -> tuple[Quantity, Quantity, Quantity, Quantity]:
-    """Return what the choice depends on: bandwidth between hosts, batch, world, memory of a rank."""
+def quantities(place: Place, program: Program, exactly: bool = False) -> tuple[Quantity, ...]:
+    """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.  exactly: see `Quantity`."""
 
     def batch(value: float) -> tuple[Place, Program]:
         if place.global_batch is None:
@@ -87,13 +96,19 @@ def quantities(place: Place, program: Program) -> tuple[Quantity, Quantity, Quan
     def at(name: str, value: object) -> tuple[Place, Program]:
         return replace(place, **{name: value}), program  # type: ignore[arg-type]
 
+    def parted(value: float) -> tuple[Place, Program]:
+        return at("strategy", in_microbatches(place.strategy, int(value)))
+
     cluster, of_batch = place.cluster, "a global batch of {:.0f}" if place.global_batch else "{:.0f} examples a reader"
     link, memory = cluster.link.bandwidth, place.memory or cluster.device_for(place.world).memory
     return (
-        Quantity("bandwidth", link, units.bandwidth, False, lambda x: at("cluster", cluster.with_bandwidth(x))),
-        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, batch),
-        Quantity("world", place.world, lambda x: units.numbered(int(x), "rank"), True, lambda x: at("world", int(x))),
-        Quantity("memory", memory, units.nbytes, False, lambda x: at("memory", x)),
+        Quantity(
+            "bandwidth", link, units.bandwidth, False, exactly, lambda x: at("cluster", cluster.with_bandwidth(x))
+        ),
+        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, exactly, batch),
+        Quantity("world", place.world, "a world of {:.0f}".format, True, exactly, lambda x: at("world", int(x))),
+        Quantity("memory", memory, units.nbytes, False, exactly, lambda x: at("memory", x)),
+        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, exactly, parted),
     )
 
 
@@ -120,21 +135,22 @@ def breakpoints(place: Place, program: Program) -> Iterator[Breakpoint]:
     A choice is a strategy with the sizes of its roles; in other worlds roles of all ranks count as equal, and so do
     those that read the data.
     """
-    for each in quantities(place, program):
-        same = partial(eq, _choice(each, each.now))
-        down, up = each.reach(1 / 16), each.reach(16)
-        if each.name == "world":
-            down, up = each.reach(1 / each.now), each.reach(2, place.cluster.world or inf)
+    of_world = min(2, (place.cluster.world or inf) / place.world)
+    spans = {"world": (1 / place.world, of_world), "memory": (1 / _MOST_MEMORY, 16)}
+    for each in quantities(place, program)[:4]:
+        down, up = map(each.reach, spans.get(each.name, (1 / 16, 16)))
+        found = [_breakpoint(each, reach, below) for reach, below in ((down, True), (up, False)) if reach]
         if each.name == "memory":
-            down = each.reach(1 / _MOST_MEMORY)
-        found = [_breakpoint(each, same, reach, below) for reach, below in ((down, True), (up, False)) if reach]
-        if each.name == "memory" and found[0].choice:
-            found.insert(1, _breakpoint(each, bool, down, True))
-        yield from found
+            found.insert(1, _breakpoint(each, down, True, bool))
+        yield from dict.fromkeys(found)
 
 
-def _breakpoint(quantity: Quantity, holds: Callable[[object], bool], reach: list[float], below: bool) -> Breakpoint:
-    found = quantity.boundary(lambda value: holds(_choice(quantity, value)), reach)
+def _breakpoint(
+    quantity: Quantity, reach: list[float], below: bool, holds: Callable[[Plan | None], object] | None = None
+) -> Breakpoint:
+    """Return where `holds` ends along `reach`; by default, where the choice flips."""
+    now = _choice(quantity, quantity.plan(quantity.now))
+    found = quantity.boundary(holds or (lambda plan: _choice(quantity, plan) == now), reach)
     if found is None:
         end, text = reach[-1], f"{'down' if below else 'up'} to {quantity.text(reach[-1])}"
         return Breakpoint(quantity.name, end, text, choice_text(quantity.plan(end)), False)
@@ -143,8 +159,7 @@ def _breakpoint(quantity: Quantity, holds: Callable[[object], bool], reach: list
     return Breakpoint(quantity.name, value, f"{word} {quantity.text(value)}", choice_text(quantity.plan(first)), True)
 
 
-def _choice(quantity: Quantity, value: float) -> object:
-    plan = quantity.plan(value)
+def _choice(quantity: Quantity, plan: Plan | None) -> object:
     if plan is None or quantity.name != "world":
         return choice_text(plan)
     sizes = ["all" if len(ranks) == plan.world else len(ranks) for ranks in roles_of(plan).values()]
@@ -164,8 +179,7 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     idle = _idle(plan)
     if not idle or not isinstance(place.strategy, Auto):
         return ""
-    bandwidth, batch, *_ = quantities(place, program)
-    found = ((each, each.boundary(partial(_leaves_idle, each), each.reach(_FAR))) for each in (bandwidth, batch))
+    found = [(each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program)[:2]]
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     if not changes:
@@ -173,13 +187,9 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     return f"{head}: {' or '.join(changes)}, {plan.world} ranks are faster."
 
 
-def _idle(plan: Plan) -> int:
-    return plan.world - len(set().union(*roles_of(plan).values()))
-
-
-def _leaves_idle(quantity: Quantity, value: float) -> bool:
-    plan = quantity.plan(value)
-    return plan is None or _idle(plan) > 0
+def _idle(plan: Plan | None) -> int:
+    """How many ranks have no work; without a plan one at least."""
+    return 1 if plan is None else plan.world - len(set().union(*roles_of(plan).values()))
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -187,30 +197,10 @@ def _leaves_idle(quantity: Quantity, value: float) -> bool:
 
 def what_fits(place: Place, program: Program) -> str:
     """Return the smallest changes with which a request would fit; "" if memory is not all that it lacks."""
-    _, batch, world, memory = quantities(place, program)
-    if not _fits(*memory.change(memory.now * _MOST_MEMORY)):
+    _, batch, world, memory, parts = quantities(place, program, exactly=True)
+    if memory.plan(memory.now * _MOST_MEMORY) is None:
         return ""
-
-    def least(each: Quantity, reach: list[float]) -> str:
-        found = each.boundary(lambda value: not _fits(*each.change(value)), reach)
-        return "" if found is None else each.text(found[1])
-
-    numbers = (2, 4, 8, 16) if place.strategy.microbatches is None else ()
-    parted = {number: replace(place, strategy=in_microbatches(place.strategy, number)) for number in numbers}
-    changes = [
-        f"{least(memory, memory.reach(_MOST_MEMORY))} a rank",
-        next((f"microbatches={number}" for number, each in parted.items() if _fits(each, program)), ""),
-        least(world, world.reach(8, place.cluster.world or inf)),
-        least(batch, batch.reach(1 / batch.now)),
-    ]
-    has = f"a rank has {memory.text(memory.now)}"
-    return f"memory is what is short: {has}; it would fit with {', or '.join(filter(None, changes))}"
-
-
-def _fits(place: Place, program: Program) -> bool:
-    """Whether there is a plan of which every rank has memory for a step."""
-    try:
-        require_memory_on(lower_unchecked(place.run(program)), place.cluster, place.memory)
-    except PlacementError:
-        return False
-    return True
+    ranks = min(8, (place.cluster.world or inf) / place.world)
+    changes = (each.least(each.reach(to)) for each, to in ((parts, 16), (world, ranks), (batch, 1 / batch.now)))
+    fitting = [f"{memory.least(memory.reach(_MOST_MEMORY))} a rank", *filter(None, changes)]
+    return f"memory is what is short: a rank has {memory.text(memory.now)}; it would fit with {', or '.join(fitting)}"

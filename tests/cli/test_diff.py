@@ -72,7 +72,7 @@ def test_plans_that_decide_the_same_are_exit_code_0_whatever_they_predict(capsys
     (files / "c.json").write_text(json.dumps({**text, "step_seconds": 9.0}))
     done = splitc(capsys, "diff b.json c.json")
     assert done.code == 0
-    assert "both decide the same" in done.out and "step, by closed forms: " in done.out
+    assert "both decide the same" in done.out and "step, as planned: " in done.out
 
 
 def test_a_file_that_is_no_plan_is_exit_code_2(capsys: Capture, files: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import Any, cast
 
 import pytest
 from torch import nn, randn
@@ -32,31 +33,33 @@ def place(world: int = 4, bandwidth: float = 1.25e9, **options: object) -> Place
     return Settings(world, cluster=cluster, **options).place()  # type: ignore[arg-type]
 
 
-def number(limit: float, whole: bool = False) -> tuple[Quantity, list[float]]:
-    """A quantity that is 100 now, and what was looked at while the side of a limit was asked."""
-    return Quantity("number", 100, str, whole, lambda value: (place(), model())), []
+class Number(Quantity):
+    """A quantity whose values stand for their plans."""
+
+    def plan(self, value: float) -> Any:
+        self.plans[value] = None
+        return value
+
+
+def number(now: int = 100, whole: bool = False) -> Number:
+    return Number("number", now, str, whole, False, lambda value: (place(), model()))
 
 
 @pytest.mark.parametrize("limit", [7.0, 33.0, 99.9, 100.1, 130.0, 1550.0])
 def test_a_boundary_is_found_to_3_percent_with_few_questions(limit: float) -> None:
-    quantity, asked = number(limit)
-
-    def holds(value: float) -> bool:
-        asked.append(value)
-        return (value < limit) == (limit > 100)
-
-    found = quantity.boundary(holds, quantity.reach(16 if limit > 100 else 1 / 16))
+    quantity = number()
+    reach = quantity.reach(16 if limit > 100 else 1 / 16)
+    found = quantity.boundary(lambda value: (cast(Any, value) < limit) == (limit > 100), reach)
     assert found is not None
     low, high = sorted(found)
     assert low <= limit <= high <= 1.031 * low
-    assert len(asked) <= 10
+    assert len(quantity.plans) <= 10
 
 
 def test_a_boundary_of_whole_numbers_is_between_neighbours_and_none_is_none() -> None:
-    quantity, _ = number(0, whole=True)
-    assert quantity.boundary(lambda value: value < 107, quantity.reach(16)) == (106, 109)
-    few = replace(quantity, now=10)
-    assert few.boundary(lambda value: value > 3, few.reach(1 / 10)) == (4, 3)
+    quantity, few = number(whole=True), number(10, whole=True)
+    assert quantity.boundary(lambda value: cast(Any, value) < 107, quantity.reach(16)) == (106, 109)
+    assert few.boundary(lambda value: cast(Any, value) > 3, few.reach(1 / 10)) == (4, 3)
     assert quantity.boundary(lambda value: True, quantity.reach(16)) is None
 
 
@@ -89,9 +92,11 @@ def test_memory_goes_down_to_where_nothing_fits() -> None:
 def test_a_world_is_a_whole_number_and_no_larger_than_the_cluster() -> None:
     few = place(3)
     limited = replace(few, cluster=replace(few.cluster, world=4))
-    *_, world, _ = quantities(limited, model())
-    assert (world.reach(2, 4), world.reach(1 / 3)) == ([4], [2, 1])
+    world = quantities(few, model())[2]
+    assert (world.reach(4 / 3), world.reach(1 / 3), world.reach(1)) == ([4], [2, 1], [])
     assert quantities(place(8), model())[2].reach(2) == [9, 10, 12, 16]
+    found = [each.value for each in breakpoints(limited, model()) if each.quantity == "world"]
+    assert max(found) <= 4
 
 
 def test_idle_ranks_are_told_what_would_put_them_to_work() -> None:
