@@ -57,7 +57,7 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
     file, settings, program = analysed(args, plan)
     with Step(f"planning {file.name} on {settings.world} ranks", args.quiet) as step:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
-        if plan is None:
+        if plan is None and args.command != "verify":
             step.now(f"planning {file.name} with faster links and larger batches")
             prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
             placed = replace(placed, plan=replace(placed.plan, prediction=prediction))

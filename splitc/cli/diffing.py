@@ -47,8 +47,7 @@ def diff(args: argparse.Namespace) -> int:
         return int(not same)
     for path, plan in zip((args.a, args.b), plans, strict=True):
         print(wrap(f"{path}: {plan.strategy} on {units.numbered(plan.world, 'rank')}, plan {plan.hash}"))
-    if same:
-        print("both decide the same")
+    print("both decide the same" if same else "they differ")
     for name, found in sections.items():
         if found:
             print("\n".join([f"\n{name}", *(wrap(str(each), "  ") for each in found)]))
@@ -86,7 +85,7 @@ _TEXTS: Mapping[str, Callable[[Plan], str]] = {
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {each}" for key, each in value.items())
-    return "" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return "" if value is None else str(value)
 
 
 def layers(before: Plan, after: Plan) -> Iterator[Difference]:
@@ -105,30 +104,20 @@ def _placed(place: LayerPlacement | None) -> str:
     if place is None:
         return ""
     held = {"sharded": f"1/{place.group} by {place.split}", "subnet": "subnet"}.get(place.holding, "")
-    state = f"result in state {place.state}" if place.state else ""
-    arrives = f"input arrives by {place.arrives}" if place.arrives else ""
-    return " ".join(filter(None, (place.role, held, place.sync.replace("none", ""), state, arrives)))
+    states = (f"{part} {state}" for part, state in (("state", place.state), ("arrives", place.arrives)) if state)
+    return " ".join(filter(None, (place.role, held, place.sync.replace("none", ""), *states)))
 
 
 def predicted(before: Plan, after: Plan) -> Iterator[Difference]:
     """Yield what differs in the figures that both plans have."""
-    for what, figure, text in _FIGURES:
-        a, b = figure(before), figure(after)
+    for (what, a, text), (_, b, _) in zip(_figures(before), _figures(after), strict=True):
         if a and b and a != b:
             yield Difference(what, text(a), f"{text(b)} ({b / a:.2f}x)")
 
 
-_FIGURES: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
-    ("step, as planned", lambda plan: plan.step_seconds, units.seconds),
-    ("step, simulated", lambda plan: plan.prediction.simulated_seconds, units.seconds),
-    ("samples/s, simulated", lambda plan: _rate(plan), "{:,.0f}".format),
-    (
-        "sent by the busiest rank",
-        lambda plan: max((p.sent_bytes for p in plan.prediction.phases), default=0),
-        units.nbytes,
-    ),
-)
-
-
-def _rate(plan: Plan) -> float:
-    return plan.global_batch / plan.prediction.simulated_seconds if plan.prediction.phases else 0.0
+def _figures(plan: Plan) -> Iterator[tuple[str, float, Callable[[float], str]]]:
+    step = plan.prediction.simulated_seconds
+    yield "step, as planned", plan.step_seconds, units.seconds
+    yield "step, simulated", step, units.seconds
+    yield "samples/s, simulated", plan.global_batch / step if step else 0.0, "{:,.0f}".format
+    yield "sent by the busiest rank", max((p.sent_bytes for p in plan.prediction.phases), default=0.0), units.nbytes

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from splitc import units
 from splitc.cli.compiling import analysed
@@ -15,57 +16,43 @@ from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
 from splitc.report.tables import table, wrap
-from splitc.report.what_if import Breakpoint, breakpoints, choice_text, quantities
+from splitc.report.what_if import breakpoints, choice_text, quantities
 
 
 def explain(args: argparse.Namespace) -> int:
     """Print the placements of a layer with their prices, or where the choice of the plan flips."""
     if (args.layer is None) != args.sensitivity:
         raise LaunchError("name a layer, or a pattern of layers, to price its placements; or ask for --sensitivity")
-    file, settings, program = analysed(args, evaluation=False)
+    _, settings, program = analysed(args, evaluation=False)
     place = settings.place()
-    if args.sensitivity:
-        return _sensitivity(args, place, program)
-    with Step(f"pricing the placements of {args.layer}", args.quiet):
-        found = list(alternatives(place, program, args.layer))
-    if args.json:
-        rows = [asdict(each) for each in found]
-        head = {"schema": 1, "model": file.name, "world": place.world, "cluster": place.cluster.name}
-        print(json.dumps({**head, "layers": matching_layers(program, args.layer), "placements": rows}, indent=1))
-    else:
-        print(_head(place, program, args.layer))
-        print(alternatives_text(found))
+    answer = _sensitivity if args.sensitivity else _placements
+    with Step(f"planning {program.name} anew", args.quiet):
+        figures, text = answer(place, program, args.layer)
+    head = {"schema": 1, "model": program.name, "world": place.world, "cluster": place.cluster.name}
+    where = f"{program.name} on {units.numbered(place.world, 'rank')} of {place.cluster.name}: "
+    print(json.dumps({**head, **figures}, indent=1) if args.json else f"{wrap(where + text[0])}\n{text[1]}")
     return 0
 
 
-def _sensitivity(args: argparse.Namespace, place: Place, program: Program) -> int:
-    """Print where the choice of the plan flips."""
-    chosen = choice_text(place.run(program).plan)
-    with Step(f"planning {program.name} with more and less of everything", args.quiet):
-        found = list(breakpoints(place, program))
-    head = {"schema": 1, "model": program.name, "world": place.world, "cluster": place.cluster.name, "choice": chosen}
-    if args.json:
-        print(json.dumps({**head, "breakpoints": [asdict(each) for each in found]}, indent=1))
-        return 0
-    print(wrap(f"{program.name} on {units.numbered(place.world, 'rank')} of {place.cluster.name}: {chosen}"))
+_Answer = tuple[dict[str, Any], tuple[str, str]]
+"""The figures, and the text: a sentence and what follows it."""
+
+
+def _sensitivity(place: Place, program: Program, _: None) -> _Answer:
+    chosen, found = choice_text(place.run(program).plan), list(breakpoints(place, program))
+    lines = []
     for each in quantities(place, program)[:4]:
-        flips = (f"{at.text}: {_after(at)}" for at in found if at.quantity == each.name)
-        print(wrap(f"{each.name}, now {each.text(each.now)}; {'; '.join(flips)}", "  "))
-    return 0
+        here = [at for at in found if at.quantity == each.name]
+        flips = (f"{at.text}: {(at.choice or 'nothing fits') if at.flips else 'the same'}" for at in here)
+        lines.append(wrap(f"{each.name}, now {each.text(each.now)}; {'; '.join(flips)}", "  "))
+    return {"choice": chosen, "breakpoints": [asdict(each) for each in found]}, (chosen, "\n".join(lines))
 
 
-def _after(at: Breakpoint) -> str:
-    return at.choice or "nothing fits" if at.flips else "the same"
-
-
-def _head(place: Place, program: Program, pattern: str) -> str:
-    layers = matching_layers(program, pattern)
+def _placements(place: Place, program: Program, pattern: str) -> _Answer:
+    found, layers = list(alternatives(place, program, pattern)), matching_layers(program, pattern)
     named = layers[0] if len(layers) == 1 else f"{pattern} ({len(layers)} layers, {layers[0]} to {layers[-1]})"
-    ranks = units.numbered(place.world, "rank")
-    return wrap(
-        f"{named} of {program.name} on {ranks} of {place.cluster.name}: each placement, with the rest of the plan "
-        f"chosen again; simulated; * is the plan that is chosen"
-    )
+    sentence = f"{named} in each placement, with the rest chosen again; simulated; * is the plan that is chosen"
+    return {"layers": layers, "placements": [asdict(each) for each in found]}, (sentence, alternatives_text(found))
 
 
 def alternatives_text(found: Sequence[Alternative]) -> str:

@@ -85,11 +85,7 @@ def _inspect(add: Add) -> None:
 def _explain(add: Add) -> None:
     _model_options(add, plan=False)
     add("layer", nargs="?", help="a layer's name, or a pattern of names, whose layers are placed alike: 'classifier.*'")
-    add(
-        "--sensitivity",
-        action="store_true",
-        help="in place of a layer: at which bandwidth, batch, world and memory another plan is chosen",
-    )
+    add("--sensitivity", action="store_true", help="in place of a layer: where another plan is chosen")
     add("--json", action="store_true", help="print the figures as JSON (schema 1)")
 
 

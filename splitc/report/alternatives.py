@@ -50,9 +50,16 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
     """
     matching_layers(program, pattern)
     chosen = place.run(program).plan
-    found = [_alternative(place, program, pattern, chosen, *each) for each in _placements(program, place.world)]
+    others = {other: asked for other, asked in place.pins.items() if other != pattern}
+    found = []
+    for name, pin, strategy in _placements(program, place.world):
+        pinned = replace(place, pins={**others, pattern: pin})
+        tried = [pinned]
+        if isinstance(place.strategy, Auto):
+            tried.append(replace(pinned, strategy=in_microbatches(strategy, place.strategy.microbatches)))
+        found.append(_priced(Alternative(name, pin), tried, program, chosen))
     if not any(each.chosen for each in found):
-        yield _priced(Alternative("as chosen", Placement()), place.run(program), place, chosen)
+        yield _priced(Alternative("as chosen", Placement()), [place], program, chosen)
     yield from found
 
 
@@ -61,7 +68,7 @@ def matching_layers(program: Program, pattern: str) -> list[str]:
     names = [layer.name for layer in program.layers]
     if matching := [name for name in names if fnmatchcase(name, pattern)]:
         return matching
-    listed = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    listed = ", ".join(names if len(names) < 9 else [*names[:8], "..."])
     raise PlacementError(f"no layer matches {pattern!r}; {near_name(pattern, names)}the layers are {listed}")
 
 
@@ -84,32 +91,24 @@ def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, 
         yield f"whole, groups of {size}", Placement(holding="replicated", group=size), ModuloShard()
 
 
-def _alternative(
-    place: Place, program: Program, pattern: str, chosen: Plan, name: str, pin: Placement, strategy: Strategy
-) -> Alternative:
-    others = {other: asked for other, asked in place.pins.items() if other != pattern}
-    pinned = replace(place, pins={**others, pattern: pin})
-    tried: Sequence[Place] = [pinned]
-    if isinstance(place.strategy, Auto):
-        tried = [pinned, replace(pinned, strategy=in_microbatches(strategy, place.strategy.microbatches))]
+def _priced(found: Alternative, tried: Sequence[Place], program: Program, chosen: Plan) -> Alternative:
+    """Return it with the figures of the first request that has a plan, or with the reason of the last."""
     why = ""
-    for each in tried:
+    for place in tried:
         try:
-            return _priced(Alternative(name, pin), each.run(program), place, chosen)
+            placed = place.run(program)
         except PlacementError as error:
             why = str(error)
-    return Alternative(name, pin, why=why)
-
-
-def _priced(found: Alternative, program: PlacedProgram, place: Place, chosen: Plan) -> Alternative:
-    plan, timeline = program.plan, simulated_step(program, place.cluster)
-    slowest = max(timeline.phases, key=lambda phases: phases.step)
-    return replace(
-        found,
-        plan=choice_text(plan),
-        step_seconds=timeline.step_seconds,
-        samples_per_second=plan.global_batch / timeline.step_seconds,
-        sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
-        limit="network" if slowest.waiting > slowest.compute else "compute",
-        chosen=plan.hash == chosen.hash,
-    )
+            continue
+        plan, timeline = placed.plan, simulated_step(placed, place.cluster)
+        slowest = max(timeline.phases, key=lambda phases: phases.step)
+        return replace(
+            found,
+            plan=choice_text(plan),
+            step_seconds=timeline.step_seconds,
+            samples_per_second=plan.global_batch / timeline.step_seconds,
+            sent_bytes=max(phases.sent_bytes for phases in timeline.phases),
+            limit="network" if slowest.waiting > slowest.compute else "compute",
+            chosen=plan.hash == chosen.hash,
+        )
+    return replace(found, why=why)
