@@ -7,66 +7,21 @@ the first to become ready starts first.  So n messages to one rank take n times 
 (Stanza 4.1.1), and transfers on disjoint lines run at the same time.
 
 A transfer may cost its parties processor time (`Transfer.processor`), which prolongs their computing unless they are
-idle meanwhile.  Ranks may share cores (`cores`).
+idle meanwhile.  Ranks may share cores (`cores`).  Where neither is so, nothing changes how long a rank computes, and it
+runs ahead of the clock until it waits.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 
 from splitc.cost_models.simulation.cores import Cores
+from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
 from splitc.ir.phases import Phases
 from splitc.runtime.transport.phases import Span
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Compute for `seconds`."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """A message or collective.
-
-    parties: ranks that must begin it.  lines: numbers of the lines that it occupies.  seconds: its duration.
-    processor: processor time that it costs each party (s).
-    """
-
-    name: str
-    parties: tuple[int, ...]
-    lines: tuple[int, ...]
-    seconds: float
-    processor: float = 0.0
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Begin `transfer`, of which this rank sends `nbytes`, without waiting for it."""
-
-    transfer: Transfer
-    nbytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Wait until all `transfers` have ended."""
-
-    transfers: tuple[Transfer, ...]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The end of a step."""
-
-
-Operation = Compute | Begin | Wait | Mark
 
 
 @dataclass
@@ -75,6 +30,7 @@ class _Rank:
 
     operations: Sequence[Operation]
     next: int = 0
+    laps: int = 0  # how often it has completed its operations
     owed: float = 0.0  # processor time of transfers, to be added to the next computation
     compute: float = 0.0
     waiting: float = 0.0
@@ -86,6 +42,23 @@ class _Rank:
     marks: list[Phases] = field(default_factory=list)  # totals at each mark; `step` is the clock
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What has happened to a transfer in the current lap."""
+
+    begun: int = 0  # parties that have begun it
+    ready: tuple[float, float, int] = (0.0, 0.0, 0)  # the last of their begins: time, since, turn (`Simulation._at`)
+    ended: int = 0  # in how many laps
+    waiters: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All parties have begun a transfer."""
+
+    transfer: Transfer
+
+
 @dataclass(frozen=True)
 class _Tick:
     """The next completion on shared cores; stale once another task has started or ended."""
@@ -93,34 +66,36 @@ class _Tick:
     number: int
 
 
+_Event = Transfer | int | _Tick | _Ready
+
+
 class Simulation:
     """A completed simulation of `programs`, one for each rank.
 
     record: keep the span of every operation, for a trace.  cores: number of cores that all ranks share; None: one core
-    for each rank.
+    for each rank.  laps: how often each program is run; a rank must have waited for all that it began when it ends.
 
     Raises ValueError when a rank waits for a transfer that never begins.
     """
 
     def __init__(
-        self, programs: Sequence[Sequence[Operation]], record: bool = False, cores: float | None = None
+        self, programs: Sequence[Sequence[Operation]], record: bool = False, cores: float | None = None, laps: int = 1
     ) -> None:
         self.ranks = [_Rank(program) for program in programs]
         self.spans: list[Span] = []
-        self._record = record
+        self._record, self._laps = record, laps
         self._cores = None if cores is None else Cores(cores)
-        self._events: list[tuple[float, int, int, Transfer | int | _Tick]] = []  # (time, order, number, what)
+        self._events: list[tuple[float, int, float, int, int, _Event]] = []  # (time, order, since, turn, number, what)
         self._number = self._ticks = 0
-        self._begun: dict[Transfer, int] = {}
-        self._ended: set[Transfer] = set()
-        self._waiters: dict[Transfer, list[int]] = {}
+        begun = {each.transfer: None for program in programs for each in program if isinstance(each, Begin)}
+        self._progress = {transfer: _Progress() for transfer in begun}
+        self._runs_ahead = cores is None and not any(transfer.processor for transfer in begun)
         self._busy: set[int] = set()
-        self._queues: dict[int, deque[Transfer]] = {}
-        self._started: set[Transfer] = set()
+        self._queues: dict[int, dict[Transfer, None]] = {}
         for rank in range(len(programs)):
-            self._at(0.0, rank)
+            self._at(0.0, rank, 0.0)
         self._run()
-        stuck = [rank for rank, state in enumerate(self.ranks) if state.blocked or state.next < len(state.operations)]
+        stuck = [rank for rank, state in enumerate(self.ranks) if state.blocked or state.laps < laps]
         if stuck:
             raise ValueError(f"ranks {stuck[:8]} wait for transfers that others never begin")
 
@@ -135,54 +110,72 @@ class Simulation:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _at(self, time: float, what: Transfer | int | _Tick) -> None:
-        """Schedule an event at `time`: resume a rank or end a transfer.  At equal times transfers end first."""
+    def _at(self, time: float, what: _Event, since: float, turn: int | None = None) -> None:
+        """Schedule an event at `time`: resume a rank, begin or end a transfer.
+
+        At equal times transfers end first; the others follow as what led to them began, at `since`, in `turn`.
+        """
         self._number += 1
-        heapq.heappush(self._events, (time, not isinstance(what, Transfer), self._number, what))
+        turn = self._number if turn is None else turn
+        heapq.heappush(self._events, (time, not isinstance(what, Transfer), since, turn, self._number, what))
 
     def _run(self) -> None:
         while self._events:
-            time, _, _, what = heapq.heappop(self._events)
+            time, *_, what = heapq.heappop(self._events)
             if isinstance(what, int):
                 self._go_on(what, time)
             elif isinstance(what, Transfer):
                 self._end(what, time)
+            elif isinstance(what, _Ready):
+                self._offer(what.transfer, time)
             elif what.number == self._ticks:
                 self._computed(time)
 
-    def _go_on(self, rank: int, now: float) -> None:
-        state = self.ranks[rank]
-        while state.next < len(state.operations):
+    def _go_on(self, rank: int, clock: float) -> None:
+        self._number += 1
+        state, now, since, turn = self.ranks[rank], clock, clock, self._number
+        while state.laps < self._laps:
+            if state.next == len(state.operations):
+                state.next, state.laps = 0, state.laps + 1
+                continue
             operation = state.operations[state.next]
-            state.next += 1
-            if isinstance(operation, Compute):
-                self._compute(rank, operation, now)
-                return
             if isinstance(operation, Begin):
                 state.sent += operation.nbytes
-                self._begin(operation.transfer, now)
+                self._begin(operation.transfer, (now, since, turn), clock)
+            elif isinstance(operation, Compute):
+                if not self._runs_ahead:
+                    state.next += 1
+                    self._compute(rank, operation, now)
+                    return
+                state.compute += operation.seconds
+                self._span(rank, "compute", operation.name, now, now + operation.seconds)
+                now, since = now + operation.seconds, now
+            elif now > clock:  # what has ended by then is not known yet
+                self._at(now, rank, since, turn)
+                return
             elif isinstance(operation, Wait):
                 if self._blocks(rank, operation, now):
+                    state.next += 1
                     return
             elif state.owed:  # the processor time of a step's transfers is part of the step
-                state.next -= 1
                 self._compute(rank, Compute("transfers", 0.0), now)
                 return
             else:
                 beyond = max(0.0, state.under_way - now)  # transfers that continue into the next step
                 communication = state.communication - beyond
                 state.marks.append(Phases(rank, now, state.compute, state.waiting, communication, state.sent))
+            state.next += 1
 
     def _compute(self, rank: int, operation: Compute, now: float) -> None:
         state = self.ranks[rank]
         seconds, state.owed = operation.seconds + state.owed, 0.0
         if self._cores is not None:
             self._cores.add(rank, operation.name, seconds, now)
-            self._tick()
+            self._tick(now)
             return
         state.compute += seconds
         self._span(rank, "compute", operation.name, now, now + seconds)
-        self._at(now + seconds, rank)
+        self._at(now + seconds, rank, now)
 
     def _computed(self, now: float) -> None:
         """Resume the ranks whose computation on shared cores ends now."""
@@ -193,37 +186,46 @@ class Simulation:
             self._span(task.rank, "compute", task.name, task.start, now)
         for task in done:
             self._go_on(task.rank, now)
-        self._tick()
+        self._tick(now)
 
-    def _tick(self) -> None:
+    def _tick(self, now: float) -> None:
         assert self._cores is not None
         if (end := self._cores.next_end()) is not None:
             self._ticks += 1
-            self._at(end, _Tick(self._ticks))
+            self._at(end, _Tick(self._ticks), now)
 
     def _blocks(self, rank: int, operation: Wait, now: float) -> bool:
         """Return whether the rank must wait, and register it to resume when the last transfer ends."""
-        missing = [each for each in operation.transfers if each not in self._ended]
         state = self.ranks[rank]
+        found = (self._progress[transfer] for transfer in operation.transfers)
+        missing = [each for each in found if each.ended <= state.laps]
         state.blocked, state.since = len(missing), now
         for each in missing:
-            self._waiters.setdefault(each, []).append(rank)
+            each.waiters.append(rank)
         return bool(missing)
 
-    def _begin(self, transfer: Transfer, now: float) -> None:
-        begun = self._begun.get(transfer, 0) + 1
-        self._begun[transfer] = begun
-        if begun < len(transfer.parties):
-            return
+    def _begin(self, transfer: Transfer, now: tuple[float, float, int], clock: float) -> None:
+        progress = self._progress[transfer]
+        progress.begun += 1
+        progress.ready = max(progress.ready, now)
+        if progress.begun == len(transfer.parties):
+            progress.begun = 0
+            time, since, turn = progress.ready
+            if time > clock:
+                self._at(time, _Ready(transfer), since, turn)
+            else:
+                self._offer(transfer, clock)
+
+    def _offer(self, transfer: Transfer, now: float) -> None:
+        """Start a transfer if its lines are free, else queue it for them."""
         if self._busy.isdisjoint(transfer.lines):
             self._start(transfer, now)
             return
         for line in transfer.lines:
-            self._queues.setdefault(line, deque()).append(transfer)
+            self._queues.setdefault(line, {})[transfer] = None
 
     def _start(self, transfer: Transfer, now: float) -> None:
         self._busy.update(transfer.lines)
-        self._started.add(transfer)
         end = now + transfer.seconds
         for party in transfer.parties:
             state = self.ranks[party]
@@ -231,25 +233,27 @@ class Simulation:
             state.under_way = max(state.under_way, end)
             state.owed += transfer.processor
             self._span(party, "comm", transfer.name, now, end)
-        self._at(end, transfer)
+        self._at(end, transfer, now)
 
     def _end(self, transfer: Transfer, now: float) -> None:
-        self._ended.add(transfer)
+        progress = self._progress[transfer]
+        progress.ended += 1
+        waiters, progress.waiters = progress.waiters, []
         self._busy.difference_update(transfer.lines)
-        for rank in self._waiters.pop(transfer, ()):
+        for rank in waiters:
             self._unblock(rank, now, transfer)
         for line in transfer.lines:
-            self._start_next(line, now)
+            if line in self._queues:
+                self._start_next(line, now)
 
     def _start_next(self, line: int, now: float) -> None:
         """Start the first transfer in the queue of `line` whose lines are all free."""
-        queue = self._queues.get(line)
-        if not queue or line in self._busy:
+        if line in self._busy:
             return
-        while queue and queue[0] in self._started:
-            queue.popleft()
-        for transfer in queue:
-            if transfer not in self._started and self._busy.isdisjoint(transfer.lines):
+        for transfer in self._queues[line]:
+            if self._busy.isdisjoint(transfer.lines):
+                for each in transfer.lines:
+                    del self._queues[each][transfer]
                 self._start(transfer, now)
                 return
 
@@ -262,7 +266,7 @@ class Simulation:
         state.waiting += waited
         state.owed = max(0.0, state.owed - waited)
         self._span(rank, "wait", transfer.name, state.since, now)
-        self._at(now, rank)
+        self._at(now, rank, now)
 
     def _span(self, rank: int, stream: str, name: str, start: float, end: float) -> None:
         if self._record and end > start:

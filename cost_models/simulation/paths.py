@@ -18,7 +18,7 @@ from splitc.cost_models.network.alpha_beta import (
     ring_all_reduce,
     through_server,
 )
-from splitc.cost_models.simulation.events import Transfer
+from splitc.cost_models.simulation.operations import Transfer
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.wire_op import WireOp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
-from splitc.cost_models.simulation.events import Begin, Compute, Operation, Transfer
+from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer
 from splitc.cost_models.simulation.paths import Paths
 from splitc.ir.cluster import Cluster, Device
 from splitc.ir.program import LoweredProgram
@@ -26,13 +26,14 @@ class Prices:
         self._paths = Paths(cluster, plan.world)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
-        self._transfers: dict[tuple[Payload, tuple[int, ...], int], Transfer] = {}
+        self._transfers: dict[tuple[Payload, int, int, int], Transfer] = {}
+        self._counts: dict[tuple[int, str, Payload, int], int] = {}
         self._times = 1
         self.travelling: dict[tuple[int, str, int | None], list[tuple[Transfer, float]]] = {}
 
     def begin_step(self, times: int = 1) -> None:
         """Make new transfers from now on.  times: that the step to come is repeated."""
-        self._transfers, self._times = {}, times
+        self._transfers, self._counts, self._times = {}, {}, times
 
     def repeated(self, operation: Operation) -> Operation:
         """Return an operation that stands for as many as the step is repeated."""
@@ -50,12 +51,14 @@ class Prices:
             self._seconds[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
         return self._seconds[key]
 
-    def transfer(self, rank: int, op: WireOp, nth: int) -> Transfer:
-        """Return the transfer that an operation of `rank` is an end of.  nth: how often the rank had this payload."""
+    def transfer(self, rank: int, op: WireOp) -> Transfer:
+        """Return the transfer that the next operation of `rank` with this payload and these ranks is an end of."""
         ends = op.ranks
         if op.kind != "collective":
             ends = (rank, op.ranks[0]) if op.kind == "send" else (op.ranks[0], rank)
-        key = op.payload, ends, nth
+        own = rank, op.kind, op.payload, op.ranks[0]
+        nth = self._counts[own] = self._counts.get(own, -1) + 1
+        key = op.payload, ends[0], ends[-1], nth
         if key not in self._transfers:
             self._transfers[key] = self._paths.transfer(op, ends, self._times)
         return self._transfers[key]

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation, Transfer, Wait
+from splitc.cost_models.simulation.batches import Batch
+from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Operation, Transfer, Wait
 from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
@@ -26,29 +27,26 @@ from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
 from splitc.ir.transitions import Collective
-from splitc.ir.wire import inside, of_action, wire
-from splitc.ir.wire_op import Payload, WireOp
+from splitc.ir.wire import inside, of_action
+from splitc.ir.wire_op import WireOp
 from splitc.runtime.collectives.layouts import State
 
 
 def step_operations(prices: Prices, rank: int, update: int = 1) -> list[Operation]:
-    """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`.
-
-    update: its number in a round, which without rounds has one; 0: nothing happens before the next one.
-    """
-    return _Step(prices, rank, update).operations()
+    """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`."""
+    return Step(prices, rank, Batch(update)).operations()
 
 
-class _Step:
-    """One rank's step, action by action."""
+class Step:
+    """One rank's step, action by action.  begun: what it communicates, in order."""
 
-    def __init__(self, prices: Prices, rank: int, update: int) -> None:
+    def __init__(self, prices: Prices, rank: int, batch: Batch) -> None:
         self.prices, self.rank, self.program, self.plan = prices, rank, prices.program, prices.program.plan
-        self.update, self.last = update, self.plan.rounds.steps if self.plan.rounds else 1
+        self.begun: list[WireOp] = []
+        self.batch, self.update, self.last = batch, batch.update, self.plan.rounds.steps if self.plan.rounds else 1
         self.device = prices.cluster.device_of(rank)
         self._memory_rate = self.device.memory_bandwidth * self.device.efficiency_of("memory")  # bytes/s
         self._done: list[Operation] = []
-        self._counts: dict[tuple[str, Payload, int], int] = defaultdict(int)
         self._meanwhile: list[Operation] = []  # gradients of weights that nothing waits for
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
@@ -59,15 +57,16 @@ class _Step:
 
     def operations(self) -> list[Operation]:
         if not any(self.rank in ranks for ranks in self.plan.ranks_by_roles.values()):
-            self._block(wire(self.program, self.rank))  # a rank without work learns the loss
+            self._action(Action("sum_loss"), ())  # a rank without work learns the loss
+            self._done.append(Wait(tuple(self._sends)))
         else:
             actions = self.program.rank_program(self.rank).actions
-            own = tuple(each for each in actions if each.verb not in (*BEGIN_ROUND, *END_ROUND))
+            own = tuple(each for each in actions if self.batch.does(each))
             for k, action in enumerate(own):
                 self._action(action, own[k + 1 :])
             self._finish()
             self._done.append(Wait((*self._sends, *self._buckets)))
-            self._update(self._trained())
+            self._update(self._trained() if self.batch.last else 0.0)
             self._between([a for a in actions if a.verb in END_ROUND and (a.update or self.last) == self.update])
             self._between([a for a in actions if a.verb in BEGIN_ROUND and self.last == self.update])
         return [*(self.prices.repeated(each) for each in self._done), Mark()]
@@ -114,7 +113,8 @@ class _Step:
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))
-        return ops if action.verb != "sum_loss" else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
+        in_round = action.verb == "sum_loss" and self.plan.rounds is not None
+        return ops if not in_round else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
 
     def _between(self, actions: Sequence[Action]) -> None:
         """Copy and begin what one kind of action exchanges; wait for it, or for what began before, and copy it back."""
@@ -281,9 +281,8 @@ class _Step:
     def _begin(self, ops: Iterable[WireOp]) -> list[Transfer]:
         begun = []
         for op in ops:
-            key = op.kind, op.payload, op.ranks[0]
-            begun.append(self.prices.transfer(self.rank, op, self._counts[key]))
-            self._counts[key] += 1
+            self.begun.append(op)
+            begun.append(self.prices.transfer(self.rank, op))
             self._done.append(Begin(begun[-1], op.sent))
         return begun
 

@@ -6,13 +6,13 @@ out.  Where ranks train in rounds, so many rounds are simulated, and the figures
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 
-from splitc.cost_models.simulation.events import Operation, Simulation
+from splitc.cost_models.simulation.batches import batches_of_round
+from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.prices import Prices
-from splitc.cost_models.simulation.step_operations import step_operations
+from splitc.cost_models.simulation.programs import Programs
 from splitc.ir.cluster import Cluster
 from splitc.ir.phases import Phases
 from splitc.ir.program import LoweredProgram
@@ -31,35 +31,30 @@ class Timeline:
     spans: tuple[Span, ...] = ()
 
 
-def simulate(program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False) -> Timeline:
+def simulate(
+    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, accumulate: int = 1
+) -> Timeline:
     """Simulate `steps` steps of a lowered program, or as many rounds.
 
     `step_seconds` is the mean of all but the first, if any.  Updates of a round with nothing between them are one
     step that takes as many times as long.
 
-    record: keep the span of every operation.
+    record: keep the span of every operation.  accumulate: batches to an update, which exchange their gradients once;
+    a step is one batch, and the phases are the mean of those of an update.
     """
-    prices = Prices(program, cluster)
-    ranks, of_round = range(program.plan.world), list(_of_round(program))
-    programs: list[list[Operation]] = [[] for _ in ranks]
-    for update, times in steps * of_round:
-        prices.begin_step(times)
-        for rank in ranks:
-            programs[rank] += step_operations(prices, rank, update)
-    run = Simulation(programs, record, cluster.cores if cluster.ranks_share_device else None)
-    ends, marks, updates = run.ends(), len(of_round), sum(times for _, times in of_round)
+    cores = cluster.cores if cluster.ranks_share_device else None
+    links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
+    costs_processor = any(link.processor for link in links if link is not None)
+    programs = Programs(Prices(program, cluster), merge=not (record or costs_processor or cores))
+    of_round = list(batches_of_round(program, accumulate))
+    laps = 1 if program.plan.rounds else steps  # what travels under a round belongs to another one
+    for batch in steps // laps * of_round:
+        programs.add(batch)
+    run = Simulation(programs.operations, record, cores, laps)
+    ends, marks, batches = run.ends(), len(of_round), sum(batch.times for batch in of_round)
     settled = ends[-1] if steps == 1 else (ends[-1] - ends[marks - 1]) / (steps - 1)
-    return Timeline(settled / updates, tuple(_mean(run.steps(r)[-marks:], updates) for r in ranks), tuple(run.spans))
-
-
-def _of_round(program: LoweredProgram) -> Iterator[tuple[int, int]]:
-    """Yield (number in the round, times) of its updates, which without rounds is one; 0: nothing follows on them."""
-    steps = program.plan.rounds.steps if program.plan.rounds else 1
-    turns = {action.update for part in program.rank_programs for action in part.actions if action.update is not None}
-    for before, update in pairwise(sorted({0, *turns, steps})):
-        if update - before > 1:
-            yield 0, update - before - 1
-        yield update, 1
+    phases = (_mean(run.steps(rank)[-marks:], batches) for rank in range(program.plan.world))
+    return Timeline(settled / batches, tuple(phases), tuple(run.spans))
 
 
 def _mean(steps: Sequence[Phases], updates: int) -> Phases:

@@ -29,6 +29,8 @@ from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
+_NODES: WeakKeyDictionary[PlacedProgram, dict[fx.Graph, list[tuple[fx.Node, CommOp]]]] = WeakKeyDictionary()
+_NUMELS: WeakKeyDictionary[PlacedProgram, dict[tuple[str, int, tuple[str, ...]], int]] = WeakKeyDictionary()
 
 
 def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
@@ -97,7 +99,11 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     if not averages and names[0] in stage.own_sums:
         replicas = plan.together(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
-    numel = sum(numel_on(program, stage, name, rank) for name in names)
+    known = _NUMELS.setdefault(program, {})
+    key = stage.role, rank if stage.dealt else plan.group(stage.role, rank).index(rank), names
+    if key not in known:
+        known[key] = sum(numel_on(program, stage, name, rank) for name in names)
+    numel = known[key]
     if averages and plan.deals:  # with the optimizer's state
         numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes = numel * dtype.itemsize
@@ -170,8 +176,11 @@ def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> I
     if not (examples := sum(sizes)) and not once:
         return
     mine = sizes[plan.group(role, rank).index(rank)]
-    nodes = [(node, op) for node in stage.graph.nodes if (op := op_of(node)) is not None and op.in_stage]
-    nodes = [(node, op) for node, op in nodes if info(node).once == once]
+    known = _NODES.setdefault(program, {})
+    if stage.graph not in known:
+        found = ((node, op_of(node)) for node in stage.graph.nodes)
+        known[stage.graph] = [(node, op) for node, op in found if op is not None and op.in_stage]
+    nodes = [(node, op) for node, op in known[stage.graph] if info(node).once == once]
     nodes.sort(key=lambda pair: not starts_at_once(pair[0]))
     late = [node for node, op in nodes if op.name == "late_multiply" and tensor_spec(node).requires_grad]
     for node, op in reversed(nodes) if backward else nodes:

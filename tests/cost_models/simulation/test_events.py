@@ -7,7 +7,8 @@ import random
 import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
-from splitc.cost_models.simulation.events import Begin, Compute, Mark, Operation, Simulation, Transfer, Wait
+from splitc.cost_models.simulation.events import Simulation
+from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Operation, Transfer, Wait
 from splitc.ir.cluster import Link
 
 LINK = Link(bandwidth=1e6, latency=1e-3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
-from splitc.cost_models.simulation.events import Begin, Compute, Wait
+from splitc.cost_models.simulation.operations import Begin, Compute, Wait
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.step_operations import step_operations
 from splitc.cost_models.simulation.timeline import simulate
@@ -205,3 +205,41 @@ def test_spans_are_kept_when_asked_for() -> None:
     spans = simulate(program, toy(), steps=1, record=True).spans
     assert {"compute", "comm", "wait"} == {span.stream for span in spans}
     assert {span.rank for span in spans} == {0, 1}
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server", "layer_separation", "modulo_shard(mp=2)"])
+def test_gradients_of_accumulated_batches_are_exchanged_once(strategy: str) -> None:
+    """On a slow link all but the exchange is hidden or paid in each batch: compute + exchange / batches."""
+    program = planned(4, strategy).program
+    slow = toy(1e4, latency=0.0)
+    usual = simulate(program, slow)
+    assert simulate(program, slow, accumulate=1) == usual
+    found = [simulate(program, slow, accumulate=batches) for batches in (2, 4, 8)]
+    once = {"bucket", "pull", "push"}
+    for batches, each in zip((2, 4, 8), found, strict=True):
+        for rank, phases in enumerate(each.phases):
+            sent = sum(op.sent / (batches if op.payload.what in once else 1) for op in wire(program, rank))
+            assert phases.sent_bytes == pytest.approx(sent)
+            assert phases.compute + phases.waiting == pytest.approx(phases.step)
+    times = [usual.step_seconds, *(each.step_seconds for each in found)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_slow_exchange_is_divided_among_the_accumulated_batches() -> None:
+    program = planned(4, "data_parallel").program
+    slow = toy(1e3, latency=0.0)
+    exchange = sum(ring_all_reduce(op.nbytes, 4, slow.link) for op in wire(program, 0) if op.payload.what == "bucket")
+    every_batch = simulate(program, slow).step_seconds - exchange  # computing, and the loss
+    for batches in (2, 5, 20):
+        found = simulate(program, slow, accumulate=batches)
+        assert found.step_seconds == pytest.approx(every_batch + exchange / batches, rel=0.01)
+        updates = computing(program, 0, "update", "copy")
+        least = computing(program, 0) - updates
+        assert least < found.phases[0].compute <= least + updates
+
+
+def test_a_round_counts_updates_not_the_batches_that_are_accumulated_to_them() -> None:
+    program = planned(4, "local_sgd(period=4)").program
+    slow = toy(1e3, latency=0.0)
+    once, thrice = simulate(program, slow), simulate(program, slow, accumulate=3)
+    assert once.phases[0].waiting == pytest.approx(3 * thrice.phases[0].waiting, rel=0.01)
