@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -129,7 +130,7 @@ def specialise(
         return _specialise(program, settings, plan, watch, now)
     except PlacementError as error:
         now("looking for what would fit of")
-        with under_autocast(program.root, program.autocast):
+        with under_autocast(program.root, program.autocast), suppress(TimeoutError):
             if plan is None and (changes := what_fits(settings.place(), program)):
                 error.add_note(changes)
         raise

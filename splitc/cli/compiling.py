@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,8 +60,9 @@ def compiled(args: argparse.Namespace) -> CompiledProgram:
         placed = specialise(program, settings, plan, watch if args.verbose else None, step.doing(file.name))
         if plan is None and args.command != "verify":
             step.now(f"planning {file.name} with faster links and larger batches")
-            prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
-            placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
+            with suppress(TimeoutError):
+                prediction = replace(placed.plan.prediction, advice=advice(settings.place(), program, placed.plan))
+                placed = replace(placed, plan=replace(placed.plan, prediction=prediction))
     return CompiledProgram(placed, file.model, file.example, replace(settings, code=file.code))
 
 

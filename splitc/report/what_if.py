@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
+from time import perf_counter
 
 from splitc import units
 from splitc.cost_models.memory.memory_check import require_memory_on
@@ -20,6 +21,7 @@ from splitc.report.figures import roles_of
 
 _PRECISION = 0.03  # of a breakpoint
 _FAR = 64  # times the bandwidth or the batch, for advice
+_PATIENCE = 30.0  # seconds, for what nobody asked for by name
 _MOST_MEMORY = 2**30  # times what a rank has
 
 
@@ -28,14 +30,14 @@ class Quantity:
     """A number in a request that its plan depends on.
 
     now: its value.  text: a value in words.  whole: it is a whole number.  change: the request with another value.
-    exactly: a plan must fit into memory as its step on fake tensors says, not as the planner adds it up.
+    exact: a plan must fit into memory as its step on fake tensors says, not as the planner adds it up.
     """
 
     name: str
     now: float
     text: Callable[[float], str]
     whole: bool
-    exactly: bool
+    exact: bool
     change: Callable[[float], tuple[Place, Program]]
     plans: dict[float, Plan | None] = field(default_factory=dict, repr=False)
 
@@ -46,7 +48,7 @@ class Quantity:
             with suppress(PlacementError):
                 place, program = self.change(value)
                 placed = place.run(program)
-                if self.exactly:
+                if self.exact:
                     require_memory_on(lower_unchecked(placed), place.cluster, place.memory)
                 self.plans[value] = placed.plan
         return self.plans[value]
@@ -85,16 +87,22 @@ class Quantity:
         return sorted({end, *within} - {self.now}, reverse=end < self.now)
 
 
-def quantities(place: Place, program: Program, exactly: bool = False) -> tuple[Quantity, ...]:
-    """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.  exactly: see `Quantity`."""
+def quantities(place: Place, program: Program, exact: bool = False, patience: float = inf) -> tuple[Quantity, ...]:
+    """Return bandwidth between hosts, batch, world, memory of a rank, and microbatches.
+
+    exact: see `Quantity`.  patience: seconds after which a request with another value raises TimeoutError.
+    """
+    until = perf_counter() + patience
+
+    def at(name: str, value: object, program: Program = program) -> tuple[Place, Program]:
+        if perf_counter() > until:
+            raise TimeoutError
+        return replace(place, **{name: value}), program  # type: ignore[arg-type]
 
     def batch(value: float) -> tuple[Place, Program]:
         if place.global_batch is None:
-            return place, replace(program, batch=int(value))
-        return replace(place, global_batch=int(value)), program
-
-    def at(name: str, value: object) -> tuple[Place, Program]:
-        return replace(place, **{name: value}), program  # type: ignore[arg-type]
+            return at("global_batch", None, replace(program, batch=int(value)))
+        return at("global_batch", int(value))
 
     def parted(value: float) -> tuple[Place, Program]:
         return at("strategy", in_microbatches(place.strategy, int(value)))
@@ -102,13 +110,11 @@ def quantities(place: Place, program: Program, exactly: bool = False) -> tuple[Q
     cluster, of_batch = place.cluster, "a global batch of {:.0f}" if place.global_batch else "{:.0f} examples a reader"
     link, memory = cluster.link.bandwidth, place.memory or cluster.device_for(place.world).memory
     return (
-        Quantity(
-            "bandwidth", link, units.bandwidth, False, exactly, lambda x: at("cluster", cluster.with_bandwidth(x))
-        ),
-        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, exactly, batch),
-        Quantity("world", place.world, "a world of {:.0f}".format, True, exactly, lambda x: at("world", int(x))),
-        Quantity("memory", memory, units.nbytes, False, exactly, lambda x: at("memory", x)),
-        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, exactly, parted),
+        Quantity("bandwidth", link, units.bandwidth, False, exact, lambda x: at("cluster", cluster.with_bandwidth(x))),
+        Quantity("batch", place.global_batch or program.batch, of_batch.format, True, exact, batch),
+        Quantity("world", place.world, "a world of {:.0f}".format, True, exact, lambda x: at("world", int(x))),
+        Quantity("memory", memory, units.nbytes, False, exact, lambda x: at("memory", x)),
+        Quantity("microbatches", 1, "microbatches={:.0f}".format, True, exact, parted),
     )
 
 
@@ -175,11 +181,16 @@ def choice_text(plan: Plan | None) -> str:
 
 
 def advice(place: Place, program: Program, plan: Plan) -> str:
-    """Return `3 of 4 ranks are idle: from 13.0 Gbit/s, 4 ranks are faster`; "" if none is, or a strategy was named."""
+    """Return `3 of 4 ranks are idle: from 13.0 Gbit/s, 4 ranks are faster`; "" if none is, or a strategy was named.
+
+    Raises TimeoutError when that takes more than half a minute.
+    """
     idle = _idle(plan)
     if not idle or not isinstance(place.strategy, Auto):
         return ""
-    found = [(each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program)[:2]]
+    found = [
+        (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_PATIENCE)[:2]
+    ]
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     if not changes:
@@ -196,8 +207,11 @@ def _idle(plan: Plan | None) -> int:
 
 
 def what_fits(place: Place, program: Program) -> str:
-    """Return the smallest changes with which a request would fit; "" if memory is not all that it lacks."""
-    _, batch, world, memory, parts = quantities(place, program, exactly=True)
+    """Return the smallest changes with which a request would fit; "" if memory is not all that it lacks.
+
+    Raises TimeoutError when that takes more than half a minute.
+    """
+    _, batch, world, memory, parts = quantities(place, program, True, _PATIENCE)
     if memory.plan(memory.now * _MOST_MEMORY) is None:
         return ""
     ranks = min(8, (place.cluster.world or inf) / place.world)

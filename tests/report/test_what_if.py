@@ -15,6 +15,7 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
+from splitc.report import what_if
 from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, what_fits
 from tests.support.compiled import analyse
 
@@ -138,3 +139,14 @@ def test_what_does_not_fit_says_what_would_and_that_does() -> None:
 def test_what_does_not_fit_for_another_reason_gets_no_advice_about_memory() -> None:
     impossible = place(2, strategy="layer_separation(n_c=5, n_f=1)", memory=1e6)
     assert what_fits(impossible, model()) == ""
+
+
+def test_advice_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = place(bandwidth=1e9)
+    plan = slow.run(model()).plan
+    monkeypatch.setattr(what_if, "_PATIENCE", 0.0)
+    with pytest.raises(TimeoutError):
+        advice(slow, model(), plan)
+    with pytest.raises(PlacementError) as raised:
+        specialise(model(), Settings(2, cluster=slow.cluster, memory=1e6))
+    assert not getattr(raised.value, "__notes__", [])
