@@ -30,7 +30,6 @@ class Predict(Pass[LoweredProgram, LoweredProgram]):
         phases = simulate(program, self.cluster).phases
         prediction = program.plan.prediction
         if prediction.cluster != self.cluster.name:  # a plan that nobody priced, or elsewhere
-            slowest = max(each.step for each in phases)
-            prediction = Prediction(self.cluster.name, proof="heuristic", step_seconds=slowest)
+            prediction = Prediction(self.cluster.name, proof="heuristic")
         prediction = replace(prediction, phases=phases, priced_on=digest(self.cluster))
         return replace(program, plan=replace(program.plan, prediction=prediction))

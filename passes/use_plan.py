@@ -11,14 +11,13 @@ from typing import ClassVar
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.errors import LaunchError, PlacementError, bullets
-from splitc.ir.layers import Layer
 from splitc.ir.linears import as_linear
 from splitc.ir.names import near_name
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import decision_problems, plan_problems
 from splitc.ir.program import PlacedProgram, Program
-from splitc.ir.shares import serve, share_out
+from splitc.ir.shares import serve
 
 
 @dataclass(frozen=True)
@@ -59,24 +58,20 @@ def for_layers(program: Program, plan: Plan) -> tuple[Plan, list[str]]:
         matching = (pattern for pattern in reversed([*plan.placements]) if fnmatchcase(layer.name, pattern))
         if (key := layer.name if layer.name in plan.placements else next(matching, None)) is not None:
             place = plan.placements[key]
-            idle = place.sync in ("all_reduce", "average") and not _trains(program, layer)
-            found[layer.name] = replace(place, sync="none") if idle else place
-    listed = ", ".join([*names[:8], *(["..."] if len(names) > 8 else [])])
+            trains = any(program.tensors[name].trainable for name in layer.tensors)
+            found[layer.name] = (
+                place if trains or place.sync not in ("all_reduce", "average") else replace(place, sync="none")
+            )
     problems = [
-        f"placements: {pattern!r} matches no layer; {near_name(pattern, names)}there are {listed}"
+        f"placements: {pattern!r} matches no layer; {near_name(pattern, names)}the first are {', '.join(names[:8])}"
         for pattern in plan.placements
         if pattern not in found and not any(fnmatchcase(name, pattern) for name in names)
     ]
     if missing := [name for name in names if name not in found]:
         problems.append(f"placements: nothing matches {', '.join(missing)}; place them, or '*' for all without a name")
-    readers = len(plan.roles[plan.reader])
-    even = share_out(program.batch * readers, readers)
+    even = tuple(program.batch * k for k in range(len(plan.roles[plan.reader]) + 1))
     offsets = plan.batch_offsets or {role: serve(even, len(ranks)) for role, ranks in plan.roles.items()}
     return replace(plan, placements=found, batch_offsets=offsets), problems
-
-
-def _trains(program: Program, layer: Layer) -> bool:
-    return any(program.tensors[name].trainable for name in layer.tensors)
 
 
 def _misfits(program: Program, plan: Plan) -> Iterator[str]:
@@ -96,7 +91,7 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
     nodes = {node.name: node for node in program.graph.nodes}
     for layer in program.layers:
         place = placed[layer.name]
-        if not _trains(program, layer):
+        if not any(program.tensors[name].trainable for name in layer.tensors):
             continue
         if place.sync in ("none", "average") and plan.trains_copies(place.role):
             yield f"placements: {layer.name} has sync {place.sync!r}, but ranks train copies of it: take 'all_reduce'"

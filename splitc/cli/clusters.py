@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-import tabulate as tables
+from tabulate import tabulate
 
 from splitc.cost_models.clusters.named import known_clusters, load_cluster
 from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
@@ -19,7 +19,6 @@ _HEADERS = (
     *("", "float32\nTFLOP/s", "half\nTFLOP/s", "memory\nGB", "link\nGbit/s", "latency\nus"),
     *("ranks\non host", "inside\nGbit/s", "world\nat most", "device"),
 )
-tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
 def clusters(args: argparse.Namespace) -> int:
@@ -34,8 +33,7 @@ def clusters(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "clusters": [to_data(cluster) for cluster in found]}, indent=1))
         return 0
     rows = [row for cluster in found for row in _rows(cluster)]
-    table: str = tables.tabulate(rows, _HEADERS, disable_numparse=True, colalign=("left", *["right"] * 8, "left"))
-    print("\n".join(line.rstrip() for line in table.splitlines()))
+    print(tabulate(rows, _HEADERS, disable_numparse=True, colalign=("left", *["right"] * 8, "left")))
     print("\n*  one link, which the ranks of a host share\nsplitc clusters NAME  prints one as a file, with its source")
     if here is None:
         print(f"{THIS_MACHINE}  is not measured yet; any command without --cluster measures it, in about 5 s")

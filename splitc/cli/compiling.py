@@ -233,9 +233,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
     """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
-    plan = read_plan_file(path)
-    if args.world not in (None, plan.world):
-        raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out")
+    plan = read_plan_file(path, args.world)
     decided = ("strategy", "microbatches", "pin", "global_batch", "costs")
     changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
     if given := [f"--{name.replace('_', '-')}" for name in changed]:

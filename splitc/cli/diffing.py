@@ -67,10 +67,8 @@ def decided(before: Plan, after: Plan) -> Iterator[Difference]:
 
 def _examples(plan: Plan) -> str:
     """`384: conv 128, 128, 128; fc 384`."""
-    if not plan.batch_offsets:
-        return "those of the model's example"
     batches = (f"{role} {runs([plan.batch(role, rank) for rank in ranks])}" for role, ranks in plan.roles.items())
-    return f"{plan.global_batch}: {'; '.join(batches)}"
+    return f"{plan.global_batch}: {'; '.join(batches)}" if plan.batch_offsets else "of the model"
 
 
 _TEXTS: Mapping[str, Callable[[Plan], str]] = {

@@ -72,8 +72,7 @@ def _same_plan(folder: Path, plan: Plan) -> None:
         one_plan(folder)
     except LaunchError as error:
         raise LaunchError(f"{folder}: {error}") from error
-    written = re.search(r'"hash": "(\w+)"', (folder / "plan.json").read_text(encoding="utf-8"))
-    if written is not None and written[1] != plan.hash:
+    if f'"hash": "{plan.hash}"' not in (folder / "plan.json").read_text(encoding="utf-8"):
         raise LaunchError(
             f"{folder}/plan.json was edited after the scripts were written from it; "
             f"write them anew with: splitc compile MODEL --plan {folder}/plan.json -o OTHER_FOLDER"

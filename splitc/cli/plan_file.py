@@ -16,10 +16,10 @@ from splitc.ir.prediction import Prediction
 _AGAIN = "mend it, or compile the model again"
 
 
-def read_plan_file(path: Path) -> Plan:
+def read_plan_file(path: Path, world: int | str | None = None) -> Plan:
     """The plan in a file, or in a build; without prediction where the file was edited since it was priced.
 
-    Raises LaunchError with every problem, by the names that the file has for things.
+    world: the one that an option asks for.  Raises LaunchError with every problem, by the names that the file has.
     """
     path = path / "plan.json" if path.is_dir() else path
     try:
@@ -37,6 +37,8 @@ def read_plan_file(path: Path) -> Plan:
     if problems := plan_problems(data):
         raise LaunchError(bullets(f"{path} is not a plan that can be followed:", problems))
     plan = Plan.from_json(text)
+    if world and str(world) != str(plan.world):
+        raise LaunchError(f"{path} is a plan for {plan.world} ranks, not for --world {world}; leave --world out")
     return plan if data.get("hash") == plan.hash else replace(plan, prediction=Prediction(proof="heuristic"))
 
 

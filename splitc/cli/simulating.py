@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -36,18 +36,13 @@ _SHOWN = 8  # reasons why there is no plan
 
 def simulate(args: argparse.Namespace) -> int:
     """Print the tables of all models; 2 when no strategy has a plan anywhere."""
-    plan = read_plan_file(Path(args.plan)) if args.plan else None
-    worlds = parse_worlds(args.world or str(plan.world if plan else ""))
-    if plan and worlds != [plan.world]:
-        raise LaunchError(
-            f"{args.plan} is a plan for {plan.world} ranks, not for --world {args.world}; leave --world out"
-        )
-    default = "" if plan else "data_parallel,layer_separation"
-    listed = ",".join(filter(None, (args.against, args.strategies or default)))
-    strategies = list(dict.fromkeys(re.split(r",(?![^(]*\))", listed))) if listed else []
+    plan = read_plan_file(Path(args.plan), args.world) if args.plan else None
+    worlds = [plan.world] if plan else parse_worlds(args.world)
+    asked = [plan and _PLAN, args.against, args.strategies or (None if plan else "data_parallel,layer_separation")]
+    columns = list(dict.fromkeys(re.split(r",(?![^(]*\))", ",".join(filter(None, asked)))))
+    strategies = columns[plan is not None :]
     for text in strategies:
         parse_strategy(text)
-    columns = [*([_PLAN] if plan else []), *strategies]
     cluster = load_cluster(args.cluster)
     bandwidths = parse_bandwidths(args.bandwidth) if args.bandwidth else [cluster.link.bandwidth]
     if cluster.world is not None and max(worlds) > cluster.world:
@@ -59,20 +54,18 @@ def simulate(args: argparse.Namespace) -> int:
         with Step(f"tracing {file.name}", args.quiet) as step:
             program = analyse(file.model, file.example, name=file.name, evaluation=False, now=step.doing(file.name))
         cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
-        placed = UsePlan(plan, fingerprint(program)).run(program) if plan else None
-        planned = (
-            simulated(placed, cluster.with_bandwidth(each), Cell(_PLAN, worlds[0], each))
-            for each in bandwidths
-            if placed
-        )
+        placed = [UsePlan(plan, fingerprint(program)).run(program)] if plan else []
+        at = [(each, Cell(_PLAN, worlds[0], each)) for each in bandwidths]
         total = len(worlds) * len(bandwidths) * len(columns)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):
+            planned = [simulated(each, cluster.with_bandwidth(rate), cell) for each in placed for rate, cell in at]
             found[file.name] = [*planned, *cells]
         if not args.json:
             print(_head(program, cluster, args))
             print(tables(found[file.name], columns, args.against))
         if args.trace:
-            _write_trace(args, program, cluster.with_bandwidth(bandwidths[0]), worlds[0], columns[0], plan)
+            settings = Settings(worlds[0], args.global_batch, strategy="auto" if plan else columns[0])
+            _write_trace(args.trace, program, cluster.with_bandwidth(bandwidths[0]), settings, plan)
     if args.json:
         rows = {name: [asdict(cell) for cell in cells] for name, cells in found.items()}
         print(json.dumps({"schema": 1, "cluster": cluster.name, "against": args.against, "models": rows}, indent=1))
@@ -93,17 +86,14 @@ def _check_trace(
     check_writable("--trace", Path(args.trace))
 
 
-def _write_trace(
-    args: argparse.Namespace, program: Program, cluster: Cluster, world: int, strategy: str, given: Plan | None
-) -> None:
-    settings = Settings(world, args.global_batch, cluster, "auto" if given else strategy)
-    placed = specialise(program, settings, given)
+def _write_trace(path: str, program: Program, cluster: Cluster, settings: Settings, given: Plan | None) -> None:
+    placed = specialise(program, replace(settings, cluster=cluster), given)
     plan = placed.plan
-    roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(world)}
+    roles = {rank: " and ".join(plan.roles_of(rank)) for rank in range(plan.world)}
     trace = chrome_trace(simulate_timeline(placed, cluster, record=True).spans, roles, "predicted")
-    write_file("--trace", Path(args.trace), json.dumps(trace))
+    write_file("--trace", Path(path), json.dumps(trace))
     what = "rounds" if plan.rounds else "steps"
-    print(f"wrote {args.trace}: three predicted {what}; open it in https://ui.perfetto.dev")
+    print(f"wrote {path}: three predicted {what}; open it in https://ui.perfetto.dev")
 
 
 def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:

@@ -66,10 +66,8 @@ def _header(program: PlacedProgram, rank_program: RankProgram, stages: list[Stag
         work = [(program.costs[layer], plan.largest_batch(stage.role)) for stage in stages for layer in stage.layers]
         flops = sum(cost.at(batch).flops for cost, batch in work)
         seconds = sum(plan.prediction.layer_seconds.get(layer, 0.0) for stage in stages for layer in stage.layers)
-        priced = (
-            f", {units.seconds(seconds)} of compute in a step on {plan.prediction.cluster}" if seconds else " in a step"
-        )
-        lines.append(f"predicts {units.flops(flops)}{priced}")
+        cost = f", {units.seconds(seconds)} of compute in a step on {plan.prediction.cluster}" * bool(seconds)
+        lines.append(f"predicts {units.flops(flops)}{cost}")
     else:
         lines.append("holds    its rows of the parameters, which rankN.py lists")
     for k, own in enumerate({own.path: own for stage in stages for _, own in regions(program, stage.graph)}.values()):

@@ -74,8 +74,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """A step by the planner's closed forms (s)."""
-        return self.prediction.step_seconds
+        """A step by the planner's closed forms (s), or where the planner did not choose it, by simulation."""
+        return self.prediction.step_seconds or self.prediction.simulated_seconds
 
     @property
     def samples_per_second(self) -> float:

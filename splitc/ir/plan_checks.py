@@ -20,8 +20,6 @@ from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
 _TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
-Problem = tuple[tuple[str, ...], str]
-"""The keys on the way to a value, and what is wrong with it."""
 _KEYS = {"batch_offsets": "examples", **KEYS}
 _MOST_RANKS, _MOST_EXAMPLES = 100_000, 2**40
 
@@ -31,14 +29,13 @@ def plan_problems(data: dict[str, Any]) -> list[str]:
 
     What reads a value that is of no use by itself is not checked.
     """
-    wrong = [*_shape(data), *_types(data)]
+    wrong = [*_unreadable(data)]
     layers = {path[1] for path, _ in wrong if path[0] == "placements" and path[1:]}
     bad = {path[0] for path, _ in wrong if path[0] != "placements" or not path[1:]}
     sound = {key: value for key, value in data.items() if key not in bad}
     if "placements" in sound:
         sound["placements"] = {name: place for name, place in sound["placements"].items() if name not in layers}
-    told = [f"{': '.join(path)} {what}" for path, what in wrong]
-    return [*told, *_sense(completed({"world": 1, **sound}), bad)]
+    return [*(f"{': '.join(path)} {what}" for path, what in wrong), *_sense(completed({"world": 1, **sound}), bad)]
 
 
 def decision_problems(plan: Plan) -> list[str]:
@@ -46,28 +43,22 @@ def decision_problems(plan: Plan) -> list[str]:
     return [*_sense(json.loads(json.dumps(plan.decision)), set())]
 
 
-def _shape(data: dict[str, Any]) -> Iterator[Problem]:
-    """Keys that are missing, empty or unknown."""
+def _unreadable(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys that are missing or unknown, and values of another type than their field: the keys to them, and what is wrong."""
     keys = {"examples", *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction", "undivided"}
     for name in data.keys() - keys - {"schema", "hash", *PREDICTION_KEYS}:
         yield (name,), f"is an unknown key; {near_name(name, keys)}there are {', '.join(sorted(keys))}"
-    if "world" not in data:
-        yield ("world",), "is missing; give the number of ranks"
-    elif type(data["world"]) is int and not 1 <= data["world"] <= _MOST_RANKS:
-        yield ("world",), f"is {data['world']!r}; it must be at least 1 and at most {_MOST_RANKS}"
+    if type(data.get("world", 0)) is int and not 1 <= data.get("world", 0) <= _MOST_RANKS:
+        yield ("world",), f"is {data.get('world', 'missing')}; it must be at least 1 and at most {_MOST_RANKS} ranks"
     if data.get("roles", None if "placements" in data else True) in (None, {}):
         yield ("roles",), 'is missing; give the ranks of each role, as {"trunk": [0, 1], "head": [2]}'
-
-
-def _types(data: dict[str, Any]) -> Iterator[Problem]:
-    """Values of another type than that of the field that they are for."""
     hints = get_type_hints(Plan) | {"placements": Mapping[str, known.Placement | str]} | get_type_hints(Prediction)
     for name, hint in hints.items():
         if (key := _KEYS.get(name, name)) in data:
             yield from _mistyped(data[key], hint, key)
 
 
-def _mistyped(value: Any, hint: Any, *path: str) -> Iterator[Problem]:
+def _mistyped(value: Any, hint: Any, *path: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """What is not of the type `hint` in a value of JSON; tuples are lists there, dataclasses and mappings tables."""
     kind, parts = get_origin(hint), get_args(hint)
     if is_dataclass(hint) and isinstance(value, dict):
@@ -103,7 +94,7 @@ def _sense(data: dict[str, Any], bad: set[str]) -> Iterator[str]:
 
 
 def _roles(data: dict[str, Any]) -> Iterator[str]:
-    world, roles = data["world"], data["roles"]
+    world, roles, predicted = data["world"], data["roles"], data.get("predicted", [])
     for role, ranks in roles.items():
         if not is_role(role, ROLES) or any(role.startswith(f"{other}_") for other in roles):
             yield f"roles: {role!r} cannot name a file and a variable: take small letters, and no name that is in use"
@@ -116,34 +107,25 @@ def _roles(data: dict[str, Any]) -> Iterator[str]:
             yield f"roles: {role} has a rank twice"
         elif sorted(ranks) != ranks:
             yield f"roles: {role} is {ranks}; ranks must stand in their order"
+    if any(min(phases.values()) < 0 for phases in predicted):
+        yield "predicted: all numbers must be at least 0"
+    if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
+        yield f"predicted: it must be for each rank of a world of {world}, in their order"
 
 
 def _examples(data: dict[str, Any]) -> Iterator[str]:
     roles, examples = data["roles"], data["examples"]
-    if not examples:
-        return
-    if examples.keys() != roles.keys():
+    if examples and examples.keys() != roles.keys():
         yield f"examples: it is for {', '.join(examples)}, and the roles are {', '.join(roles)}"
-    for role, ranks in roles.items():
+    for role, ranks in roles.items() if examples else ():
         bounds = examples.get(role, [])
         if len(bounds) != len(ranks) + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-            yield (
-                f"examples: {role} is {bounds}; it must be {len(ranks) + 1} bounds that begin with 0 and grow, for its "
-                f"{len(ranks)} ranks in roles"
-            )
+            yield f"examples: {role} is {bounds}; it must be {len(ranks) + 1} bounds that begin with 0 and grow"
         elif bounds[-1] > _MOST_EXAMPLES:
             yield f"examples: {role} has {bounds[-1]} examples in a step; take at most {_MOST_EXAMPLES}"
     totals = {role: bounds[-1] for role, bounds in examples.items() if bounds}
     if len(set(map(str, totals.values()))) > 1:
         yield f"examples: the roles differ in the global batch, {totals}"
-
-
-def _predicted(data: dict[str, Any]) -> Iterator[str]:
-    world, predicted = data["world"], data.get("predicted", [])
-    if any(min(phases.values()) < 0 for phases in predicted):
-        yield "predicted: all numbers must be at least 0"
-    if predicted and [phases["rank"] for phases in predicted] != list(range(world)):
-        yield f"predicted: it must be for each rank of a world of {world}, in their order"
 
 
 def _rounds(data: dict[str, Any]) -> Iterator[str]:
@@ -192,10 +174,9 @@ def _groups(data: dict[str, Any]) -> Iterator[str]:
 
 def _microbatches(data: dict[str, Any]) -> Iterator[str]:
     number, why = data.get("microbatches", 1), f"microbatches is {data.get('microbatches', 1)}"
-    if (each := data.get("all_reduce", known.ALL_REDUCES[0])) not in known.ALL_REDUCES:
-        yield f"all_reduce is {each!r}; {near_name(each, known.ALL_REDUCES)}there are {', '.join(known.ALL_REDUCES)}"
-    if (schedule := data.get("schedule", known.SCHEDULES[0])) not in known.SCHEDULES:
-        yield f"schedule is {schedule!r}; there are {', '.join(known.SCHEDULES)}"
+    for name, words in (("all_reduce", known.ALL_REDUCES), ("schedule", known.SCHEDULES)):
+        if (given := data.get(name, words[0])) not in words:
+            yield f"{name} is {given!r}; {near_name(given, words)}there are {', '.join(words)}"
     if number < 1:
         yield f"{why}; it must be at least 1"
     if number <= 1:
@@ -281,9 +262,8 @@ def _sharded(data: dict[str, Any], layer: str, placement: dict[str, Any]) -> Ite
 
 
 _SECTIONS = {
-    _roles: "world roles",
+    _roles: "world roles predicted",
     _examples: "roles examples",
-    _predicted: "world predicted",
     _groups: "roles groups",
     _microbatches: "roles examples groups rounds synchronised microbatches schedule all_reduce",
     _rounds: "world roles groups rounds synchronised servers placements",

@@ -7,9 +7,6 @@ from typing import Any
 
 from splitc.ir.shares import serve, share_out
 
-BY_HAND = "by_hand"
-"""The strategy of a plan that names none."""
-
 
 def completed(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a plan with its strategy, roles, examples and all parts of its placements.
@@ -17,14 +14,13 @@ def completed(data: Mapping[str, Any]) -> dict[str, Any]:
     One role, `all`, has every rank.  The first role shares a step's examples evenly, and others serve its ranks; where
     none are given, `UsePlan` takes the model's example for each reader.  A placement may be the name of its role alone.
     """
-    roles = data.get("roles") or {"all": list(range(data["world"]))}
-    bounds = data.get("examples") or {}
+    data = {**data, "roles": data.get("roles") or {"all": list(range(data["world"]))}}
+    bounds, roles = data.get("examples") or {}, data["roles"]
     total, readers = next((each[-1] for each in bounds.values() if each), 0), len(next(iter(roles.values())))
     first = tuple(bounds.get(next(iter(roles)), ())) or share_out(total, readers or 1)
     even = {role: list(serve(first, len(ranks))) for role, ranks in roles.items() if total and ranks}
-    known = {**data, "roles": roles}
-    placements = {name: _placement(place, known) for name, place in data.get("placements", {"*": {}}).items()}
-    return {"strategy": BY_HAND, **known, "examples": {**even, **bounds}, "placements": placements}
+    placements = {name: _placement(place, data) for name, place in data.get("placements", {"*": {}}).items()}
+    return {"strategy": "by_hand", **data, "examples": {**even, **bounds}, "placements": placements}
 
 
 def _placement(place: str | Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,8 +30,7 @@ def _placement(place: str | Mapping[str, Any], data: Mapping[str, Any]) -> dict[
     size = data.get("groups", {}).get(role, {}).get("size", 1)
     holding = given.get("holding", "sharded" if {"split", "group"} & given.keys() else "replicated")
     together = min(len(roles.get(role, ())), rounds.get("unit", 1) if rounds else data["world"])
-    apart = holding == "replicated" and given.get("state") == "batch"
-    alone = "average" if rounds else "none"
+    alone = 1 if holding == "replicated" and given.get("state") == "batch" else size
+    sync = "all_reduce" if together > alone else "average" if rounds else "none"
     own = {"group": size} if holding == "sharded" and size > 1 else {}
-    sync = "all_reduce" if together > (1 if apart else size) else alone
     return {"role": role, "holding": holding, "sync": sync, **own, **given}

@@ -32,7 +32,7 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         _headline(program),
         _placements(rows, shown),
         _ranks(program, figures),
-        _candidates(program.plan),
+        _candidates(program.plan) if program.plan.candidates else "",
         _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
     if is_measured(program):
@@ -97,9 +97,8 @@ def _price(plan: Plan) -> str:
     """Return the step time, and that of the simulation, in which transfers overlap with computation."""
     if not plan.step_seconds:
         return "has no price, since the plan was written or edited by hand: --cluster gives it one"
-    simulated = f"; simulated, with overlap, {units.seconds(plan.prediction.simulated_seconds)}" * bool(
-        plan.prediction.phases
-    )
+    simulated = units.seconds(plan.prediction.simulated_seconds)
+    simulated = f"; simulated, with overlap, {simulated}" if plan.prediction.phases else ""
     return f"takes {units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted{simulated})"
 
 
@@ -166,8 +165,6 @@ def _ranks(program: PlacedProgram, figures: Figures) -> str:
 
 
 def _candidates(plan: Plan) -> str:
-    if not plan.candidates:
-        return ""
     fastest = max((c.samples_per_second for c in plan.candidates if c.feasible), default=0.0)
     ordered = sorted(plan.candidates, key=lambda c: (not c.feasible, -c.samples_per_second))
     headers = ["strategy", "ranks", "batch", "step", "samples/s", "of best"]

@@ -73,7 +73,7 @@ def test_a_name_counts_before_a_pattern_and_a_later_pattern_before_an_earlier_on
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"world": None}, "world is None; it must be a whole number"),
     ({"world": "3"}, "world is '3'; it must be a whole number"),
-    ({"world": 0}, "world is 0; it must be at least 1 and at most 100000"),
+    ({"world": 0}, "world is 0; it must be at least 1 and at most 100000 ranks"),
     ({"world": 2}, "roles: head has rank 2, but the world has ranks 0 to 1"),
     ({"roles": None}, "roles is None; it must be a table"),
     ({"roles": {}}, 'roles is missing; give the ranks of each role, as {"trunk": [0, 1], "head": [2]}'),
@@ -86,7 +86,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"placements": {"*": 1}}, "placements: * is 1; it must be a table of role, holding, sync"),
     (
         {"placements": {"*": "trunk", "secnd": "head"}},
-        "'secnd' matches no layer; did you mean second? there are first, se",
+        "'secnd' matches no layer; did you mean second? the first are first, se",
     ),
     ({"placements": {"second": "head"}}, "placements: nothing matches first; place them, or '*'"),
     (
@@ -102,7 +102,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"microbatch": 2}, "microbatch is an unknown key; did you mean microbatches? there are all_reduce, exact"),
     ({"microbatches": 5}, "microbatches is 5, but a rank of trunk reads 4 examples: take at most 4"),
     ({"microbatches": 2.5}, "microbatches is 2.5; it must be a whole number"),
-    ({"schedule": "f1b1"}, "schedule is 'f1b1'; there are all_forward, 1f1b"),
+    ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? there are all_forward, 1f1b"),
     ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; it must be 3 bounds"),
     ({"groups": {"haed": {"size": 2}}}, "groups: there is no role 'haed'; did you mean head?"),
     ({"rounds": {"step": 2}}, "rounds: step is an unknown key; did you mean steps?"),

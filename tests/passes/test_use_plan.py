@@ -42,6 +42,6 @@ def test_a_plan_for_a_model_of_the_same_layers_but_another_fingerprint_is_refuse
 def test_layers_that_the_plan_misses_or_adds_are_named() -> None:
     other = {"a": plan().placements["a"], "c": plan().placements["b"]}
     with pytest.raises(
-        PlacementError, match=r"'c' matches no layer; there are a, b(.|\n)*nothing matches b; place them"
+        PlacementError, match=r"'c' matches no layer; the first are a, b(.|\n)*nothing matches b; place them"
     ):
         UsePlan(replace(plan(), placements=other), "").run(analysed_pair())
