@@ -44,7 +44,7 @@ def decision_problems(plan: Plan) -> list[str]:
 
 
 def _unreadable(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys that are missing or unknown, and values of another type than their field: the keys to them, and what is wrong."""
+    """Keys that are missing or unknown, and values of another type than their field: keys to it, and what is wrong."""
     keys = {"examples", *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction", "undivided"}
     for name in data.keys() - keys - {"schema", "hash", *PREDICTION_KEYS}:
         yield (name,), f"is an unknown key; {near_name(name, keys)}there are {', '.join(sorted(keys))}"
@@ -120,7 +120,7 @@ def _examples(data: dict[str, Any]) -> Iterator[str]:
     for role, ranks in roles.items() if examples else ():
         bounds = examples.get(role, [])
         if len(bounds) != len(ranks) + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-            yield f"examples: {role} is {bounds}; it must be {len(ranks) + 1} bounds that begin with 0 and grow"
+            yield f"examples: {role} is {bounds}; by roles it must be {len(ranks) + 1} bounds that grow from 0"
         elif bounds[-1] > _MOST_EXAMPLES:
             yield f"examples: {role} has {bounds[-1]} examples in a step; take at most {_MOST_EXAMPLES}"
     totals = {role: bounds[-1] for role, bounds in examples.items() if bounds}

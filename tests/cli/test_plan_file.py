@@ -103,7 +103,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": 5}, "microbatches is 5, but a rank of trunk reads 4 examples: take at most 4"),
     ({"microbatches": 2.5}, "microbatches is 2.5; it must be a whole number"),
     ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? there are all_forward, 1f1b"),
-    ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; it must be 3 bounds"),
+    ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; by roles it must be 3 bounds"),
     ({"groups": {"haed": {"size": 2}}}, "groups: there is no role 'haed'; did you mean head?"),
     ({"rounds": {"step": 2}}, "rounds: step is an unknown key; did you mean steps?"),
     ({"undivided": None}, "undivided is an unknown key"),

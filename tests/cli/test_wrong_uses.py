@@ -337,7 +337,7 @@ EDITS: list[tuple[Callable[[dict[str, object]], None], str]] = [
     (other_schema, "has schema 2, this splitc reads plans of schema 1"),
     (a_rank_twice, "roles: trunk has a rank twice"),
     (lose_examples, "examples: the roles differ in the global batch"),
-    (bounds_that_shrink, "it must be 3 bounds that begin with 0 and grow"),
+    (bounds_that_shrink, "it must be 3 bounds that grow from 0"),
     (unknown_holding, "first has holding 'halved'; did you mean sharded? there are replicated, sharded, subnet"),
     (placed(split="diagonal"), "first has split 'diagonal'; there are columns, rows"),
     (placed(splits="rows"), "placements: first: splits is an unknown key; did you mean split?"),
