@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from splitc import units
 from splitc.cli.plan_file import read_plan_file
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.report.figures import roles_of
-from splitc.report.tables import wrap
-from splitc.report.text import rank_list, runs
+from splitc.report.text import rank_list, runs, wrap
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def decided(before: Plan, after: Plan) -> Iterator[Difference]:
         if key == "placements" or a.get(key) == b.get(key):
             continue
         text = _TEXTS.get(key)
-        parts = (text(plan) if text else _plain(plan.decision.get(key)) for plan in (before, after))
+        parts = (text(plan) if text else str(plan.decision.get(key, "")) for plan in (before, after))
         yield Difference(key.replace("_", " "), *parts)
 
 
@@ -78,12 +76,6 @@ _TEXTS: Mapping[str, Callable[[Plan], str]] = {
     "servers": lambda plan: rank_list(plan.servers) if plan.servers else "",
 }
 """How parts of a plan are written that are no plain values."""
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {each}" for key, each in value.items())
-    return "" if value is None else str(value)
 
 
 def layers(before: Plan, after: Plan) -> Iterator[Difference]:

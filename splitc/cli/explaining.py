@@ -15,7 +15,7 @@ from splitc.errors import LaunchError
 from splitc.ir.program import Program
 from splitc.passes.place import Place
 from splitc.report.alternatives import Alternative, alternatives, matching_layers
-from splitc.report.tables import table, wrap
+from splitc.report.text import table, wrap
 from splitc.report.what_if import breakpoints, choice_text, quantities
 
 

@@ -136,6 +136,7 @@ def _simulate(add: Add) -> None:
         metavar="NAME",
         help="whose devices and links: a known cluster, a .toml file or this-machine (default: v100-10gbe)",
     )
+    add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update (default: 1)")
     _global_batch(add)
     add("--input", metavar="SIZES", help="an example of these sizes, as for splitc compile")
     add("--trace", metavar="FILE", help="write the timeline of one plan as Chrome trace JSON (Perfetto)")

@@ -53,9 +53,9 @@ def simulate(args: argparse.Namespace) -> int:
         file = load_model(model, args.input)
         with Step(f"tracing {file.name}", args.quiet) as step:
             program = analyse(file.model, file.example, name=file.name, evaluation=False, now=step.doing(file.name))
-        cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch)
+        cells = sweep(program, cluster, worlds, bandwidths, strategies, args.global_batch, args.accumulate)
         placed = [UsePlan(plan, fingerprint(program)).run(program)] if plan else []
-        at = [(each, Cell(_PLAN, worlds[0], each)) for each in bandwidths]
+        at = [(each, Cell(_PLAN, worlds[0], each, accumulate=args.accumulate)) for each in bandwidths]
         total = len(worlds) * len(bandwidths) * len(columns)
         with Step(f"simulating {file.name}, {total} plans", args.quiet):
             planned = [simulated(each, cluster.with_bandwidth(rate), cell) for each in placed for rate, cell in at]
@@ -99,7 +99,8 @@ def _write_trace(path: str, program: Program, cluster: Cluster, settings: Settin
 def _head(program: Program, cluster: Cluster, args: argparse.Namespace) -> str:
     batch = f"a global batch of {args.global_batch}" if args.global_batch else f"{program.batch} examples a reader"
     gain = f"; gain over {args.against}" if args.against else ""
-    return f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}\n"
+    updates = f"; an update every {args.accumulate} batches" if args.accumulate > 1 else ""
+    return f"{program.name}, {batch}, {cluster.device.name} of {cluster.name}; samples/s, simulated{gain}{updates}\n"
 
 
 def tables(cells: Iterable[Cell], strategies: Sequence[str], against: str | None) -> str:
@@ -124,6 +125,8 @@ def _table(worlds: Mapping[int, Mapping[str, Cell]], strategies: Sequence[str], 
         columns.append((strategy, ["-" if cell.why else f"{cell.samples_per_second:,.0f}" for cell in cells]))
         if any(cell.roles for cell in cells):
             columns.append(("ranks", [cell.roles for cell in cells]))
+        if any(cell.accumulate > 1 for cell in cells):
+            columns.append(("sent a batch", [units.nbytes(cell.sent_bytes) for cell in cells]))
         if against not in (None, strategy):
             base = [row[against].samples_per_second for row in worlds.values()]
             columns.append(("gain", [_gain(cell, other) for cell, other in zip(cells, base, strict=True)]))

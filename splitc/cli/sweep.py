@@ -11,15 +11,16 @@ from splitc.ir.plan import SERVER, Plan
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
-from splitc.report.alternatives import simulated_step
+from splitc.report.what_if import simulated_step
 
 
 @dataclass(frozen=True)
 class Cell:
     """One strategy in one world at one bandwidth (bytes/s between hosts).
 
-    step_seconds, samples_per_second: simulated.  estimate: samples/s by the planner's closed forms.  roles: sizes of
-    the roles, as "9 + 1".  why: the reason why there is no plan; the figures are 0 then.
+    step_seconds, samples_per_second: simulated.  estimate: samples/s by the planner's closed forms.  accumulate:
+    batches to an update; seconds and bytes are of one batch.  sent_bytes: by the busiest rank.  roles: sizes of the
+    roles, as "9 + 1".  why: the reason why there is no plan; the figures are 0 then.
     """
 
     strategy: str
@@ -29,6 +30,8 @@ class Cell:
     samples_per_second: float = 0.0
     estimate: float = 0.0
     global_batch: int = 0
+    accumulate: int = 1
+    sent_bytes: float = 0.0
     roles: str = ""
     why: str = ""
 
@@ -40,6 +43,7 @@ def sweep(
     bandwidths: Iterable[float],
     strategies: Sequence[str],
     global_batch: int | None = None,
+    accumulate: int = 1,
 ) -> Iterator[Cell]:
     """A cell for every bandwidth, world and strategy, in that order, one after the other.
 
@@ -53,18 +57,19 @@ def sweep(
             try:
                 placed = Place(at, world, strategy, global_batch=global_batch).run(program)
             except PlacementError as error:
-                yield Cell(text, world, bandwidth, why=str(error))
+                yield Cell(text, world, bandwidth, accumulate=accumulate, why=str(error))
                 continue
-            yield simulated(placed, at, Cell(text, world, bandwidth))
+            yield simulated(placed, at, Cell(text, world, bandwidth, accumulate=accumulate))
 
 
 def simulated(program: PlacedProgram, cluster: Cluster, cell: Cell) -> Cell:
     """The cell with the figures of a placed program on `cluster`."""
-    plan, seconds = program.plan, simulated_step(program, cluster).step_seconds
+    plan, step = program.plan, simulated_step(program, cluster, cell.accumulate)
     return replace(
         cell,
-        step_seconds=seconds,
-        samples_per_second=plan.global_batch / seconds,
+        step_seconds=step.step_seconds,
+        samples_per_second=plan.global_batch / step.step_seconds,
+        sent_bytes=max(phases.sent_bytes for phases in step.phases),
         estimate=plan.samples_per_second,
         global_batch=plan.global_batch,
         roles=sizes_text(plan),

@@ -6,21 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from splitc.cost_models.simulation.timeline import Timeline, simulate
 from splitc.errors import PlacementError
-from splitc.ir.cluster import Cluster
 from splitc.ir.names import near_name
 from splitc.ir.placements import SPLITS, Placement
 from splitc.ir.plan import Plan
-from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.strategies import Auto, DataParallel, LateMultiply, LayerSeparation, ModuloShard, ParameterServer
 from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.place import Place
-from splitc.passes.rewriting import lower_unchecked
-from splitc.report.what_if import choice_text
-
-_STEPS = 2  # to simulate: transfers of the first may still be under way in the second
+from splitc.report.what_if import choice_text, simulated_step
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,6 @@ def matching_layers(program: Program, pattern: str) -> list[str]:
         return matching
     listed = ", ".join(names if len(names) < 9 else [*names[:8], "..."])
     raise PlacementError(f"no layer matches {pattern!r}; {near_name(pattern, names)}the layers are {listed}")
-
-
-def simulated_step(program: PlacedProgram, cluster: Cluster) -> Timeline:
-    """Return the simulated step of a placed program."""
-    return simulate(lower_unchecked(program), cluster, _STEPS)
 
 
 def _placements(program: Program, world: int) -> Iterator[tuple[str, Placement, Strategy]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import tabulate as tables
 
 from splitc import units
 from splitc.cost_models.profiling.measured import is_measured
@@ -15,10 +18,11 @@ from splitc.ir.regions import OwnCode, names_in, regions
 from splitc.ir.rounds import rounds_text
 from splitc.report.blocks import Hidden, Row, collapse
 from splitc.report.figures import Figures, by_bytes, roles_of
-from splitc.report.tables import WIDTH, short, table, wrap
 
+WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
+tables.MIN_PADDING = 0  # columns are as narrow as their text
 
 
 def report(program: LoweredProgram, everything: bool = False) -> str:
@@ -239,3 +243,22 @@ def runs(sizes: Sequence[int]) -> str:
 def _middle(text: str) -> str:
     """Shorten text that is too long for a line by cutting its middle."""
     return text if len(text) <= WIDTH else f"{text[:30]}...{text[-(WIDTH - 33) :]}"
+
+
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str], elastic: int, least: int = 8
+) -> str:
+    """Write a table that fits WIDTH: the texts of column `elastic` are cut as far as needed, but not below `least`."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    room = max(least, WIDTH - sum(widths) + widths[elastic] - 2 * (len(widths) - 1))
+    cut = [[*row[:elastic], short(row[elastic], room), *row[elastic + 1 :]] for row in rows]
+    text: str = tables.tabulate(cut, headers, disable_numparse=True, colalign=align)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + ("  " if indent else ""))
+
+
+def short(name: str, width: int) -> str:
+    return name if len(name) <= width else "..." + name[-(width - 3) :]

@@ -10,16 +10,19 @@ from time import perf_counter
 
 from splitc import units
 from splitc.cost_models.memory.memory_check import require_memory_on
+from splitc.cost_models.simulation.timeline import Timeline, simulate
 from splitc.errors import PlacementError
+from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
-from splitc.ir.program import Program
-from splitc.ir.strategies import Auto
+from splitc.ir.program import PlacedProgram, Program
+from splitc.ir.strategies import Auto, DataParallel
 from splitc.ir.strategy import in_microbatches
 from splitc.passes.place import Place
 from splitc.passes.rewriting import lower_unchecked
 from splitc.report.figures import roles_of
 
 _PRECISION = 0.03  # of a breakpoint
+_STEPS = 2  # to simulate: transfers of the first may still be under way in the second
 _FAR = 64  # times the bandwidth or the batch, for advice
 _PATIENCE = 30.0  # seconds, for what nobody asked for by name
 _MOST_MEMORY = 2**30  # times what a rank has
@@ -192,10 +195,31 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
         (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_PATIENCE)[:2]
     ]
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
+    changes += _accumulating(place, program)
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     if not changes:
-        return f"{head}; {_FAR} times the bandwidth, or the batch, would not change that."
+        return f"{head}; {_FAR} times the bandwidth, batch or accumulate would not change that."
     return f"{head}: {' or '.join(changes)}, {plan.world} ranks are faster."
+
+
+def _accumulating(place: Place, program: Program) -> Iterator[str]:
+    """Yield the least of 2, 4, 8, ... batches to an update with which data parallelism is faster by simulation."""
+    alone = place.run(program)
+    with suppress(PlacementError):
+        every = replace(place, strategy=DataParallel()).run(program)
+        for number in (2**k for k in range(1, _FAR.bit_length())):
+            rates = (
+                each.plan.global_batch / simulated_step(each, place.cluster, number).step_seconds
+                for each in (every, alone)
+            )
+            if next(rates) > next(rates):
+                yield f"with accumulate={number}"
+                return
+
+
+def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int = 1) -> Timeline:
+    """Return the simulated step of a placed program.  accumulate: batches to an update."""
+    return simulate(lower_unchecked(program), cluster, _STEPS, accumulate=accumulate)
 
 
 def _idle(plan: Plan | None) -> int:

@@ -12,7 +12,8 @@ from splitc.compiled import Settings
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
-from splitc.report.alternatives import Alternative, alternatives, simulated_step
+from splitc.report.alternatives import Alternative, alternatives
+from splitc.report.what_if import simulated_step
 from tests.support.command import NET, splitc
 from tests.support.every_strategy import analysed
 

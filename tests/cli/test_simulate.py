@@ -62,6 +62,14 @@ def test_there_is_a_cell_for_every_bandwidth_world_and_strategy() -> None:
     assert all(c.samples_per_second == pytest.approx(c.global_batch / c.step_seconds) for c in found)
 
 
+def test_gradients_that_are_accumulated_travel_once_for_all_batches() -> None:
+    each, once = (cells([4], [1e8], ["data_parallel"], accumulate=number)[0] for number in (1, 4))
+    assert once.sent_bytes == pytest.approx(each.sent_bytes / 4, rel=0.2)
+    assert once.step_seconds < each.step_seconds
+    text = tables([once], ["data_parallel"], None)
+    assert "sent a batch" in text and "sent a batch" not in tables([each], ["data_parallel"], None)
+
+
 def test_more_bandwidth_is_never_slower() -> None:
     found = cells([4], [1e6, 1e7, 1e8, 1e9])
     for strategy in STRATEGIES:

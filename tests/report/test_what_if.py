@@ -14,9 +14,10 @@ from splitc.compiled import Settings, specialise
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
+from splitc.ir.strategies import DataParallel
 from splitc.passes.place import Place
 from splitc.report import what_if
-from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, what_fits
+from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, simulated_step, what_fits
 from tests.support.compiled import analyse
 
 NAMES = ["bandwidth", "batch", "world", "memory"]
@@ -114,7 +115,7 @@ def test_idle_ranks_are_told_what_would_put_them_to_work() -> None:
 def test_idle_ranks_that_nothing_within_reach_puts_to_work_are_counted_all_the_same() -> None:
     hopeless = place(2, 10.0)
     text = advice(hopeless, model(), hopeless.run(model()).plan)
-    assert text == "1 of 2 ranks is idle; 64 times the bandwidth, or the batch, would not change that."
+    assert text == "1 of 2 ranks is idle; 64 times the bandwidth, batch or accumulate would not change that."
 
 
 def test_no_advice_where_all_ranks_work_or_a_strategy_was_named() -> None:
@@ -150,3 +151,16 @@ def test_advice_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PlacementError) as raised:
         specialise(model(), Settings(2, cluster=slow.cluster, memory=1e6))
     assert not getattr(raised.value, "__notes__", [])
+
+
+def test_with_the_accumulated_batches_that_advice_names_data_parallelism_is_faster_by_simulation() -> None:
+    slow = place(bandwidth=5e8)
+    alone = slow.run(model())
+    number = int(advice(slow, model(), alone.plan).partition("with accumulate=")[2].partition(",")[0])
+    every = replace(slow, strategy=DataParallel()).run(model())
+
+    def faster(accumulate: int) -> bool:
+        steps = [simulated_step(each, slow.cluster, accumulate).step_seconds for each in (every, alone)]
+        return every.plan.global_batch / steps[0] > alone.plan.global_batch / steps[1]
+
+    assert number > 1 and faster(number) and not faster(number // 2)
