@@ -24,6 +24,8 @@ from splitc.runtime.spec import Rounds
 SERVER = "server"
 """The role of ranks that hold parameters of layers with sync "parameter_server": it runs no layers."""
 
+_ALONE = Grouping(1, "BK")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -143,7 +145,7 @@ class Plan:
 
     def grouping(self, role: str) -> Grouping:
         """The model-parallel groups of a role; groups of one rank where it has none."""
-        return self.groups.get(role, Grouping(1, "BK"))
+        return self.groups.get(role, _ALONE)
 
     def group(self, role: str, rank: int) -> tuple[int, ...]:
         """The ranks of the model-parallel group that `rank` is in; itself alone where the role has none."""

@@ -30,7 +30,7 @@ from splitc.runtime.transport.doubling import sent_bytes as doubling_sent
 
 _WIRES: WeakKeyDictionary[LoweredProgram, dict[int, tuple[WireOp, ...]]] = WeakKeyDictionary()
 _NODES: WeakKeyDictionary[PlacedProgram, dict[fx.Graph, list[tuple[fx.Node, CommOp]]]] = WeakKeyDictionary()
-_NUMELS: WeakKeyDictionary[PlacedProgram, dict[tuple[str, int, tuple[str, ...]], int]] = WeakKeyDictionary()
+_BUCKETS: WeakKeyDictionary[PlacedProgram, dict[tuple[Action, int, int], WireOp]] = WeakKeyDictionary()
 
 
 def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
@@ -64,7 +64,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
         case "weigh" | "forward" | "backward":
             yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
         case "all_reduce" | "average":
-            yield _bucket(program, program.stage(action.role), rank, action)
+            yield _bucket_of_kind(program, program.stage(action.role), rank, action)
         case "deal" | "fetch_ahead" | "collect":
             yield from dealt_ops(program, program.stage(action.role), rank, action)
         case "send" | "recv" | "send_grad" | "recv_grad":
@@ -91,6 +91,18 @@ def _tied(program: PlacedProgram, name: str) -> WireOp:
     return WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, sent, None, collective)
 
 
+def _bucket_of_kind(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
+    """Return what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
+    plan = program.plan
+    group = plan.group(stage.role, rank)
+    if stage.dealt or action.verb == "average" or plan.all_reduce != "backend":
+        return _bucket(program, stage, rank, action)
+    known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)
+    if key not in known:
+        known[key] = _bucket(program, stage, rank, action)
+    return known[key]
+
+
 def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
     """Return the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
     plan, names = program.plan, stage.bucket(action)
@@ -99,11 +111,7 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
     if not averages and names[0] in stage.own_sums:
         replicas = plan.together(stage.role, rank)
     dtype = program.tensors[names[0]].dtype
-    known = _NUMELS.setdefault(program, {})
-    key = stage.role, rank if stage.dealt else plan.group(stage.role, rank).index(rank), names
-    if key not in known:
-        known[key] = sum(numel_on(program, stage, name, rank) for name in names)
-    numel = known[key]
+    numel = sum(numel_on(program, stage, name, rank) for name in names)
     if averages and plan.deals:  # with the optimizer's state
         numel += STATE_COPIES * sum(t.numel for t in map(program.tensors.__getitem__, names) if t.trainable)
     nbytes = numel * dtype.itemsize

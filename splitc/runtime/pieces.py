@@ -6,9 +6,11 @@ again, for every rank and for what any two ranks have in common: `positions` of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 Interval = tuple[int, int]
 """First, and one past the last."""
@@ -45,9 +47,21 @@ class Pieces:
         """Where an interval of examples lies in a piece: how many of the piece's examples stand before its ends."""
         if piece is None or self.number == 1:
             return examples
-        parts = self.parts(piece)
-        first, last = (sum(max(min(end, b) - a, 0) for a, b in parts) for end in examples)
+        starts, stops, before = _counted(self, piece)
+        reached = (bisect_right(starts, end) - 1 for end in examples)  # the last part that begins before the end
+        first, last = (
+            before[k] + min(end, stops[k]) - starts[k] if k >= 0 else 0
+            for k, end in zip(reached, examples, strict=True)
+        )
         return first, last
+
+
+@lru_cache(maxsize=256)
+def _counted(pieces: Pieces, piece: int) -> tuple[list[int], list[int], list[int]]:
+    """Where the parts of a piece begin and end, and how many of its examples stand before each."""
+    parts = pieces.parts(piece)
+    starts, stops = [a for a, _ in parts], [b for _, b in parts]
+    return starts, stops, list(accumulate((b - a for a, b in parts), initial=0))
 
 
 def pieces_of(scheme: str, number: int, readers: Sequence[int], group: Sequence[int]) -> Pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -44,3 +44,13 @@ def test_pieces_are_equal_parts_of_each_share_as_far_as_they_divide() -> None:
 def test_the_schemes_divide_the_examples_of_a_group(scheme: str, parts: list[tuple[int, int]]) -> None:
     k = 1 if scheme == "B" else 0
     assert pieces_of(scheme, 2, (0, 4, 10), (4, 6, 10)).parts(k) == parts
+
+
+@pytest.mark.parametrize("whole_shares", [False, True])
+def test_positions_count_the_examples_of_a_piece_that_stand_before(whole_shares: bool) -> None:
+    """With shares of no examples, and ends between parts."""
+    pieces = Pieces(3, (2, 2, 7, 7, 12, 20), whole_shares)
+    for piece, first, last in product(range(3), range(22), range(22)):
+        own = [k for a, b in pieces.parts(piece) for k in range(a, b)]
+        expected = sum(k < first for k in own), sum(k < last for k in own)
+        assert pieces.positions((first, last), piece) == expected
