@@ -33,11 +33,8 @@ def diff(args: argparse.Namespace) -> int:
     """Print the differences; 0 when both plans decide the same, 1 when they differ."""
     plans = [read_plan_file(Path(path)) for path in (args.a, args.b)]
     before, after = plans
-    sections = {
-        "decided": list(decided(before, after)),
-        "layers": list(layers(before, after)),
-        "predicted": list(predicted(before, after)),
-    }
+    finders = {"decided": decided, "layers": layers, "predicted": predicted}
+    sections = {name: list(find(before, after)) for name, find in finders.items()}
     same = before.hash == after.hash
     if args.json:
         rows = {name: [asdict(each) for each in found] for name, found in sections.items()}

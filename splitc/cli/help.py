@@ -45,7 +45,6 @@ splitc COMMAND --help shows more.
 """,
     "explain": """examples:
   splitc explain examples/alexnet.py classifier.1 --world 4 --cluster v100-10gbe
-  splitc explain examples/alexnet.py 'classifier.*' --world 8 --memory 8GB
   splitc explain examples/alexnet.py --sensitivity --world 4 --cluster my.toml
 """,
     "compile": """examples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf, sqrt
 from time import perf_counter
 
@@ -197,9 +198,8 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     changes = [f"from {each.text(limits[1])}" for each, limits in found if limits]
     changes += _accumulating(place, program)
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
-    if not changes:
-        return f"{head}; {_FAR} times the bandwidth, batch or accumulate would not change that."
-    return f"{head}: {' or '.join(changes)}, {plan.world} ranks are faster."
+    nothing = f"; {_FAR} times the bandwidth, batch or accumulate would not change that."
+    return head + (f": {' or '.join(changes)}, {plan.world} ranks are faster." if changes else nothing)
 
 
 def _accumulating(place: Place, program: Program) -> Iterator[str]:
@@ -207,14 +207,13 @@ def _accumulating(place: Place, program: Program) -> Iterator[str]:
     alone = place.run(program)
     with suppress(PlacementError):
         every = replace(place, strategy=DataParallel()).run(program)
-        for number in (2**k for k in range(1, _FAR.bit_length())):
-            rates = (
-                each.plan.global_batch / simulated_step(each, place.cluster, number).step_seconds
-                for each in (every, alone)
-            )
-            if next(rates) > next(rates):
-                yield f"with accumulate={number}"
-                return
+        numbers = (2**k for k in range(1, _FAR.bit_length()))
+        faster = (each for each in numbers if _rate(every, place.cluster, each) > _rate(alone, place.cluster, each))
+        yield from (f"with accumulate={number}" for number in islice(faster, 1))
+
+
+def _rate(program: PlacedProgram, cluster: Cluster, accumulate: int) -> float:
+    return program.plan.global_batch / simulated_step(program, cluster, accumulate).step_seconds
 
 
 def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int = 1) -> Timeline:
