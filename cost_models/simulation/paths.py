@@ -48,10 +48,13 @@ class Paths:
         if op.kind != "collective":
             seconds = point_to_point(op.nbytes, link)
             lines = {self._line(ends[0], link, out=True), self._line(ends[1], link, out=False)}
-            return Transfer(str(op.payload), ends, tuple(lines), times * seconds, times * link.processor * op.nbytes)
-        seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
-        lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
-        processor = 2 * times * link.processor * op.sent
+            processor = times * link.processor * op.nbytes
+        else:
+            seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+            lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
+            processor = 2 * times * link.processor * op.sent
+        if op.nbytes <= link.latency * link.bandwidth:
+            lines = set()  # a few packets, which pass between those of other transfers
         return Transfer(str(op.payload), ends, tuple(sorted(lines)), times * seconds, processor)
 
     def _line(self, rank: int, link: Link, out: bool) -> int:

@@ -99,8 +99,8 @@ def test_a_simulated_rank_computes_its_share_and_exchanges_once_a_round() -> Non
     collected = 4 * 2 * (first + inner / n + last)
     dealt_then = collected - 4 * 2 * inner / n * (1 - 1 / n)  # the rest is fetched ahead, under computing
     exchanged = sum(all_to_all(each, n, cluster.link) for each in (collected, dealt_then, collected - dealt_then))
-    loss = ring_all_reduce(8, n, cluster.link)
-    assert found.phases[0].communication == pytest.approx((exchanged + loss) / J)
+    loss = ring_all_reduce(8, n, cluster.link)  # which may travel between the packets of others
+    assert exchanged / J <= found.phases[0].communication * (1 + 1e-9) <= (exchanged + loss) / J * (1 + 1e-6)
     assert found.phases[0].sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, 0)))
 
 
