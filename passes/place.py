@@ -1,25 +1,14 @@
 """Choose where every layer runs: the roles, the ranks in them, and each rank's examples.
 
-This pass only decides: it prices the best plan of the strategy asked for (`auto`: of all) and fills `program.plan`.
-
-    single_device      T = compute(global batch)                                         one rank
-    data_parallel      T = compute(largest share) + ring(all gradients)                  all ranks
-    layer_separation   T = conv compute + fc compute + exchange + max(ring, ring)        conv, fc
-    hybrid_single      the same, with the fc rank among the conv ranks                   conv, fc
-    parameter_server   T = compute(largest share) + 2 n_w P / (n_s B)                    worker
-    late_multiply, modulo_shard, mixed      what their program computes and puts on the wire (`wire_price`)
-    local_sgd        T = compute(largest share) + ring(all parameters) / period          all ranks
-
-    maximise  global batch / T     over the strategies, and the n_c + n_f = world of a separation
-
-compute is the roofline of `cost_models/compute/roofline.py`, ring and exchange are `alpha_beta`;
-the layers of a separation come from an integer program whose equations are in `separation_ilp`
-(Stanza, Wu et al. 2018, equations 2 to 5, layer by layer).  `program.batch` is one reader's batch:
-without `global_batch` more readers make a larger one, as in the paper.
+This pass only decides: it proposes the best plan of the strategy asked for (`auto`: of all, and of the whole space that
+they are parts of) and fills `program.plan`.  An integer program (`planner/integer_program.py`) finds the best few plans
+of a strategy, and the simulation, which knows what overlaps, decides among them and among strategies.
+`program.batch` is one reader's batch: without `global_batch` more readers make a larger one, as in Stanza.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
@@ -38,6 +27,7 @@ from splitc.ir.plan_checks import decision_problems
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
+    STRATEGIES,
     Auto,
     DataParallel,
     HybridSingle,
@@ -45,29 +35,31 @@ from splitc.ir.strategies import (
     LateMultiply,
     LayerSeparation,
     LocalSGD,
+    Mixed,
     ModuloShard,
     ParameterServer,
     SingleDevice,
 )
 from splitc.ir.strategy import Strategy
-from splitc.passes.planner.pin_checks import MIXED
+from splitc.passes.planner.divisions import FEW
+from splitc.passes.planner.layer_seconds import layer_seconds
 from splitc.passes.planner.pins import resolve_pins
-from splitc.passes.planner.priced_plan import PricedPlan
-from splitc.passes.planner.propose_late_multiply import late_multiply
+from splitc.passes.planner.priced_plan import PricedPlan, fastest, simulated
+from splitc.passes.planner.propose import propose
 from splitc.passes.planner.propose_mixed import mixed
-from splitc.passes.planner.propose_modulo_shard import modulo_shard
 from splitc.passes.planner.propose_parameter_server import parameter_server
-from splitc.passes.planner.propose_replicated import data_parallel, single_device
 from splitc.passes.planner.propose_rounds import local_sgd
-from splitc.passes.planner.propose_separation import hybrid_single, layer_separation
 from splitc.passes.planner.propose_subnets import independent_subnets
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
-from splitc.passes.planner.whole_batch import with_whole_batch
-from splitc.passes.planner.wire_price import layer_seconds
+from splitc.passes.planner.search import NEAR
 
 _NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
-_EXACT = 1e-9  # a smaller gap is none
+_EXACT = 1e-6  # a smaller gap is none
+_COMPARED = (
+    SingleDevice, DataParallel, ParameterServer, LayerSeparation, HybridSingle, ModuloShard, LateMultiply, Mixed
+)  # fmt: skip
+"""The exact strategies, in the order in which equals win."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,8 @@ class Place(Pass[Program, PlacedProgram]):
     pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
-    that the search may take.  model: the fingerprint that goes into the plan.
+    that the search may take.  model: the fingerprint that goes into the plan.  fits: whether the ranks of a plan have
+    enough memory, to the byte; plans that do not are passed over while their strategy has another one.
 
     Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
     cluster of other devices.
@@ -95,12 +88,14 @@ class Place(Pass[Program, PlacedProgram]):
     optimizer_copies: int = 1
     time_limit: float = 60.0
     model: str = ""
+    fits: Callable[[Program, Plan], bool] | None = field(default=None, compare=False, repr=False)
 
     def run(self, program: Program) -> PlacedProgram:
         request, key = self._request(program), self._key(program)
-        kept = None if key is None else recall("plan", key)
+        kept, begin = None if key is None else recall("plan", key), time.monotonic()
         plan = self._plan(request) if kept is None else Plan.from_json(kept)
-        if key is not None and kept is None and plan.prediction.proof != "gap":  # more time might find a better one
+        stopped = time.monotonic() - begin >= self.time_limit  # more time might find a better one
+        if key is not None and kept is None and not stopped:
             keep("plan", key, plan.to_json())
         compared = None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(request, True))
         return program.placed(replace(plan, prediction=replace(plan.prediction, all=compared)))
@@ -115,58 +110,80 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _plan(self, request: Request) -> Plan:
         """The plan to take, with its prices."""
-        priced = self._priced(request, isinstance(self.strategy, Auto))
-        chosen, bound = self._choose(priced)
+        several = self._simulated(request, isinstance(self.strategy, Auto))
+        priced = tuple(map(fastest, several))
+        chosen = self._choose(priced)
+        while self.fits is not None and not (chosen.plan is None or self.fits(request.program, chosen.plan)):
+            left = [rest for few in several if (rest := [each for each in few if each is not chosen])]
+            if not any(each.feasible and each.exact >= chosen.exact for few in left for each in few):
+                break  # none is left: what is short is told when the plan is compiled
+            several, priced = left, tuple(map(fastest, left))
+            chosen = self._choose(priced)
         assert chosen.plan is not None, "a feasible strategy has a plan"
-        gap = max(0.0, 1 - chosen.samples_per_second / bound) if bound else 0.0
         plan = replace(chosen.plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
-        plan = self._in_microbatches(request.program, plan)
+        bound = max(each.bound for each in priced)
+        gap = replace(chosen, bound=bound).gap
+        proved = chosen.proved and all(each.proved for each in priced if each.feasible)
         prediction = Prediction(
             cluster=self.cluster.name,
-            proof="heuristic" if not chosen.proved else "optimal" if gap <= _EXACT else "gap",
+            proof="heuristic" if not proved else "optimal" if gap <= _EXACT else "gap",
             gap=gap if gap > _EXACT else 0.0,
             step_seconds=chosen.seconds,
+            program_seconds=chosen.program_seconds,
             priced=_candidates(priced),
             reasons=explain(request, chosen),
             layer_seconds={layer: layer_seconds(request, plan, layer) for layer in plan.placements},
         )
         return replace(plan, prediction=prediction)
 
-    def _in_microbatches(self, program: Program, plan: Plan) -> Plan:
-        """The plan in the microbatches asked for, in place of those of its groups, unless these were asked for too."""
-        asked = self.strategy
-        if not asked.microbatches or asked.microbatches == 1:
-            return plan
-        if not (isinstance(asked, ModuloShard) and asked.scheme):
-            plan = replace(plan, groups={role: replace(group, scheme="BK") for role, group in plan.groups.items()})
-        plan = replace(plan, microbatches=asked.microbatches, schedule=asked.schedule or plan.schedule)
-        if problems := [*decision_problems(plan), *microbatch_problems(program, plan)]:
-            raise PlacementError(bullets(f"{asked} is not possible:", problems))
-        return plan
-
     def _priced(self, request: Request, everything: bool) -> tuple[PricedPlan, ...]:
-        """The best plan of the strategy asked for, or of every strategy."""
-        asked = self.strategy
-        servers = asked if isinstance(asked, ParameterServer) else ParameterServer()
-        groups = asked if isinstance(asked, ModuloShard) else ModuloShard()
-        separation = asked if isinstance(asked, LayerSeparation) else LayerSeparation()
-        late = asked if isinstance(asked, LateMultiply) else LateMultiply()
-        propose: dict[str, Callable[[], PricedPlan]] = {
-            SingleDevice.name: lambda: single_device(request),
-            DataParallel.name: lambda: data_parallel(request),
-            ParameterServer.name: lambda: parameter_server(request, servers),
-            LayerSeparation.name: lambda: layer_separation(request, separation, by_name=separation is asked),
-            HybridSingle.name: lambda: hybrid_single(request),
-            ModuloShard.name: lambda: modulo_shard(request, groups, by_name=groups is asked),
-            LateMultiply.name: lambda: late_multiply(request, late),
-            MIXED: lambda: mixed(request),
-        }
-        if isinstance(asked, LocalSGD):
-            propose[asked.name] = lambda: local_sgd(request, asked)
-        if isinstance(asked, IndependentSubnets):
-            propose[asked.name] = lambda: independent_subnets(request, asked)
-        proposed = (each() for name, each in propose.items() if everything or name == asked.name)
-        return tuple(with_whole_batch(request, each) for each in proposed)
+        """The best plan of the strategy asked for, or of every strategy, by the simulation."""
+        return tuple(map(fastest, self._simulated(request, everything)))
+
+    def _simulated(self, request: Request, everything: bool) -> list[list[PricedPlan]]:
+        """The best few plans of these strategies, simulated where they may be the best."""
+        names = [each.name for each in _COMPARED] if everything else []
+        names += [self.strategy.name] if self.strategy.name not in (*names, Auto.name) else []
+        proposed = [self._proposed(request, name) for name in names]
+        best = 0.0
+        priced: list[list[PricedPlan]] = []
+        for several in sorted(proposed, key=lambda few: max(each.promise for each in few), reverse=True):
+            priced.append([])
+            for each in several:
+                if request.world > FEW and each.promise < NEAR * best:
+                    continue  # which the simulation would not make the best
+                priced[-1].append(simulated(request, each))
+                best = max(best, priced[-1][-1].promise if each.exact else 0.0)
+            priced[-1] = priced[-1] or several[:1]
+        order = {name: k for k, name in enumerate(names)}
+        return sorted(priced, key=lambda few: order[few[0].strategy])
+
+    def _proposed(self, request: Request, name: str) -> list[PricedPlan]:
+        """The best few plans of a strategy, before they are simulated."""
+        asked, kind = self.strategy, STRATEGIES[name]
+        common = {f.name: getattr(asked, f.name) for f in fields(Strategy) if getattr(asked, f.name) is not None}
+        own = asked if isinstance(asked, kind) else kind(**common)
+        match own:
+            case ParameterServer():
+                return [self._as_asked(request.program, parameter_server(request, own))]
+            case LocalSGD():
+                return [self._as_asked(request.program, local_sgd(request, own))]
+            case IndependentSubnets():
+                return [self._as_asked(request.program, independent_subnets(request, own))]
+            case Mixed():
+                pinned = self._as_asked(request.program, mixed(request))
+                return [pinned, *([] if own is asked else propose(request, own))]
+        return propose(request, own, by_name=own is asked)
+
+    def _as_asked(self, program: Program, priced: PricedPlan) -> PricedPlan:
+        """A plan that no integer program chose, in the microbatches asked for."""
+        asked, plan = self.strategy, priced.plan
+        if plan is None or asked.microbatches in (None, 1):
+            return priced
+        groups = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
+        plan = replace(plan, groups=groups, microbatches=asked.microbatches, schedule=asked.schedule or plan.schedule)
+        why = [*decision_problems(plan), *microbatch_problems(program, plan)]
+        return replace(priced, plan=plan, infeasible_because="; ".join([priced.infeasible_because, *why]).strip("; "))
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
@@ -203,20 +220,20 @@ class Place(Pass[Program, PlacedProgram]):
             self.strategy.schedule or "all_forward",
         )
 
-    def _choose(self, priced: tuple[PricedPlan, ...]) -> tuple[PricedPlan, float]:
-        """The plan to take, and the samples per second that no plan of the strategies in question exceeds."""
+    def _choose(self, priced: tuple[PricedPlan, ...]) -> PricedPlan:
+        """The plan to take."""
         if not isinstance(self.strategy, Auto):
             (chosen,) = (each for each in priced if each.strategy == self.strategy.name)
             if not chosen.feasible:
                 raise PlacementError(f"{self.strategy} is not possible: {chosen.infeasible_because}")
-            return chosen, chosen.bound
+            return chosen
         feasible = [each for each in priced if each.feasible and each.exact]
         if not feasible:
             why = [f"{each.strategy}: {each.infeasible_because}" for each in priced if each.infeasible_because]
             raise PlacementError(bullets(f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:", why))
-        return max(feasible, key=lambda each: each.samples_per_second), max(each.bound for each in priced)
+        return fastest(feasible)
 
 
 def _candidates(priced: tuple[PricedPlan, ...]) -> tuple[Candidate, ...]:
     """What users see of the plans; the mixed one only where there is one."""
-    return tuple(each.candidate() for each in priced if each.strategy != MIXED or each.feasible)
+    return tuple(each.candidate() for each in priced if each.strategy != Mixed.name or each.feasible)

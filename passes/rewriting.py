@@ -44,5 +44,5 @@ def lower(program: PlacedProgram, watch: Watcher | None = None) -> LoweredProgra
 
 def lower_unchecked(program: PlacedProgram) -> LoweredProgram:
     """Run all of them without checks: for a plan that is only priced, of which nothing is written or run."""
-    program = reduce(lambda given, each: each.run(given), ON_THE_GRAPH, program)
+    program = reduce(lambda given, each: each.run(given), (*ON_THE_GRAPH, DivideRoles()), program)
     return reduce(lambda given, each: each.run(given), ON_THE_STAGES, SplitRanks().run(program))

@@ -37,7 +37,7 @@ from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
-from splitc.passes.rewriting import lower
+from splitc.passes.rewriting import lower, lower_unchecked
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.report.what_if import what_fits
@@ -69,7 +69,15 @@ class Settings:
     def place(self, model: str = "") -> Place:
         """The pass that chooses a plan for them.  model: the fingerprint that goes into the plan."""
         cluster, strategy = load_cluster(self.cluster), parse_strategy(self.strategy)
-        return Place(cluster, self.world, strategy, self.pins, self.global_batch, self.memory, model=model)
+
+        def fits(program: Program, plan: Plan) -> bool:
+            with suppress(PlacementError):
+                require_memory_on(lower_unchecked(program.placed(plan)), cluster, self.memory)
+                return True
+            return False
+
+        limits = self.global_batch, self.memory
+        return Place(cluster, self.world, strategy, self.pins, *limits, model=model, fits=fits)
 
 
 def compile_example(

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from splitc.ir.placements import HOLDINGS, SPLITS
 from splitc.ir.roles import MAX_STAGES
+from splitc.ir.strategies import Mixed
 from splitc.passes.planner.assign_roles import ONE, LayerChoice
 from splitc.passes.planner.pins import Pin, quote_layers
 from splitc.passes.planner.request import Request
 
-MIXED = "mixed"
-"""The strategy of a plan that pins mix layer by layer."""
+MIXED = Mixed.name
 
 _STAGES = {"layer_separation": MAX_STAGES, "hybrid_single": 2, "modulo_shard": 2, MIXED: 2}
 """How many roles a strategy has for pins to name; others have one."""

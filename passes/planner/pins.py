@@ -50,6 +50,13 @@ def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> 
     return resolved
 
 
+def asks_for_groups(pin: Pin | None) -> bool:
+    """Whether a pin asks for what only ranks in groups have."""
+    if pin is None:
+        return False
+    return bool((pin.group or 1) > 1 or pin.holding == "sharded" or pin.split or pin.state or pin.arrives)
+
+
 def quote_layers(layers: Sequence[str]) -> str:
     """`fc1`, `fc1 and fc2`, `layer1.0.conv1 and 17 more layers`."""
     return " and ".join(layers) if len(layers) <= 2 else f"{layers[0]} and {len(layers) - 1} more layers"

@@ -1,32 +1,39 @@
-"""A plan with its price, and the checks of memory that all strategies share."""
+"""A plan with its prices, and the choice among several by the simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splitc import units
+from splitc.cost_models.simulation.timeline import simulate
+from splitc.errors import PlacementError
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
-from splitc.passes.planner.separation import Separation
+from splitc.passes.planner.request import Request
+from splitc.passes.planner.search import Found
+from splitc.passes.planner.whole_batch import with_whole_batch
+from splitc.passes.rewriting import lower_unchecked
 
 
 @dataclass(frozen=True)
 class PricedPlan:
     """The best plan of a strategy and the seconds of its step, or why the strategy has none.
 
-    plan: may be there although it is infeasible, for want of memory.  bound: samples per second that no plan of the
-    strategy exceeds, proved or not.  separation: the numbers of the integer program that chose the plan.
+    plan: may be there although it is infeasible, for want of memory.  seconds: simulated.  program_seconds: by the
+    integer program, or a closed form.  bound: samples per second by that price which no plan of the strategy exceeds,
+    proved or not.  found: the numbers and the assignment of the integer program that the plan is from.
     """
 
     strategy: str
     plan: Plan | None = None
     seconds: float = 0.0
+    program_seconds: float = 0.0
     bound: float = 0.0
     proved: bool = True
     infeasible_because: str = ""
     exact: bool = True
-    separation: Separation | None = None
+    found: Found | None = None
 
     @property
     def feasible(self) -> bool:
@@ -39,6 +46,17 @@ class PricedPlan:
     @property
     def samples_per_second(self) -> float:
         return self.global_batch / self.seconds if self.seconds else 0.0
+
+    @property
+    def promise(self) -> float:
+        """Samples per second, simulated or not yet; 0 where it is infeasible."""
+        return self.samples_per_second if self.feasible else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How much faster another plan could be at most by the program's price, as a fraction of the bound."""
+        rate = self.global_batch / self.program_seconds if self.program_seconds else 0.0
+        return max(0.0, 1 - rate / self.bound) if self.bound else 0.0
 
     def candidate(self) -> Candidate:
         """What users see of it."""
@@ -54,6 +72,8 @@ class PricedPlan:
             self.feasible,
             self.infeasible_because,
             roles,
+            self.program_seconds,
+            1 if self.plan is None else self.plan.microbatches,
         )
 
 
@@ -62,15 +82,41 @@ def infeasible(strategy: str, problems: Iterable[str], exact: bool = True) -> Pr
     return PricedPlan(strategy, infeasible_because="; ".join(problems), exact=exact)
 
 
-def idle(strategy: str, examples: int, ranks: int) -> PricedPlan:
+def idle(strategy: str, examples: int, ranks: int, exact: bool = True) -> PricedPlan:
     """No plan, since there are fewer examples than ranks."""
-    return infeasible(strategy, [f"{examples} examples leave some of {ranks} ranks without any"])
+    return infeasible(strategy, [f"{examples} examples leave some of {ranks} ranks without any"], exact)
 
 
-def only_plan(plan: Plan, seconds: float, problems: Sequence[str]) -> PricedPlan:
-    """The one plan of its strategy: nothing had to be searched, so its own rate is the bound."""
-    bound = 0.0 if problems or not seconds else plan.global_batch / seconds
-    return PricedPlan(plan.strategy, plan, seconds, bound, infeasible_because="; ".join(problems), exact=plan.exact)
+def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: float = 0.0) -> PricedPlan:
+    """The one plan of its strategy, whose own rate is the bound.  seconds: by a closed form; 0 where there is none."""
+    priced = simulated(
+        request, PricedPlan(plan.strategy, plan, infeasible_because="; ".join(problems), exact=plan.exact)
+    )
+    seconds = seconds or priced.seconds
+    return replace(
+        priced, program_seconds=seconds, bound=plan.global_batch / seconds if priced.feasible and seconds else 0.0
+    )
+
+
+def simulated(request: Request, priced: PricedPlan) -> PricedPlan:
+    """The plan with its simulated price; infeasible where its program cannot be written."""
+    if priced.plan is None or not priced.feasible:
+        return priced
+    try:
+        plan = with_whole_batch(request.program, priced.plan)
+        decision = replace(plan, strategy="").hash
+        if decision not in request.simulated:
+            program = lower_unchecked(request.program.placed(plan))
+            request.simulated[decision] = simulate(program, request.cluster).step_seconds
+        seconds = request.simulated[decision]
+    except PlacementError as error:
+        return replace(priced, infeasible_because=str(error), bound=0.0)
+    return replace(priced, plan=plan, seconds=seconds)
+
+
+def fastest(priced: Sequence[PricedPlan]) -> PricedPlan:
+    """The one with the highest simulated rate; the first of equals."""
+    return max(priced, key=lambda each: (each.feasible, each.samples_per_second))
 
 
 def shortage(

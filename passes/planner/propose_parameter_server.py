@@ -18,8 +18,9 @@ from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
+from splitc.passes.planner.divisions import counts
 from splitc.passes.planner.pin_checks import contradictions, unsummed
-from splitc.passes.planner.priced_plan import PricedPlan, infeasible, only_plan, shortage
+from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
 from splitc.runtime.collectives.parameter_server import COALESCED_BELOW
 
@@ -29,9 +30,9 @@ NAME = "parameter_server"
 def parameter_server(request: Request, options: ParameterServer) -> PricedPlan:
     """The best number of servers, by trying all (Stanza 7.2), or that of `options`; beside workers, all ranks."""
     given = options.servers or (request.world if options.beside else None)
-    numbers = [given] if given else range(1, max(request.world, 2))
+    numbers = [given] if given else counts(request.world) or [1]
     priced = [_priced(request, options, servers) for servers in numbers]
-    best = max(priced, key=lambda plan: (plan.feasible, plan.samples_per_second))
+    best = max(priced, key=lambda plan: (plan.feasible, plan.bound))
     problems = [] if best.plan is None else unsummed(request, best.plan.placements)
     if not problems:
         return best
@@ -88,7 +89,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         overlap=options.overlap is not False,
         all_reduce=request.all_reduce,
     )
-    return only_plan(plan, seconds, problems)
+    bound = 0.0 if problems or not seconds else plan.global_batch / seconds
+    return PricedPlan(NAME, plan, seconds, seconds, bound, infeasible_because="; ".join(problems))
 
 
 def server_memory(request: Request, workers: int, servers: int, beside: bool) -> float:

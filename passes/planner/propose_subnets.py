@@ -15,7 +15,7 @@ from splitc.ir.strategies import IndependentSubnets
 from splitc.passes.planner.assign_roles import LayerChoice, assign_roles
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pin_checks import contradictions
-from splitc.passes.planner.price_choices import price_plan
+from splitc.passes.planner.price_plan import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible
 from splitc.passes.planner.request import Request
 from splitc.runtime.spec import Rounds
@@ -41,7 +41,7 @@ def independent_subnets(request: Request, options: IndependentSubnets) -> Priced
     placements = {name: _placement(request, place, dealing, name) for name, place in grouped.placements.items()}
     rounds, insert_norm = Rounds(options.local_steps), bool(options.insert_norm)
     plan = replace(grouped, placements=placements, groups={}, rounds=rounds, insert_norm=insert_norm)
-    return price_plan(request, plan, proved=True)
+    return price_plan(request, plan)
 
 
 def unfit(dealing: Dealing, world: int) -> list[str]:

@@ -9,7 +9,7 @@ from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
 from splitc.passes.planner.priced_plan import PricedPlan
 from splitc.passes.planner.request import Request, largest
-from splitc.passes.planner.separation import Separation
+from splitc.passes.planner.search import Found
 
 
 def explain(request: Request, priced: PricedPlan) -> dict[str, str]:
@@ -21,19 +21,19 @@ def explain(request: Request, priced: PricedPlan) -> dict[str, str]:
     step = sum(request.seconds(layer, batch, 1) for layer in priced.plan.placements) or 1.0
     for layer in priced.plan.placements:
         content = _content(request, layer, request.seconds(layer, batch, 1) / step)
-        reason = f"{content}: {_reason(request, priced.plan, priced.separation, layer)}"
+        reason = f"{content}: {_reason(request, priced.plan, priced.found, layer)}"
         pin = request.pins.get(layer)
         reasons[layer] = reason if pin is None else f"pinned by {pin.pattern!r}; {reason}"
     return reasons
 
 
-def _reason(request: Request, plan: Plan, separation: Separation | None, layer: str) -> str:
+def _reason(request: Request, plan: Plan, found: Found | None, layer: str) -> str:
     if layer == request.program.in_batch and plan.sees_whole_batch(layer):
         number = len(plan.roles[plan.placements[layer].role])
         who = f"{number} ranks compute it alike" if number > 1 else "one rank computes it"
         return f"it needs the whole batch, so {who}, on all {plan.global_batch} examples"
-    if separation is not None:
-        return _of_separation(request, plan, separation, layer)
+    if found is not None and len(plan.roles) == 2 and not plan.groups:
+        return _of_separation(request, plan, found, layer)
     if len(plan.roles) > 1 or any(_is_special(place) for place in plan.placements.values()):
         return _of_choice(request, plan, layer)
     (ranks,) = plan.roles.values()
@@ -94,20 +94,21 @@ def _content(request: Request, layer: str, part: float) -> str:
     return f"{holds} and is {100 * part:.2g} % of the computing"
 
 
-def _of_separation(request: Request, plan: Plan, separation: Separation, layer: str) -> str:
+def _of_separation(request: Request, plan: Plan, found: Found, layer: str) -> str:
     conv_role, fc_role = plan.roles
-    fc = {name for name, place in plan.placements.items() if place.role == fc_role}
-    if layer in fc:
-        incoming = sum(v.seconds for v in separation.values if layer in v.readers and separation.crosses(v, fc))
+    option, ranks = found.chosen[layer], plan.roles[conv_role]
+    if option.role:
+        moved = found.problem.moved(found.chosen)
+        incoming = sum(
+            move.seconds for value, (start, end), move in moved if start[0] < end[0] and layer in value.reads
+        )
         gradient = _ring(request, layer, "would cost", range(request.world))
-        moved = f"its input costs {units.seconds(incoming)}" if incoming else "its input is on its rank already"
-        return f"{gradient}, {moved}" if request.gradient(layer) else moved
-    numbers = next(n for n in separation.layers if n.name == layer)
-    ranks = plan.roles[conv_role]
-    computing = (
-        f"it takes {units.seconds(numbers.conv_seconds)} on each of {len(ranks)} {conv_role} ranks, "
-        f"and would take {units.seconds(numbers.fc_seconds)} on {fc_role}"
-    )
+        text = f"its input costs {units.seconds(incoming)}" if incoming else "its input is on its rank already"
+        return f"{gradient}, {text}" if request.gradient(layer) else text
+    computing = f"it takes {units.seconds(option.computing)} on each of {len(ranks)} {conv_role} ranks"
+    there = [each for each in found.problem.options[layer] if each.role]
+    if there:
+        computing += f", and would take {units.seconds(there[0].computing)} on {fc_role}"
     if not request.gradient(layer):
         return computing
     if len(ranks) == 1:

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from splitc.cost_models.compute.dtypes import layer_dtypes
-from splitc.cost_models.compute.roofline import layer_seconds
+from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
 from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
@@ -25,7 +25,9 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
+from splitc.passes.planner.dividing import Divisible, divisible_kinds
 from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.problem import Option
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,34 @@ class Request:
 
     def seconds(self, layer: str, batch: int, ranks: int) -> float:
         """Compute seconds of a step of `batch` examples on the slowest of `ranks` computing ranks."""
-        key = layer, batch, ranks
-        if key not in self._seconds:
-            cost, device = self.program.costs[layer].at(batch), self._device_for(ranks)
-            self._seconds[key] = layer_seconds(cost, device, self.dtypes[layer])
-        return self._seconds[key]
+        return sum(self.times(layer, batch, ranks))
+
+    def times(self, layer: str, batch: int, ranks: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of `seconds`."""
+        device = self._device_for(ranks)
+        key = layer, batch, id(device)
+        if key not in self._times:
+            cost, dtype = self.program.costs[layer].at(batch), self.dtypes[layer]
+            self._times[key] = forward_seconds(cost, device, dtype), backward_seconds(cost, device, dtype)
+        return self._times[key]
 
     @cached_property
-    def _seconds(self) -> dict[tuple[str, int, int], float]:
+    def _times(self) -> dict[tuple[str, int, int], tuple[float, float]]:
         return {}
+
+    @cached_property
+    def options(self) -> dict[object, dict[str, tuple[Option, ...]]]:
+        """What all a role depends on -> layer -> the ways to run it there."""
+        return {}
+
+    @cached_property
+    def simulated(self) -> dict[str, float]:
+        """Hash of a plan -> its simulated step (s)."""
+        return {}
+
+    def group_link(self, groups: tuple[Sequence[int], ...]) -> Link:
+        """The link that collectives of all `groups` run on at once."""
+        return self._link_over(True, groups)
 
     @cached_property
     def _device_for(self) -> Callable[[int], Device]:
@@ -202,6 +223,11 @@ class Request:
     def divisible(self) -> frozenset[str]:
         """The layers that a pin can divide."""
         return divisible_layers(self.program)
+
+    @cached_property
+    def dividing(self) -> dict[str, Divisible]:
+        """The layers that can be divided -> how."""
+        return divisible_kinds(self.program, self.divisible)
 
     @cached_property
     def dtypes(self) -> dict[str, str]:

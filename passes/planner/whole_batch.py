@@ -14,27 +14,20 @@ from dataclasses import replace
 from splitc.errors import PlacementError
 from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
-from splitc.passes.planner.priced_plan import PricedPlan, infeasible
-from splitc.passes.planner.request import Request
-from splitc.passes.planner.wire_price import step_seconds
-from splitc.passes.rewriting import lower_unchecked
+from splitc.ir.program import Program
 
 
-def with_whole_batch(request: Request, priced: PricedPlan) -> PricedPlan:
-    """The plan in which the in-batch layer sees the whole batch, with its price; infeasible where there is none."""
-    layer, plan = request.program.in_batch, priced.plan
-    if not layer or plan is None or not priced.feasible or plan.sees_whole_batch(layer):
-        return priced
+def with_whole_batch(program: Program, plan: Plan) -> Plan:
+    """The plan in which the in-batch layer sees the whole batch.
+
+    Raises PlacementError where that layer is divided.
+    """
+    layer = program.in_batch
+    if not layer or plan.sees_whole_batch(layer):
+        return plan
     if plan.placements[layer].holding != "replicated":
-        return infeasible(plan.strategy, [f"{layer} needs the whole batch, so it is not divided"], priced.exact)
-    gathered = gathered_plan(plan, layer)
-    try:
-        more = _seconds(request, gathered) - _seconds(request, plan)
-    except PlacementError as error:
-        return infeasible(plan.strategy, [str(error)], priced.exact)
-    seconds = priced.seconds + more
-    bound = gathered.global_batch / seconds if seconds else 0.0
-    return replace(priced, plan=gathered, seconds=seconds, bound=bound, proved=False, separation=None)
+        raise PlacementError(f"{layer} needs the whole batch, so it is not divided")
+    return gathered_plan(plan, layer)
 
 
 def gathered_plan(plan: Plan, layer: str) -> Plan:
@@ -51,7 +44,3 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
         groups={**groups, layer: Grouping(min(len(ranks), plan.unit_size), "BK")},
         placements={**plan.placements, layer: alone},
     )
-
-
-def _seconds(request: Request, plan: Plan) -> float:
-    return step_seconds(request, lower_unchecked(request.program.placed(plan)))

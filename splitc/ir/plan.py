@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """A step by the planner's closed forms (s), or where the planner did not choose it, by simulation."""
+        """A simulated step (s): as the planner compared it, or else of the program that it makes."""
         return self.prediction.step_seconds or self.prediction.simulated_seconds
 
     @property

@@ -12,7 +12,11 @@ from splitc.ir.phases import Phases
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan of one strategy.  step_seconds in s; samples_per_second over all ranks; why: it is infeasible."""
+    """The best plan of one strategy.
+
+    step_seconds: simulated (s); program_seconds: by the integer program, or a closed form.  samples_per_second:
+    simulated, over all ranks.  why: it is infeasible.
+    """
 
     strategy: str
     step_seconds: float
@@ -22,14 +26,17 @@ class Candidate:
     feasible: bool
     why: str = ""
     roles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    program_seconds: float = 0.0
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The prices of a plan on a cluster.
 
-    cluster: its name.  priced_on: digest of its description.  proof: "optimal", "gap" or "heuristic"; gap: how much
-    faster another plan could be at most, as a fraction.  step_seconds: a step by the planner's closed forms (s).
+    cluster: its name.  priced_on: digest of its description.  step_seconds: simulated when the plan was chosen (s);
+    program_seconds: by the integer program, or a closed form, which proof and gap are of.  proof: "optimal", "gap" or
+    "heuristic"; gap: how much faster another plan could be at most, as a fraction.
     layer_seconds: layer -> compute of its busiest rank in one step (s).  phases: of each rank's step, by simulation;
     none where nothing was simulated.  priced: the best plan of every strategy that was priced to choose the plan; all:
     prices every strategy.  reasons: layer -> why it was placed so.  advice: what would put idle ranks to work.
@@ -39,6 +46,7 @@ class Prediction:
     proof: str = "optimal"
     gap: float = 0.0
     step_seconds: float = 0.0
+    program_seconds: float = 0.0
     priced: tuple[Candidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     layer_seconds: Mapping[str, float] = field(default_factory=dict)

@@ -109,6 +109,13 @@ class LateMultiply(Strategy):
 
 
 @dataclass(frozen=True)
+class Mixed(Strategy):
+    """What pins ask for, layer by layer; all other layers are replicated and all-reduced."""
+
+    name = "mixed"
+
+
+@dataclass(frozen=True)
 class LocalSGD(InRounds):
     """Every rank trains the whole model by itself, and after each `period` updates all average (IST 4; local SGD)."""
 
@@ -151,6 +158,7 @@ _ALL = (
     HybridSingle,
     ModuloShard,
     LateMultiply,
+    Mixed,
     LocalSGD,
     IndependentSubnets,
     Auto,

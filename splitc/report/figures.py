@@ -38,6 +38,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "rounds": asdict(plan.rounds) if plan.rounds else None,
         "global_batch": plan.global_batch,
         "step_seconds": plan.step_seconds,
+        "program_seconds": plan.prediction.program_seconds,
         "simulated_seconds": plan.prediction.simulated_seconds,
         "samples_per_second": plan.samples_per_second,
         "roles": {role: list(ranks) for role, ranks in roles_of(plan).items()},

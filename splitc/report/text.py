@@ -21,6 +21,7 @@ from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
+ERROR = 0.1  # of a predicted rate (docs/accuracy.md); plans that differ by less are equal
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
 tables.MIN_PADDING = 0  # columns are as narrow as their text
 
@@ -98,12 +99,13 @@ def _headline(program: PlacedProgram) -> str:
 
 
 def _price(plan: Plan) -> str:
-    """Return the step time, and that of the simulation, in which transfers overlap with computation."""
+    """Return the simulated step time, and the integer program's or closed form's, which proof and gap concern."""
     if not plan.step_seconds:
         return "has no price, since the plan was written or edited by hand: --cluster gives it one"
-    simulated = units.seconds(plan.prediction.simulated_seconds)
-    simulated = f"; simulated, with overlap, {simulated}" if plan.prediction.phases else ""
-    return f"takes {units.seconds(plan.step_seconds)}, {plan.samples_per_second:,.0f} samples/s (predicted{simulated})"
+    own = units.seconds(plan.prediction.program_seconds)
+    own = f"; {own} by the planner's own price, which the proof is of" if plan.prediction.program_seconds else ""
+    rate = f"{plan.samples_per_second:,.0f} samples/s"
+    return f"takes {units.seconds(plan.step_seconds)}, {rate} (predicted by simulation{own})"
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -175,15 +177,22 @@ def _candidates(plan: Plan) -> str:
     rows = [_candidate(c, fastest) for c in ordered]
     text = table(headers, rows, ("left", "left", "right", "right", "right", "right"), elastic=1, least=6)
     notes = [wrap(f"{c.strategy}: {c.why}", "  ") for c in ordered if not c.feasible and c.why]
+    feasible = [_name(c) for c in ordered if c.feasible and c.samples_per_second >= (1 - ERROR) * fastest]
+    if equal := ", ".join(feasible[1:]):
+        notes.insert(0, wrap(f"within the error of prediction ({ERROR:.0%}) of {feasible[0]}: {equal}", "  "))
     return "\n".join(["the best plan of each strategy", text, *notes])
 
 
+def _name(c: Candidate) -> str:
+    parts = f", {c.microbatches} microbatches" if c.microbatches > 1 else ""
+    return f"{c.strategy}{parts}" if c.exact else f"{c.strategy}{parts} (approximate)"
+
+
 def _candidate(c: Candidate, fastest: float) -> list[str]:
-    name = c.strategy if c.exact else f"{c.strategy} (approximate)"
     if not c.feasible:
-        return [name, "not possible", "", "", "", ""]
+        return [_name(c), "not possible", "", "", "", ""]
     return [
-        name,
+        _name(c),
         ", ".join(f"{len(ranks)} {role}" for role, ranks in c.roles.items()),
         str(c.global_batch),
         units.seconds(c.step_seconds),

@@ -134,7 +134,7 @@ def test_of_two_pins_with_one_pattern_the_later_counts_part_by_part() -> None:
 
 def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:
     pins = "--pin first=holding:sharded,group:2 --pin second=sync:late_multiply"
-    done = splitc(capsys, f"inspect net.py --world 2 {pins} --json")
+    done = splitc(capsys, f"inspect net.py --world 2 --strategy mixed {pins} --json")
     report = json.loads(done.out)
     assert done.code == 0 and report["strategy"] == "mixed"
     assert {layer["name"]: layer["role"] for layer in report["layers"]} == {"first": "stage1", "second": "stage2"}

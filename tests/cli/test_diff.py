@@ -41,7 +41,7 @@ def test_the_decisions_that_differ_are_named_with_both_sides() -> None:
 def test_consecutive_layers_that_differ_alike_are_one_line() -> None:
     before, after = plan("layer_separation(n_c=3, n_f=1)"), plan("late_multiply")
     found = list(layers(before, after))
-    assert Difference("fc6 to fc8 (3 layers)", "fc", "all late_multiply") in found
+    assert Difference("fc6 to fc7 (2 layers)", "conv all_reduce", "all late_multiply") in found
     fewer = replace(after, placements={name: place for name, place in after.placements.items() if name != "fc7"})
     assert list(layers(after, fewer)) == [Difference("fc7", after.placements["fc7"].role + " late_multiply", "")]
 

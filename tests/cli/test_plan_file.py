@@ -48,7 +48,7 @@ def test_a_short_plan_is_followed_by_every_command(capsys: Capture) -> None:
     done = splitc(capsys, "inspect net.py --plan build -q")
     assert "has no price, since the plan was written or edited by hand" in " ".join(done.out.split())
     done = splitc(capsys, "inspect net.py --plan build --cluster rtx3090-1gbe -q")
-    assert "on 3 ranks of rtx3090-1gbe: by_hand" in done.out and "samples/s (predicted; simulated" in done.out
+    assert "on 3 ranks of rtx3090-1gbe: by_hand" in done.out and "samples/s (predicted by" in done.out
     done = splitc(capsys, "simulate net.py --plan mine.json --strategies data_parallel --bandwidth 1g,10g --json -q")
     cells = json.loads(done.out)["models"]["Net"]
     assert {cell["strategy"] for cell in cells} == {"plan", "data_parallel"} and len(cells) == 4

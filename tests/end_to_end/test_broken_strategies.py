@@ -42,7 +42,7 @@ def rows() -> CompiledProgram:
 
 def mixed() -> CompiledProgram:
     """A divided layer, a late-multiplied one and one on a single rank."""
-    return planned(2, Asked("", "auto", {"fc6": columns(2), "fc7": Placement(sync="late_multiply"), "fc8": "fc"}))
+    return planned(2, Asked("", "mixed", {"fc6": columns(2), "fc7": Placement(sync="late_multiply"), "fc8": "fc"}))
 
 
 def late() -> CompiledProgram:
@@ -70,7 +70,7 @@ class Normed(nn.Module):
 def entered() -> CompiledProgram:
     x, y = images(4)
     pins = {"norm": Placement(group=2), "fc": columns(2)}
-    return compiled(Normed(), (x,), y, F.cross_entropy, 2, "auto", pins=pins)
+    return compiled(Normed(), (x,), y, F.cross_entropy, 2, "mixed", pins=pins)
 
 
 def edited(program: CompiledProgram, pattern: str, new: str) -> CompiledProgram:

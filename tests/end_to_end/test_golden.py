@@ -63,7 +63,7 @@ def mixed_alexnet() -> CompiledProgram:
         "classifier.4": Placement(sync="late_multiply"),
         "classifier.6": Placement(role="fc"),
     }
-    return compiled(alexnet(0.25, 10), (x,), y, F.cross_entropy, 4, pins=pins)
+    return compiled(alexnet(0.25, 10), (x,), y, F.cross_entropy, 4, "mixed", pins=pins)
 
 
 def modulo_mlp() -> CompiledProgram:

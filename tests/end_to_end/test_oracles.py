@@ -185,7 +185,7 @@ def test_columns_and_rows_hold_the_parts_of_tensor_parallelism(
     given: dict[str, Any], oracle: list[Any], name: str, pins: dict[str, Placement]
 ) -> None:
     """Megatron's pair, whose sum goes to all ranks or to those with the examples; and rows alone."""
-    for rank, ((_, own, _), theirs) in enumerate(zip(ours("auto", given, pins=pins), oracle, strict=True)):
+    for rank, ((_, own, _), theirs) in enumerate(zip(ours("mixed", given, pins=pins), oracle, strict=True)):
         assert_parts(own, theirs[name], rank)
 
 
@@ -205,7 +205,7 @@ def ignoring(scores: Tensor, target: Tensor) -> Tensor:
 def test_cross_entropy_on_divided_logits_is_that_of_the_parallel_loss(given: dict[str, Any], oracle: list[Any]) -> None:
     pins = {"fc6": COLUMNS, "fc7": ROWS, "fc8": replace(COLUMNS, state="features")}
     x, y = images(4, torch.float64)
-    program = compiled(wide(), (x,), y, ignoring, WORLD, "auto", pins=pins)
+    program = compiled(wide(), (x,), y, ignoring, WORLD, "mixed", pins=pins)
     assert "comm.cross_entropy(" in "".join(program.files.values())
     results = trained(program, {**given, "state": given["wide"]})
     for rank, ((losses, own, _), theirs) in enumerate(zip(results, oracle, strict=True)):
@@ -217,5 +217,5 @@ def test_cross_entropy_on_divided_logits_is_that_of_the_parallel_loss(given: dic
 @pytest.mark.slow
 def test_the_pair_on_processes_is_the_training_of_one_process() -> None:
     pins = {"fc6": COLUMNS, "fc7": replace(ROWS, state="batch"), "fc8": replace(COLUMNS, state="features")}
-    result = planned(WORLD, "auto", torch.float64, pins=pins).verify(steps=2, processes=True)
+    result = planned(WORLD, "mixed", torch.float64, pins=pins).verify(steps=2, processes=True)
     assert result.holds and result.processes, str(result)

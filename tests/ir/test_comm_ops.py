@@ -80,7 +80,7 @@ def test_every_communicating_operation_is_done_by_a_strategy() -> None:
     asked = [each for each in every_strategy(4) if str(each) in strategies or "with rows" in str(each)]
     assert len(asked) == 6
     programs = [planned(4, each).program for each in asked]
-    programs.append(planned(2, "auto", pins={"fc8": Placement(group=2, state="batch"), **own}).program)
+    programs.append(planned(2, "mixed", pins={"fc8": Placement(group=2, state="batch"), **own}).program)
     programs.append(planned(3, "data_parallel(sync_batchnorm=True)", norm=True).program)
     done = {name for program in programs for rank in range(program.plan.world) for name in operations_of(program, rank)}
     assert done | {"all_reduce_scalar", "cross_entropy", "all_reduce_tied"} >= COMMUNICATING, COMMUNICATING - done

@@ -108,7 +108,7 @@ def of_states(name: str, size: int, **options: Any) -> CompiledProgram:
     pins = dict(zip(("first", "left", "right", "last"), OF_STATES[name], strict=True))
     pins = {layer: replace(pin, holding=pin.holding or "replicated", group=size) for layer, pin in pins.items()}
     x, y = timed(4)
-    return compiled(Branches(), (x,), y, F.cross_entropy, 2 * size, "auto", pins=pins, **options)
+    return compiled(Branches(), (x,), y, F.cross_entropy, 2 * size, "mixed", pins=pins, **options)
 
 
 def timed(examples: int) -> tuple[Tensor, Tensor]:

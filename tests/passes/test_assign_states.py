@@ -38,7 +38,7 @@ def divided(run: Run, *shape: int, loss: Any = F.cross_entropy, **pins: Placemen
     if "a" not in names:
         del model.a
     x = torch.randn(4, *(shape or (8,)), dtype=torch.float64)
-    program = compiled(model, (x,), torch.randint(CLASSES, (4,)), loss, 2, "auto", pins={"*": GROUPED, **pins})
+    program = compiled(model, (x,), torch.randint(CLASSES, (4,)), loss, 2, "mixed", pins={"*": GROUPED, **pins})
     result = program.verify(steps=2)
     assert result.holds, str(result)
     return program
@@ -172,20 +172,6 @@ def test_the_bias_of_rows_is_added_once_after_the_sum() -> None:
     assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
 
 
-def test_rows_are_chosen_where_summing_is_cheaper_than_gathering() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(F.gelu(m.a(x)))
-        return scores
-
-    narrow = divided(run, a=COLUMNS, fc=Placement(holding="sharded", group=2))
-    assert narrow.plan.placements["fc"].split == "rows", "2 x 5 features summed against 2 x 7 + 5 gathered"
-    model = made(run, a=nn.Linear(8, 7), fc=nn.Linear(7, 32)).double()
-    x, y = torch.randn(4, 8, dtype=torch.float64), torch.randint(32, (4,))
-    sharded = Placement(holding="sharded", group=2)
-    wide = compiled(model, (x,), y, F.cross_entropy, 2, "auto", pins={"a": sharded, "fc": sharded})
-    assert wide.plan.placements["fc"].split == "columns", "2 x 32 features summed against 2 x 7 + 32 gathered"
-
-
 def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_not() -> None:
     text = "".join(divided(ON_PARTS["dropout"], a=COLUMNS, fc=COLUMNS).files.values())
     assert re.search(r"comm\.dropout\(.*features=\d+", text)
@@ -211,7 +197,7 @@ def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
 
 
 def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
-    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": COLUMNS})
+    program = placed(two_layers(), 2, "mixed", pins={"fc1": COLUMNS, "fc2": COLUMNS})
     assert printed(program_before(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk
@@ -249,7 +235,7 @@ def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
 
 
 def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> None:
-    program = placed(two_layers(), 2, "auto", pins={"fc1": COLUMNS, "fc2": ROWS})
+    program = placed(two_layers(), 2, "mixed", pins={"fc1": COLUMNS, "fc2": ROWS})
     assert printed(program_after(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk
@@ -274,7 +260,7 @@ def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> Non
 
 
 def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_for() -> None:
-    program = placed(two_layers(), 2, "auto", pins={"fc1": ROWS, "fc2": replace(ROWS, state="batch")})
+    program = placed(two_layers(), 2, "mixed", pins={"fc1": ROWS, "fc2": replace(ROWS, state="batch")})
     assert printed(program_after(AssignStates, program)) == cleandoc("""
     def Sequential(input, target):
         input_1 = input                                                       # f32[b, 8]  trunk

@@ -41,7 +41,7 @@ def planned(
 
 def trained(model: nn.Module, batch: tuple[Any, ...], world: int, **pins: Placement) -> CompiledProgram:
     """The same of the strategy that is the best with these pins."""
-    return planned(model, batch, world, "auto", pins)
+    return planned(model, batch, world, "mixed", pins)
 
 
 class Judged(Made):

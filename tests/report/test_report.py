@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from examples.alexnet import alexnet
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
+from splitc.ir.prediction import Candidate
 from splitc.report import as_json, report
 from splitc.report.blocks import Hidden, collapse
 from splitc.report.text import rank_list
@@ -132,6 +133,26 @@ def test_ranks_are_listed_by_runs(ranks: list[int], text: str) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
+def test_candidates_within_the_error_of_prediction_are_called_equal() -> None:
+    made = deep().program
+    mixed, data, server = (
+        Candidate(name, 8 / rate, rate, 8, True, True, roles={"all": (0, 1, 2)}, microbatches=parts)
+        for name, rate, parts in (("mixed", 100.0, 2), ("data_parallel", 91.0, 1), ("parameter_server", 89.0, 1))
+    )
+    prediction = replace(made.plan.prediction, priced=(server, data, mixed), all=None)
+    text = report(replace(made, plan=replace(made.plan, prediction=prediction)))
+    assert "within the error of prediction (10%) of mixed, 2 microbatches: data_parallel\n" in text
+
+
+def test_the_price_is_simulated_and_the_proof_is_of_the_planners_own() -> None:
+    made = deep().program
+    prediction = replace(made.plan.prediction, step_seconds=0.5, program_seconds=0.75)
+    made = replace(made, plan=replace(made.plan, prediction=prediction))
+    text = " ".join(report(made).split())
+    assert "takes 500 ms" in text and "(predicted by simulation; 750 ms by the planner's own price, which" in text
+    assert (as_json(made)["step_seconds"], as_json(made)["program_seconds"]) == (0.5, 0.75)
+
+
 def rows(*names: str, other: str = "") -> list[tuple[str, tuple[str, ...]]]:
     return [(name, ("other",) if name == other else ("same",)) for name in names]
 
@@ -199,10 +220,10 @@ def test_the_best_number_of_servers_costs_what_equation_6_says() -> None:
     program = separated()
     server = next(c for c in program.plan.candidates if c.strategy == "parameter_server")
     parameters = sum(p.numel() for p in alexnet(width=0.25).parameters())
-    alone = next(c for c in program.plan.candidates if c.strategy == "single_device").step_seconds
+    alone = next(c for c in program.plan.candidates if c.strategy == "single_device").program_seconds
     link = load_cluster(CLUSTER).link
     expected = 2 * 2 * (4 * parameters / (2 * link.bandwidth) + link.latency) + alone
-    assert len(server.roles["server"]) == 2 and server.step_seconds == pytest.approx(expected)
+    assert len(server.roles["server"]) == 2 and server.program_seconds == pytest.approx(expected)
     assert server.global_batch == 8 and server.samples_per_second == pytest.approx(8 / server.step_seconds)
     assert server.exact and server.feasible and not server.why
 

@@ -84,10 +84,10 @@ def mixtures(world: int) -> Iterator[Asked]:
     """What no one strategy has: layer by layer, by pins."""
     sharded = Placement(holding="sharded", group=group_size(world))
     late = Placement(sync="late_multiply")
-    yield Asked("sharded, late, one rank", "auto", {"fc6": sharded, "fc7": late, "fc8": "fc"})
-    yield Asked("late, sharded", "auto", {"fc6": late, "fc7": sharded, "fc8": sharded})
-    yield Asked("sharded, then all ranks", "auto", {"fc6": sharded, "fc7": sharded})
-    yield Asked("one rank, then late", "auto", {"fc6": Placement(role="fc"), "fc7": late})
+    yield Asked("sharded, late, one rank", "mixed", {"fc6": sharded, "fc7": late, "fc8": "fc"})
+    yield Asked("late, sharded", "mixed", {"fc6": late, "fc7": sharded, "fc8": sharded})
+    yield Asked("sharded, then all ranks", "mixed", {"fc6": sharded, "fc7": sharded})
+    yield Asked("one rank, then late", "mixed", {"fc6": Placement(role="fc"), "fc7": late})
 
 
 def served(world: int) -> Iterator[Asked]:

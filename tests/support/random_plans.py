@@ -312,8 +312,8 @@ def random_plan(seed: int, program: Program, worlds: tuple[int, ...] = WORLDS) -
     world = choose.choice(worlds)
     layers = [layer.name for layer in program.layers]
     kinds: dict[str, Callable[[], tuple[str, dict[str, Placement]]]] = {
-        "groups of all ranks": lambda: ("auto", _in_groups(choose, program, layers, world)),
-        "any place": lambda: ("auto", _anywhere(choose, program, layers, world)),
+        "groups of all ranks": lambda: ("mixed", _in_groups(choose, program, layers, world)),
+        "any place": lambda: ("mixed", _anywhere(choose, program, layers, world)),
         "separated": lambda: _separated(choose, program, layers, world),
         "a strategy": lambda: (choose.choice([*_STRATEGIES, f"modulo_shard(mp={choose.choice(_sizes(world))})"]), {}),
     }

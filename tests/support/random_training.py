@@ -139,7 +139,7 @@ def _compiled(case: RandomCase, choose: random.Random) -> tuple[CompiledProgram,
                 if choose.random() < 0.5
             }
             pins["head"] = Placement(role="fc") if choose.random() < 0.5 else Placement(sync="all_reduce")
-        name = "auto" if strategy == "mixed" else strategy
+        name = strategy
         if strategy == "layer_separation" and choose.random() < 0.7:
             first = choose.randint(1, world - 1)
             name = f"layer_separation(n_c={first}, n_f={world - first})"

@@ -56,7 +56,7 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
     for name, spec in specs.items():
         nodes[name] = graph.placeholder(name)
         set_info(nodes[name], NodeInfo(spec, "model.py:1"))
-    holdings, layers = {}, []
+    holdings, layers, root = {}, [], nn.Module()
     trained: set[str] = set()
     for line, row in enumerate(rows, start=2):
         held = f"{row.shares or row.name}.weight"
@@ -65,7 +65,10 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
             holdings[held] = StateTensor(held, (row.parameters,), torch.float32, True, row.trains, names=(held,))
         if (own and holdings[held].trainable) or trained & set(row.reads):
             trained.add(row.name)
-        node = graph.call_function(compute, tuple(nodes[name] for name in row.reads))
+        read = [nodes[name] for name in row.reads]
+        if own:
+            read.append(_parameter(graph, root, holdings[held], row.name, line))
+        node = graph.call_function(compute, tuple(read))
         node.name = row.name
         spec = TensorSpec((1, row.width), torch.float32, 0 if row.batched else None, row.name in trained)
         set_info(node, NodeInfo(spec, f"model.py:{line}", layer=row.name))
@@ -75,13 +78,27 @@ def small_program(rows: Iterable[Row], batch: int = 4, inputs: Mapping[str, int]
     return Program(
         name="small",
         graph=graph,
-        root=nn.Module(),
+        root=root,
         inputs=tuple(Input(name, spec) for name, spec in specs.items()),
         batch=batch,
         layers=tuple(layers),
         tensors=holdings,
         costs={row.name: CostLine(_cost(row, batch), _cost(row, 2 * batch)) for row in rows},
     )
+
+
+def _parameter(graph: fx.Graph, root: nn.Module, tensor: StateTensor, layer: str, line: int) -> fx.Node:
+    """The node of a parameter, which the root has."""
+    owner, name = tensor.name.rsplit(".", 1)
+    if owner not in dict(root.named_children()):
+        held = nn.Parameter(torch.empty(tensor.shape, device="meta"), tensor.trainable)
+        root.add_module(owner, nn.Module())
+        root.get_submodule(owner).register_parameter(name, held)
+    node = graph.create_node("get_attr", tensor.name, name=f"{layer}_weight")
+    set_info(
+        node, NodeInfo(TensorSpec(tensor.shape, torch.float32, None, tensor.trainable), f"model.py:{line}", layer=layer)
+    )
+    return node
 
 
 def _cost(row: Row, batch: int) -> LayerCost:

@@ -80,8 +80,8 @@ def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here: Measur
     one = place(separable(), 1, SingleDevice(), cluster, global_batch=32)
     two = place(separable(), 2, DataParallel(), cluster, global_batch=32)
     four = place(separable(), 4, DataParallel(), cluster, global_batch=32)
-    assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=1e-3)
-    assert four.step_seconds == pytest.approx(two.step_seconds, rel=1e-3)
+    assert two.prediction.program_seconds == pytest.approx(one.prediction.program_seconds / 2, rel=1e-3)
+    assert four.prediction.program_seconds == pytest.approx(two.prediction.program_seconds, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, 
     for rank, real in enumerate(measured(done, OPTIMIZERS[copies])):
         memory = memory_of(done.program, rank, copies)
         assert memory.gradients == real.gradients
-        assert memory.peak <= 1.1 * real.peak, "ranks on threads hold each other's messages"
+        assert memory.peak <= 1.15 * real.peak, "ranks on threads hold each other's messages, more or less of them"
         if "subnets" in strategy:  # whose messages are short; between rounds a rank has what it owns
             dealt = memory.parameters - real.parameters
             assert memory.peak >= 0.85 * real.peak

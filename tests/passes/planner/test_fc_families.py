@@ -20,7 +20,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.strategies import ModuloShard, parse_strategy
 from splitc.passes.place import Place
-from splitc.passes.planner.propose_modulo_shard import modulo_shard
+from splitc.passes.planner.propose import propose
 from splitc.passes.planner.request import Request
 from splitc.report.figures import Figures
 from tests.support.compiled import analyse, compiled
@@ -164,7 +164,7 @@ def test_so_they_do_as_the_planner_divides_them(size: int, most: float) -> None:
 def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name() -> None:
     """fc1 has 4 MB and puts out 8 kB for a rank's batch of 2; gathering them takes longer than dividing it saves."""
     request = Request(splitbrain_vgg(), load_cluster("v100-10gbe"), 8)
-    priced = {by_name: modulo_shard(request, ModuloShard(8), by_name=by_name) for by_name in (True, False)}
+    priced = {by_name: propose(request, ModuloShard(8), by_name=by_name)[0] for by_name in (True, False)}
     holdings = {by_name: each.plan and each.plan.placements["fc1"].holding for by_name, each in priced.items()}
     assert holdings == {True: "sharded", False: "replicated"}
     assert priced[False].seconds < priced[True].seconds

@@ -16,7 +16,7 @@ from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images, planned
 
 
-def pinned(world: int, strategy: str = "auto", **pins: str | Placement) -> Plan:
+def pinned(world: int, strategy: str = "mixed", **pins: str | Placement) -> Plan:
     return planned(world, strategy, pins=pins).plan
 
 
@@ -53,7 +53,8 @@ def test_pins_mix_what_strategies_do_layer_by_layer() -> None:
 
 
 def test_without_pins_for_holdings_and_syncs_nothing_is_mixed() -> None:
-    assert "mixed" not in [candidate.strategy for candidate in pinned(4).candidates]
+    with pytest.raises(PlacementError, match="mixed is not possible: no pin asks for a holding or a sync"):
+        pinned(4)
 
 
 def test_a_layer_pinned_to_be_whole_is_not_late_multiplied_or_divided() -> None:
@@ -68,9 +69,9 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
     "late_multiply in groups": (
         "modulo_shard", {"fc6": Placement(sync="late_multiply")}, "sync 'late_multiply' of fc6"),
     "groups and late multiply": (
-        "auto", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
+        "mixed", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
     "subnets": (
-        "auto", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
+        "mixed", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
     "a role that no strategy has with a holding": (
         "modulo_shard", {"fc6": "fc2"}, "role 'fc2' of fc6, but modulo_shard has only conv, fc"),
     "no sync of what many ranks train": (
@@ -84,12 +85,12 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
     "groups of what is below them": (
         "modulo_shard", {"fc7": Placement(role="conv", holding="sharded")}, "role 'conv' of fc7 and for groups"),
     "groups of one rank": (
-        "auto", {"fc6": Placement(holding="sharded", group=1)}, "asks fc6 to be sharded in groups of 1"),
+        "mixed", {"fc6": Placement(holding="sharded", group=1)}, "asks fc6 to be sharded in groups of 1"),
     "groups on one rank": (
-        "auto", {"fc6": Placement(role="fc", group=2), "fc7": Placement(sync="late_multiply")},
+        "mixed", {"fc6": Placement(role="fc", group=2), "fc7": Placement(sync="late_multiply")},
         "pin 'fc6' asks for groups of 2 of fc6 on one rank"),
     "servers in a mixture": (
-        "auto", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
+        "mixed", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
         "pin 'fc6' asks for sync 'parameter_server' of fc6, which only the strategy of that name has"),
     "all reduced where late multiply was asked for": (
         "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"no linear layer is left to multiply late \(pin"),
@@ -106,7 +107,7 @@ def test_pins_that_cannot_be_followed_are_refused_by_name(name: str) -> None:
         pinned(2, strategy, **pins)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "modulo_shard"])
+@pytest.mark.parametrize("strategy", ["mixed", "modulo_shard"])
 def test_rows_follow_whatever_there_is(strategy: str) -> None:
     """Convolutions whose examples each rank has, rows, and rows again."""
     rows = Placement(holding="sharded", split="rows")
@@ -118,15 +119,17 @@ def test_rows_follow_whatever_there_is(strategy: str) -> None:
 def test_pins_of_tied_layers_are_refused_by_name() -> None:
     with pytest.raises(PlacementError, match="asks head to be late-multiplied, but only linear layers of their own"):
         of_tokens(True, head=Placement(sync="late_multiply"))
-    with pytest.raises(PlacementError, match="holding 'sharded' of head"):
-        of_tokens(True, head=Placement(holding="sharded"))
+    with pytest.raises(PlacementError, match="embed and head share embed"):
+        of_tokens(True, "mixed", head=Placement(holding="sharded"))
+    both = of_tokens(True, head=Placement(holding="sharded")).placements
+    assert both["embed"].holding == "sharded" and {both["embed"].split, both["head"].split} == {"rows", "columns"}
 
 
 @pytest.mark.parametrize(
     ("world", "strategy", "pin"),
     [
-        (4, "auto", Placement(holding="sharded", group=3)),
-        (4, "auto", Placement(holding="sharded", group=8)),
+        (4, "mixed", Placement(holding="sharded", group=3)),
+        (4, "mixed", Placement(holding="sharded", group=8)),
         (4, "modulo_shard(mp=2)", Placement(holding="sharded", group=4)),
         (4, "modulo_shard(mp=2)", Placement(group=4)),
     ],
@@ -148,13 +151,13 @@ def test_a_group_that_is_no_number_of_ranks_is_refused(group: Any) -> None:
         pinned(2, fc6=Placement(holding="sharded", group=group))
 
 
-@pytest.mark.parametrize("strategy", ["auto", "modulo_shard(mp=2)"])
+@pytest.mark.parametrize("strategy", ["mixed", "modulo_shard(mp=2)"])
 def test_only_linear_layers_can_be_sharded(strategy: str) -> None:
     with pytest.raises(PlacementError, match="pin 'conv' asks conv to be sharded, but only linear layers"):
         pinned(2, strategy, conv=Placement(holding="sharded", group=2))
 
 
-@pytest.mark.parametrize("strategy", ["auto", "late_multiply"])
+@pytest.mark.parametrize("strategy", ["mixed", "late_multiply"])
 def test_only_linear_layers_can_be_late_multiplied(strategy: str) -> None:
     with pytest.raises(PlacementError, match="pin 'conv' asks conv to be late-multiplied, but only linear layers"):
         pinned(2, strategy, conv=Placement(sync="late_multiply"))
@@ -165,10 +168,10 @@ def test_only_linear_layers_can_be_late_multiplied(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("world", "strategy", "pins"),
     [
-        (4, "auto", {"fc6": Placement(sync="none"), "fc7": Placement(sync="late_multiply")}),
+        (4, "mixed", {"fc6": Placement(sync="none"), "fc7": Placement(sync="late_multiply")}),
         (4, "modulo_shard(mp=2)", {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}),
         (2, "late_multiply", {"fc6": Placement(sync="none")}),
-        (4, "auto", {"fc6": Placement(sync="none", holding="sharded", group=2)}),
+        (4, "mixed", {"fc6": Placement(sync="none", holding="sharded", group=2)}),
     ],
 )
 def test_no_sync_of_what_many_ranks_train_is_refused_in_every_family(
@@ -181,14 +184,14 @@ def test_no_sync_of_what_many_ranks_train_is_refused_in_every_family(
 def test_no_sync_of_what_is_trained_once_is_followed() -> None:
     """In groups of all ranks each parameter is trained by one group, whose ranks need no sum."""
     pins: dict[str, str | Placement] = {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}
-    program = planned(2, "auto", pins=pins)
+    program = planned(2, "modulo_shard", pins=pins)
     assert program.plan.groups["fc"].size == 2 and program.plan.placements["fc6"].sync == "none"
     assert program.verify().holds
 
 
 def test_groups_of_two_sizes_are_a_mixture_and_no_modulo_shard() -> None:
     pins = {"fc6": Placement(holding="sharded", group=4), "fc7": Placement(holding="sharded", group=2)}
-    plan = planned(4, "auto", pins=pins).plan
+    plan = planned(4, "mixed", pins=pins).plan
     assert plan.strategy == "mixed" and [grouping.size for grouping in plan.groups.values()] == [4, 2]
     with pytest.raises(PlacementError, match=r"asks for groups of 4 of fc6, but here all groups have 2 ranks"):
         pinned(4, "modulo_shard", **pins)
@@ -223,5 +226,5 @@ def test_a_strategy_whose_pins_leave_nothing_of_it_is_refused() -> None:
 def test_the_plan_of_a_mixture_is_the_same_for_the_same_request() -> None:
     pins: dict[str, str | Placement] = {"fc6": Placement(holding="sharded", group=2), "fc8": "fc"}
     x, y = images(4)
-    first, second = (compiled(Small(), (x,), y, F.cross_entropy, 4, "auto", pins=pins).plan for _ in range(2))
+    first, second = (compiled(Small(), (x,), y, F.cross_entropy, 4, "mixed", pins=pins).plan for _ in range(2))
     assert first.hash == second.hash

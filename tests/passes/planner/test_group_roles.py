@@ -70,10 +70,10 @@ def test_a_division_of_the_world_is_chosen_in_which_the_groups_fit() -> None:
     assert len(program.plan.roles["head"]) in (2, 4)
 
 
-def test_under_auto_pins_of_groups_do_not_make_separations() -> None:
-    assert not next(
-        c for c in separated(2, 2, strategy="auto", a=COLUMNS).plan.candidates if "sep" in c.strategy
-    ).feasible
+def test_under_auto_separations_follow_pins_of_groups_too() -> None:
+    plan = separated(2, 2, strategy="auto", a=COLUMNS).plan
+    assert next(c for c in plan.candidates if "sep" in c.strategy).feasible
+    assert plan.placements["a"].holding == "sharded" and plan.placements["a"].split == "columns"
 
 
 REFUSED: dict[str, tuple[int, int, dict[str, Any], str]] = {

@@ -1,0 +1,64 @@
+"""Make the plan of an assignment, and name the roles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from splitc.ir.placements import Grouping, LayerPlacement
+from splitc.ir.plan import Plan
+from splitc.passes.planner.divisions import Division
+from splitc.passes.planner.problem import Option
+from splitc.passes.planner.request import Request
+from splitc.runtime.spec import Rounds
+
+
+def build_plan(
+    request: Request,
+    strategy: str,
+    division: Division,
+    chosen: Mapping[str, Option],
+    exact: bool = True,
+    rounds: Rounds | None = None,
+) -> Plan:
+    """The plan of `division` in which every layer runs by its option.
+
+    A second role on the ranks of the first is left out where no layer runs in it.  rounds: the division is one of them.
+    """
+    used = {option.role for option in chosen.values()}
+    count = 1 if used == {0} else len(division.roles)
+    names = request.role_names(count)
+    roles, offsets, groups = {}, {}, {}
+    for name, role in zip(names, division.roles, strict=False):
+        roles[name], offsets[name] = role.ranks, role.bounds
+        if rounds is not None:
+            roles[name], offsets[name] = tuple(range(request.world)), request.bounds(request.world)
+        if role.group > 1:
+            groups[name] = Grouping(role.group, role.scheme, role.updates)
+    placements = {}
+    for layer, option in chosen.items():
+        role, pin = division.roles[option.role], request.pins.get(layer)
+        sync = option.sync
+        if sync != "none" or (rounds is not None and request.gradient_of(layer)):
+            sync = "average" if rounds is not None and len(role.groups) == 1 else sync
+        placements[layer] = LayerPlacement(
+            names[option.role],
+            option.holding,
+            sync,
+            role.group if option.holding == "sharded" else None,
+            option.split,
+            option.state,
+            pin.arrives if pin is not None and role.group > 1 else None,
+        )
+    return Plan(
+        strategy,
+        request.world,
+        roles,
+        placements,
+        offsets,
+        division.microbatches,
+        division.schedule,
+        groups,
+        all_reduce=request.all_reduce,
+        exact=exact,
+        rounds=rounds,
+    )

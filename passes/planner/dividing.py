@@ -1,0 +1,88 @@
+"""How layers can be divided over a group: by output features ("columns") or by input features ("rows")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import fx
+
+from splitc.ir.elementwise import is_elementwise, leaves_last_dim
+from splitc.ir.graph import info, tensor_spec
+from splitc.ir.linears import as_linear
+from splitc.ir.neurons import embedding_weight, is_batch_norm
+from splitc.ir.program import Program, TensorSpec
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """How a layer can be divided.
+
+    mains: the names of the values that its parameters are applied to.  outputs: its results, of those.
+    splits: split -> (dimension of the weight that is divided, the state that it reads).
+    features: its result can stay divided by features to the layer's end.  classes: it ends in a cross entropy.
+    """
+
+    mains: frozenset[str]
+    outputs: tuple[TensorSpec, ...]
+    splits: Mapping[str, tuple[int, str]]
+    features: bool
+    classes: bool
+
+
+def rows_of(spec: TensorSpec) -> int:
+    """Rows of an example: all dimensions but the last."""
+    return math.prod(spec.shape[:-1]) if len(spec.shape) > 1 else 1
+
+
+def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Divisible]:
+    """How layers can be divided."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    found = {}
+    for layer in program.layers:
+        if layer.name not in divisible:
+            continue
+        own = [nodes[name] for name in layer.nodes if nodes[name].op != "get_attr"]
+        main = [node for node in own if _splits(program, node)]
+        if not main or any(_splits(program, node) != _splits(program, main[0]) for node in main):
+            continue
+        tail = [node for node in own if node not in main and not info(node).copied_to_each_stage]
+        classes = any(node.target is F.cross_entropy for node in tail)
+        found[layer.name] = Divisible(
+            frozenset(_read(program, node).name for node in main),
+            tuple(tensor_spec(node) for node in main),
+            _splits(program, main[0]),
+            len(main) == 1 and all(map(_keeps_features, tail)),
+            classes,
+        )
+    return found
+
+
+def _splits(program: Program, node: fx.Node) -> dict[str, tuple[int, str]]:
+    """Split -> (dimension of the weight, state that the node reads) of a node that can be divided; none else."""
+    if as_linear(program, node) is not None:
+        return {"columns": (0, "divided"), "rows": (1, "features")}
+    if embedding_weight(program, node) is not None:
+        return {"columns": (1, "replicate"), "rows": (0, "replicate")}
+    if is_batch_norm(program, node) and len(tensor_spec(node).shape) == 2:
+        return {"columns": (0, "features")}
+    return {}
+
+
+def _read(program: Program, node: fx.Node) -> fx.Node:
+    """The value that a node applies its parameters to."""
+    linear = as_linear(program, node)
+    value = linear.value if linear is not None else node.args[0] if node.args else next(iter(node.kwargs.values()))
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _keeps_features(node: fx.Node) -> bool:
+    """Whether a node can run on slices of features."""
+    if node.target is F.cross_entropy:
+        logits, target = (tensor_spec(each) for each in node.args[:2])
+        of_rows = len(logits.shape) == 2 and not target.dtype.is_floating_point
+        return of_rows and node.kwargs.get("reduction") in ("mean", "sum", "none")
+    return is_elementwise(node) or leaves_last_dim(node)

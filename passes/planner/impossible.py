@@ -1,0 +1,116 @@
+"""Why a strategy has no plan whatever the prices: found before anything is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, ModuloShard
+from splitc.ir.strategy import Strategy
+from splitc.passes.planner.assign_roles import LayerChoice, apply_pins
+from splitc.passes.planner.cuts import cut_rules, following
+from splitc.passes.planner.divisions import pinned_sizes
+from splitc.passes.planner.pin_checks import contradictions, pinned_by, too_small, unmet, unsummed
+from splitc.passes.planner.pins import asks_for_groups
+from splitc.passes.planner.request import Request
+
+
+def impossible(request: Request, asked: Strategy) -> list[str]:
+    """One line for each reason; none where a search makes sense."""
+    found = contradictions(request, asked.name)
+    kinds: dict[type[Strategy], Callable[[], list[str]]] = {
+        DataParallel: lambda: _of_replicas(request),
+        LateMultiply: lambda: _of_linear(request, asked, "to multiply late"),
+        ModuloShard: lambda: _of_linear(request, asked, "to divide") + _of_groups(request, asked),
+        LayerSeparation: lambda: _of_roles(request, asked),
+        HybridSingle: lambda: _of_roles(request, asked),
+    }
+    return found + next((check() for kind, check in kinds.items() if isinstance(asked, kind)), [])
+
+
+def unfollowed(request: Request, asked: Strategy) -> list[str]:
+    """The pins that no plan of a strategy can follow, by name; none where they are not what is in the way."""
+    if not request.pins:
+        return []
+    layers = [layer.name for layer in request.program.layers]
+    if isinstance(asked, LateMultiply):
+        late = {name: LayerChoice(sync="late_multiply" if name in request.linears else "all_reduce") for name in layers}
+        return unmet(request, apply_pins(request, late))
+    if not any(map(asks_for_groups, request.pins.values())) and not isinstance(asked, ModuloShard):
+        return []
+    if isinstance(asked, LayerSeparation):
+        world = (asked.sizes or (request.world - (asked.n_c or 0),))[-1] if asked.n_f is None else asked.n_f
+        sizes = pinned_sizes(request, world)
+        if not any(world % size == 0 for size in sizes):
+            role = request.role_names(2)[1]
+            return [f"pins ask for groups of {sizes[0]} ranks, which those of {role} cannot form"]
+        part = replace(request, world=world)
+        return min((_in_groups_of(part, layers, size) for size in sizes), key=len)
+    mp = asked.mp if isinstance(asked, ModuloShard) else None
+    mps = [size for size in range(2, request.world + 1) if request.world % size == 0 and mp in (None, size)]
+    return min((_in_groups_of(request, layers, size) for size in mps), key=len, default=[])
+
+
+def _in_groups_of(request: Request, layers: list[str], size: int) -> list[str]:
+    """The pins that layers in groups of one size, and those before them, cannot follow."""
+    inside = following(cut_rules(request.program, copies=True), request.linears)
+    choices = {layer: LayerChoice(group=size if layer in inside else 1) for layer in layers}
+    return unmet(request, apply_pins(request, choices, LayerChoice(group=size)), size)
+
+
+def _of_replicas(request: Request) -> list[str]:
+    found = unsummed(request, [layer.name for layer in request.program.layers]) if request.world > 1 else []
+    batch = request.bounds(request.world)[-1]
+    if batch < request.world:
+        found.append(f"{batch} examples cannot be shared out to {request.world} ranks")
+    return found
+
+
+def _of_linear(request: Request, asked: Strategy, purpose: str) -> list[str]:
+    if found := too_small(request, asked.name):
+        return found
+    trained = [layer for layer in request.linears if request.gradient_of(layer)]
+    if not trained:
+        if isinstance(asked, LateMultiply):
+            return ["no linear layer of the model trains a weight of its own"]
+        return ["no linear layer of the model has parameters of its own to divide"]
+    pins = {layer: pin for layer, pin in request.pins.items() if layer in trained}
+    late = isinstance(asked, LateMultiply)
+    kept = [p for p in pins.values() if (p.sync in ("all_reduce", "none") if late else p.holding == "replicated")]
+    if len(kept) == len(trained):
+        what = "no linear layer is left" if late else "nothing is left to divide: no linear layer may be sharded"
+        return [f"{what}{f' {purpose}' if late else ''}{pinned_by(request, request.linears)}"]
+    return []
+
+
+def _of_groups(request: Request, asked: Strategy) -> list[str]:
+    assert isinstance(asked, ModuloShard)
+    most = request.world // 2 if asked.period else request.world  # several groups, that they may average
+    if any(request.world % size == 0 and asked.mp in (None, size) for size in range(2, most + 1)):
+        return []
+    several = " into several, whose parameters could be averaged" if asked.period else ""
+    return [f"groups of mp = {asked.mp or 'two or more'} do not divide {request.world} ranks{several}"]
+
+
+def _of_roles(request: Request, asked: Strategy) -> list[str]:
+    """Why no numbers of ranks can meet the request."""
+    n_c, n_f, sizes = (asked.n_c, asked.n_f, asked.sizes) if isinstance(asked, LayerSeparation) else (None, None, ())
+    world, roles = request.world, " and ".join(request.role_names(2))
+    owners = [n for n, held in request.held.items() if any(h.parameter for h in held)]
+    why = []
+    if sizes and sum(sizes) != world:
+        why.append(f"roles of {' + '.join(map(str, sizes))} ranks are {sum(sizes)}, but the world has {world}")
+    elif world < 2:
+        why.append(f"a world of {world} cannot be divided into {roles} ranks; it needs 2 ranks")
+    elif n_c is not None and n_f is not None and n_c + n_f != world:
+        why.append(f"n_c = {n_c} and n_f = {n_f} are {n_c + n_f} ranks, but the world has {world}")
+    elif max(n_c or 1, n_f or 1) >= world:
+        name, value = ("n_c", n_c) if (n_c or 1) >= world else ("n_f", n_f)
+        why.append(f"{name} = {value} leaves no rank of {world} for the other role")
+    if not owners:
+        why.append("the model has no parameters, so no layers to separate")
+    elif sizes and len(owners) < len(sizes):
+        why.append(f"{len(owners)} layers have parameters, which is too few for {len(sizes)} roles")
+    elif len(owners) == 1:
+        why.append(f"only one layer, {owners[0]}, has parameters; both roles need at least one")
+    return why

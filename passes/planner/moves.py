@@ -1,0 +1,128 @@
+"""Seconds and memory of moving values: between states inside a group, and from one role to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitc.cost_models.network.alpha_beta import (
+    all_gather,
+    all_to_all,
+    many_to_one,
+    one_to_many,
+    reduce_scatter,
+    ring_all_reduce,
+)
+from splitc.passes.planner.cuts import Crossing
+from splitc.passes.planner.divisions import Division
+from splitc.passes.planner.problem import Move, Place
+from splitc.passes.planner.request import Request
+
+
+class Moves:
+    """Seconds of the transfers inside the groups of a role, of a whole step in its pieces.
+
+    `nbytes`: of a value of all examples of a group.
+    """
+
+    def __init__(self, request: Request, division: Division, role: int) -> None:
+        r = division.roles[role]
+        self._k, self._pieces = r.group, division.pieces(role)
+        self._link = request.group_link(r.groups)
+        self.examples = r.group * r.batch
+
+    def gather(self, nbytes: float) -> float:
+        return self._pieces * all_gather(nbytes / self._pieces, self._k, self._link)
+
+    def scatter(self, nbytes: float) -> float:
+        return self._pieces * reduce_scatter(nbytes / self._pieces, self._k, self._link)
+
+    def swap(self, nbytes: float) -> float:
+        return self._pieces * all_to_all(nbytes / self._pieces, self._k, self._link)
+
+    def all_reduce(self, nbytes: float) -> float:
+        return self._pieces * ring_all_reduce(nbytes / self._pieces, self._k, self._link)
+
+    def seconds(self, nbytes: float, gradient: bool, made: str, need: str) -> tuple[float, float]:
+        """Bring a value from one state to another, and its gradient back."""
+        if made == need:
+            return 0.0, 0.0
+        match made, need:
+            case (("batch" | "features"), "replicate"):
+                return self.gather(nbytes), 0.0
+            case (("batch" | "features"), "divided"):
+                return self.gather(nbytes), gradient * self.scatter(nbytes)
+            case "replicate", "divided":
+                return 0.0, gradient * self.all_reduce(nbytes)
+            case "replicate", _:
+                return 0.0, gradient * self.gather(nbytes)
+        return self.swap(nbytes), gradient * self.swap(nbytes)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A move as a line in the bytes of a value for one example: there, back and memory, of no bytes and of one."""
+
+    none: Move
+    one: Move
+
+    def at(self, nbytes: float) -> Move:
+        def along(a: float, b: float) -> float:
+            return a + nbytes * (b - a)
+
+        memory = (along(a, b) for a, b in zip(self.none.memory, self.one.memory, strict=True))
+        there, back = along(self.none.there, self.one.there), along(self.none.back, self.one.back)
+        return Move(there, back, (next(memory), next(memory)))
+
+
+class Lines:
+    """The moves of a division."""
+
+    def __init__(self, request: Request, division: Division) -> None:
+        self._request, self._division = request, division
+        self._lines: dict[tuple[Place, Place, bool], _Line] = {}
+
+    def move(self, value: Crossing, start: Place, end: Place) -> Move:
+        key = start, end, value.gradient
+        if key not in self._lines:
+            none, one = (_move(self._request, self._division, nbytes, *key) for nbytes in (0.0, 1.0))
+            self._lines[key] = _Line(none, one)
+        return self._lines[key].at(value.spec.nbytes(1))
+
+
+def _move(request: Request, division: Division, nbytes: float, start: Place, end: Place, gradient: bool) -> Move:
+    """Bring a value of so many bytes an example from one place to another, and its gradient back."""
+    (a, made), (b, need) = start, end
+    here, there = division.roles[a], division.roles[b]
+
+    def inside(role: int, made: str, need: str) -> tuple[float, float]:
+        r = division.roles[role]
+        moves = Moves(request, division, role)
+        return moves.seconds(nbytes * r.group * r.batch, gradient, made, need) if r.group > 1 else (0.0, 0.0)
+
+    whole = nbytes * division.live(b, there.group * there.batch)
+    buffers = (1 + gradient) * whole if there.group > 1 and need in ("replicate", "divided") else 0.0
+    if a == b:
+        return Move(*inside(a, made, need), (0.0, 0.0 if made == need else buffers))
+    leaving, entering = inside(a, made, "batch"), inside(b, "batch", need)
+    memory, exchanged = (0.0, buffers), (0.0, 0.0)
+    if not division.is_local(a, b):
+        exchanged = _exchange(request, division, nbytes, gradient, a, b)
+        kept = (1 + gradient) * nbytes
+        memory = (kept * division.live(a, here.batch), kept * division.live(b, there.batch) + buffers)
+        if need == "features":
+            entering = (0.0, 0.0)  # it arrives so
+    seconds, back = (sum(each) for each in zip(leaving, exchanged, entering, strict=True))
+    return Move(seconds, back, memory)
+
+
+def _exchange(
+    request: Request, division: Division, nbytes: float, gradient: bool, a: int, b: int
+) -> tuple[float, float]:
+    """Seconds that the busiest rank sends or receives a value for, and its gradient (Stanza 4.1.1)."""
+    here, there = division.roles[a], division.roles[b]
+    messages, pieces = division.messages(a, b), division.microbatches
+    own = there.ranks[0] in here.ranks  # which keeps its examples
+    sent = nbytes * max(here.batch, there.batch) / messages / pieces
+    link = request.cluster.link_across(here.ranks, there.ranks)
+    back = pieces * one_to_many(sent, messages - own, link) if gradient else 0.0
+    return pieces * many_to_one(sent, messages - own, link), back

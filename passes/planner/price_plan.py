@@ -1,0 +1,51 @@
+"""Price a plan that no integer program chose: its memory by layers, its step by the simulation."""
+
+from __future__ import annotations
+
+from splitc.cost_models.memory.memory import exchanged_nbytes
+from splitc.errors import PlacementError
+from splitc.ir.plan import Plan
+from splitc.ir.program import LoweredProgram
+from splitc.passes.planner.priced_plan import PricedPlan, priced_plan, shortage
+from splitc.passes.planner.request import Request
+from splitc.passes.rewriting import lower_unchecked
+
+
+def price_plan(request: Request, plan: Plan) -> PricedPlan:
+    """The plan with its prices; infeasible where it contradicts itself or does not fit."""
+    try:
+        program = lower_unchecked(request.program.placed(plan))
+    except PlacementError as error:
+        return PricedPlan(plan.strategy, plan, infeasible_because=str(error), exact=plan.exact)
+    need, layers = memory_needed(request, program)
+    roles = plan.roles_of(0)
+    return priced_plan(
+        request, plan, shortage(roles, plan.ranks_by_roles[roles], need, request.memory_of(request.world), layers)
+    )
+
+
+def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dict[str, float]]:
+    """Bytes that rank 0 needs, which has every role, and those that each layer needs there."""
+    plan = program.plan
+    needed, names = {}, list(plan.roles)
+    for name, place in plan.placements.items():
+        later = len(names) - names.index(place.role) - 1
+        batch = request.live(plan.peak_batch(place.role, plan.roles[place.role][0]), later)
+        needed[name] = request.layer_memory(name, batch, place.sync == "all_reduce") / place.num_shards
+        if place.holding == "subnet":  # a slice of it, beside the part that the rank owns between rounds
+            owned = sum(h.nbytes * (1 + request.optimizer_copies * h.trainable) for h in request.held[name])
+            needed[name] = needed[name] * request.subnet_share(name) + owned / plan.world
+    return sum(needed.values()) + exchanged_nbytes(program, 0) + _accumulated_nbytes(request, plan), needed
+
+
+def _accumulated_nbytes(request: Request, plan: Plan) -> float:
+    """Bytes of the largest gradient of a microbatch before it is added to the sum; 0 with one microbatch."""
+    accumulating = {role for role, grouping in plan.groups.items() if grouping.num_microbatches > 1}
+    return max(
+        (
+            request.gradient(name) / place.num_shards
+            for name, place in plan.placements.items()
+            if place.role in accumulating
+        ),
+        default=0.0,
+    )

@@ -1,0 +1,231 @@
+"""Search the divisions of a strategy: numbers, a first assignment and a bound for each, then integer programs.
+
+The first assignment of a division comes from a walk over the layers in graph order, which knows what every option costs
+after every other one (exact for chains in one role whose syncs do not overlap).  The integer program is solved for the
+divisions that could still be among the best, the most promising first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from splitc.passes.planner.contract import contract
+from splitc.passes.planner.cuts import CutRules
+from splitc.passes.planner.divisions import Division, Role
+from splitc.passes.planner.integer_program import Assignment, least_memory, solve
+from splitc.passes.planner.options import Space, make_problem
+from splitc.passes.planner.problem import Move, Option, Place, Problem, need_of
+from splitc.passes.planner.request import Request
+
+SOLVED = 24
+"""Divisions whose integer program is solved; others keep their first assignment, and their bound."""
+
+NEAR = 0.9
+"""Part of the best rate that a division must be able to reach to be of interest: the simulation prices differently."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best assignment of a division.  seconds: of a step by the program."""
+
+    division: Division
+    problem: Problem
+    chosen: Assignment
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.division.global_batch / self.seconds if self.seconds else math.inf
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best assignments of several divisions, the fastest first.
+
+    bound: samples per second that no plan exceeds; proved: the first one reaches it.  fullest: where nothing fits, the
+    assignment that needs least memory.
+    """
+
+    found: tuple[Found, ...]
+    bound: float
+    proved: bool
+    fullest: Found | None = None
+
+
+class _Case:
+    """A division with its numbers, its bound (samples per second), and the best assignment so far."""
+
+    def __init__(self, division: Division, problem: Problem) -> None:
+        self.division, self.problem, self.small = division, problem, contract(problem)
+        self.bound = self._rate(problem.least_seconds())
+        self.found: Found | None = None
+        self._start = first_assignment(self.small.problem)
+        self._take(self._start)
+
+    @property
+    def promise(self) -> float:
+        return self.found.rate if self.found is not None else self.bound
+
+    def solve(self, seconds: float, best: float) -> None:
+        """Solve the integer program, of assignments that are near `best` samples per second."""
+        relevant = self.division.global_batch / (NEAR * best) if best else math.inf
+        answer = solve(self.small.problem, seconds, self._start if self.found is not None else None, relevant)
+        if len(self.small.runs) == len(self.problem.options):  # else it bounds a part of the assignments only
+            self.bound = self._rate(answer.bound)
+        self._take(answer.chosen)
+
+    def _rate(self, seconds: float) -> float:
+        return self.division.global_batch / seconds if seconds else math.inf
+
+    def _take(self, chosen: Assignment | None) -> None:
+        """Keep an assignment of the small problem where it is the best one and breaks no equation of the whole."""
+        if chosen is None or self.problem.broken(whole := self.small.expanded(chosen)):
+            return
+        found = Found(self.division, self.problem, whole, self.problem.step(whole).total)
+        if self.found is None or found.seconds < self.found.seconds:
+            self.found = found
+
+
+def search(request: Request, rules: CutRules, divided: Iterable[Division], space: Space) -> Search:
+    """The best assignments of `divided` in a space."""
+    deadline = time.monotonic() + request.time_limit
+    cases: list[_Case] = []
+    at_once: dict[tuple[Role, ...], Problem] = {}
+    best, bound = 0.0, 0.0
+    for division in sorted(divided, key=lambda each: each.microbatches):
+        if (before := at_once.get(division.roles)) is not None:  # pieces of a batch take no less than all at once
+            least = replace(before, microbatches=division.microbatches).least_seconds()
+            if division.global_batch <= NEAR * best * least:
+                bound = max(bound, division.global_batch / least)
+                continue
+        problem = make_problem(request, rules, division, space)
+        if not all(problem.options.values()):
+            continue
+        at_once.setdefault(division.roles, problem)
+        cases.append(_Case(division, problem))
+        best = max(best, cases[-1].found.rate if cases[-1].found is not None else 0.0)
+    solved = 0
+    for case in sorted(cases, key=lambda each: each.promise, reverse=True):
+        left = deadline - time.monotonic()
+        if case.bound > NEAR * best and solved < SOLVED and left > 0:
+            case.solve(left, best)
+            solved += 1
+            best = max(best, case.found.rate if case.found is not None else 0.0)
+    ordered = sorted((each.found for each in cases if each.found is not None), key=lambda f: f.rate, reverse=True)
+    bound = max([bound, *(each.bound for each in cases)])
+    proved = bool(ordered) and bound <= ordered[0].rate * (1 + 1e-6)
+    fullest = None if ordered or len(cases) > SOLVED else _fullest(cases, deadline)
+    return Search(tuple(ordered), bound, proved, fullest)
+
+
+def _fullest(cases: list[_Case], deadline: float) -> Found | None:
+    """The assignment that needs least memory, whether it fits or not."""
+    best: tuple[float, Found] | None = None
+    for case in cases:
+        problem, chosen = case.problem, least_memory(case.problem, max(deadline - time.monotonic(), 1.0))
+        if chosen is not None and not set(problem.broken(chosen)) - {"eq11"}:
+            need = max(problem.memory_of(chosen).values()) / problem.memory
+            if best is None or need < best[0]:
+                best = need, Found(case.division, problem, chosen, problem.step(chosen).total)
+    return None if best is None else best[1]
+
+
+# -- a first assignment ------------------------------------------------------------------------------------------------
+
+_WEIGHTS = ((1.0, 0.0), (0.3, 0.0), (0.0, 0.0), (1.0, 0.1), (1.0, 1.0), (1.0, 10.0))
+"""What a second of sync, and a whole memory, count for in a walk (s, s)."""
+
+
+def first_assignment(problem: Problem) -> Assignment | None:
+    """The best of a few walks that breaks no equation; None where all do."""
+    best: tuple[float, Assignment] | None = None
+    crossing = _crossing(problem)
+    for syncing, memory in _WEIGHTS:
+        if memory and best is not None:
+            break
+        chosen = _walk(problem, crossing, syncing, memory)
+        if chosen is None or problem.broken(chosen):
+            continue
+        seconds = problem.step(chosen).total
+        if best is None or seconds < best[0]:
+            best = seconds, chosen
+    return None if best is None else best[1]
+
+
+def _crossing(problem: Problem) -> dict[str, dict[tuple[int, int], float]]:
+    """Layer -> (role before it, role of it) -> seconds to move all values that live across the boundary before it."""
+    position = {layer: k for k, layer in enumerate(problem.options)}
+    names = list(problem.options)
+    found: dict[str, dict[tuple[int, int], float]] = {layer: defaultdict(float) for layer in names}
+    for value in problem.values:
+        least: dict[tuple[int, int], float] = {}
+        for (s, t), move in value.moves.items():
+            if s[0] != t[0]:
+                pair = s[0], t[0]
+                least[pair] = min(least.get(pair, math.inf), move.seconds)
+        first = -1 if value.layer is None else position[value.layer]
+        last = max((position[reader] for reader, _ in value.readers), default=first)
+        for k in range(first + 1, last + 1):
+            for pair, seconds in least.items():
+                found[names[k]][pair] += seconds
+    return found
+
+
+def _walk(
+    problem: Problem, crossing: Mapping[str, Mapping[tuple[int, int], float]], syncing: float, memory: float
+) -> Assignment | None:
+    """Dynamic programming over the layers in graph order; between two of them, the place of the first one's result."""
+    reads: dict[str, list[tuple[Mapping[tuple[Place, Place], Move], str]]] = {name: [] for name in problem.options}
+    for value in problem.values:
+        for reader, how in value.readers:
+            reads[reader].append((value.moves, how))
+    last = len(problem.ranks) - 1 if problem.filled else 0
+    best: dict[Place, tuple[float, int]] = {(0, "batch"): (0.0, -1)}  # place -> seconds, link to how it came about
+    links: list[tuple[int, Option]] = []
+    for layer, options in problem.options.items():
+        after: dict[Place, tuple[float, int]] = {}
+        for option in options:
+            own = option.computing + option.moving + syncing * option.syncing + memory * option.memory / problem.memory
+            reached: tuple[float, int] | None = None
+            for place, (seconds, link) in best.items():
+                if place[0] > option.role or option.role - place[0] > 1:
+                    continue
+                total = seconds + own + _moving(place, option, reads[layer], crossing[layer])
+                if total < math.inf and (reached is None or total < reached[0]):
+                    reached = total, link
+            makes = option.role, option.makes
+            if reached is not None and (makes not in after or reached[0] < after[makes][0]):
+                links.append((reached[1], option))
+                after[makes] = reached[0], len(links) - 1
+        best = after
+        if not best:
+            return None
+    ends = [end for (role, _), end in best.items() if role >= last]
+    if not ends:
+        return None
+    chosen, link = [], min(ends)[1]
+    while link >= 0:
+        link, option = links[link]
+        chosen.append(option)
+    return dict(zip(problem.options, reversed(chosen), strict=True))
+
+
+def _moving(
+    place: Place,
+    option: Option,
+    reads: list[tuple[Mapping[tuple[Place, Place], Move], str]],
+    crossing: Mapping[tuple[int, int], float],
+) -> float:
+    """Seconds to move what a layer reads from `place`, and on to another role all that lives."""
+    if place[0] != option.role:
+        return crossing.get((place[0], option.role), 0.0)
+    seconds = 0.0
+    for moves, how in reads:
+        move = moves.get((place, need_of(option, how)))
+        seconds += move.seconds if move is not None else 0.0
+    return seconds

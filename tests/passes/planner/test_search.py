@@ -1,0 +1,219 @@
+"""The search finds what trying every assignment of every division finds, and never claims more."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from splitc.ir.cluster import Cluster
+from splitc.ir.plan_checks import decision_problems
+from splitc.ir.program import Program
+from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, Mixed, ModuloShard
+from splitc.ir.strategy import Strategy
+from splitc.passes.planner.cuts import cut_rules
+from splitc.passes.planner.divisions import divisions
+from splitc.passes.planner.options import make_problem
+from splitc.passes.planner.pins import resolve_pins
+from splitc.passes.planner.propose import space_of
+from splitc.passes.planner.request import Request, smallest
+from splitc.passes.planner.search import Search, search
+from tests.support.compiled import analyse
+from tests.support.sampling import sampled
+from tests.support.separations import brute_force
+from tests.support.small_problems import broken_equations, least_step
+from tests.support.small_programs import Row, place, small_cluster, small_program
+
+
+def random_program(rng: random.Random) -> Program:
+    """Two to six layers in any shape that a graph can have, on wires of any speed."""
+    rows: list[Row] = []
+    count = rng.randint(2, 6)
+    for i in range(count):
+        earlier = [row.name for row in rows] + ["images"]
+        reads = set(rng.sample(earlier, min(len(earlier), rng.randint(1, 3))))
+        if i == count - 1:
+            reads |= {"labels"} | ({rows[-1].name} if rows else set())
+        kind = rng.choice(["conv", "fc", "none"]) if i else "conv"
+        rows.append(
+            Row(
+                f"layer{i}",
+                tuple(sorted(reads)),
+                parameters={"conv": rng.randint(10, 500), "fc": rng.randint(500, 30_000)}.get(kind, 0),
+                width=rng.randint(1, 300),
+                flops=rng.uniform(1e3, 1e6),
+                moved=rng.uniform(1e2, 1e6),
+                kept=rng.uniform(0, 1e4),
+                trains=rng.random() > 0.2,
+                batched=rng.random() > 0.1,
+            )
+        )
+    if rng.random() < 0.3 and rows[0].parameters and count > 3:
+        rows[2] = replace(rows[2], parameters=0, shares=rows[0].name)
+    return small_program(rows, batch=rng.randint(1, 6))
+
+
+def random_case(seed: int) -> tuple[Program, int, dict[str, Any]]:
+    """A program, its world, and the options of its placement."""
+    rng = random.Random(seed)
+    program = random_program(rng)
+    names = [layer.name for layer in program.layers]
+    return (
+        program,
+        rng.randint(2, 5),
+        {
+            "cluster": small_cluster(10 ** rng.uniform(3, 7), 10 ** rng.uniform(-6, -2)),
+            "memory": rng.choice([1e9, 1e9, 10 ** rng.uniform(3.5, 5.5)]),
+            "global_batch": rng.choice([None, None, rng.randint(1, 20)]),
+            "pins": rng.choice([{}, {}, {rng.choice(names): rng.choice(["conv", "fc"])}]),
+        },
+    )
+
+
+def request_of(
+    program: Program,
+    world: int,
+    cluster: Cluster,
+    memory: float = 1e9,
+    global_batch: int | None = None,
+    pins: Mapping[str, str] | None = None,
+    time_limit: float = 60.0,
+) -> Request:
+    names = [layer.name for layer in program.layers]
+    return Request(
+        program, cluster, world, resolve_pins(pins or {}, names), global_batch, memory, time_limit=time_limit
+    )
+
+
+def searched(request: Request, strategy: Strategy) -> Search:
+    divided = [each for each in divisions(request, strategy) if all(smallest(role.bounds) for role in each.roles)]
+    return search(request, cut_rules(request.program), divided, space_of(request, strategy, False))
+
+
+def enumerated(request: Request, strategy: Strategy) -> float:
+    """Samples per second of the best assignment of all divisions; 0 where there is none."""
+    rules, space = cut_rules(request.program), space_of(request, strategy, False)
+    best = 0.0
+    for division in divisions(request, strategy):
+        if all(smallest(role.bounds) for role in division.roles):
+            best = max(best, division.global_batch / least_step(make_problem(request, rules, division, space)))
+    return best
+
+
+SEEDS = range(80)
+
+
+@sampled("seed", SEEDS, everyday=SEEDS[::4])
+def test_the_best_separation_is_as_fast_as_the_best_of_all_priced_from_the_graph(seed: int) -> None:
+    program, world, options = random_case(seed)
+    best, _ = brute_force(program, world, **options)
+    found = searched(request_of(program, world, **options), LayerSeparation())
+    assert (found.found[0].rate if found.found else 0.0) == pytest.approx(best, rel=1e-6)
+    assert found.proved == bool(found.found)
+    assert bool(found.found) or not found.bound
+
+
+@sampled("seed", SEEDS, everyday=SEEDS[::8])
+def test_the_best_of_a_strategy_is_the_best_assignment_of_all_its_divisions(seed: int) -> None:
+    program, world, options = random_case(seed)
+    request = request_of(program, min(world, 4), **options)
+    for strategy in (DataParallel(), HybridSingle(), Mixed()):
+        best, found = enumerated(request, strategy), searched(request, strategy)
+        assert (found.found[0].rate if found.found else 0.0) == pytest.approx(best, rel=1e-6), strategy
+        assert found.bound >= best * (1 - 1e-6)
+        for each in found.found:
+            assert not broken_equations(each.problem, each.chosen)
+
+
+@cache
+def three_linear_layers() -> Program:
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.Linear(96, 24))
+    return analyse(model, torch.randn(4, 64), torch.randint(24, (4,)), F.cross_entropy)
+
+
+@pytest.mark.parametrize(("world", "bandwidth"), [(2, 1e5), (2, 1e7), (4, 1e5), (4, 1e6), (3, 1e7)])
+@pytest.mark.parametrize("strategy", [LateMultiply(), ModuloShard(), Mixed()], ids=str)
+def test_the_best_way_to_divide_linear_layers_is_the_best_of_all(
+    strategy: Strategy, world: int, bandwidth: float
+) -> None:
+    request = request_of(three_linear_layers(), world, small_cluster(bandwidth))
+    best, found = enumerated(request, strategy), searched(request, strategy)
+    assert best > 0
+    assert found.found[0].rate == pytest.approx(best, rel=1e-6)
+    assert found.bound >= best * (1 - 1e-6)
+
+
+def test_the_random_programs_meet_every_case() -> None:
+    """Else the tests above prove less than they say."""
+    found = possible = tied = pinned = beyond_a_chain = 0
+    for seed in SEEDS:
+        program, world, options = random_case(seed)
+        best, fc = brute_force(program, world, **options)
+        names = [layer.name for layer in program.layers]
+        held = [h for layer in program.layers for h in layer.tensors]
+        found += 1
+        possible += best > 0
+        pinned += best > 0 and bool(options["pins"])
+        tied += best > 0 and len(held) > len(set(held))
+        beyond_a_chain += best > 0 and names[-len(fc) :] != [n for n in names if n in fc]
+    assert 40 <= possible < found
+    assert min(tied, pinned, beyond_a_chain) >= 3, (tied, pinned, beyond_a_chain)
+
+
+# -- little time -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(0, 80, 4))
+def test_a_search_without_time_never_claims_more_than_it_knows(seed: int) -> None:
+    program, world, options = random_case(seed)
+    best, _ = brute_force(program, world, **options)
+    found = searched(request_of(program, world, **options, time_limit=0.0), LayerSeparation())
+    assert found.bound >= best * (1 - 1e-9)
+    if found.found:
+        assert found.found[0].rate <= best * (1 + 1e-9)
+        assert not found.proved or found.found[0].rate == pytest.approx(best, rel=1e-6)
+
+
+def branching(blocks: int) -> Program:
+    """Blocks of three layers that read the sum before them, and a sum; large layers at the end."""
+    rng = random.Random(0)
+    rows = [Row("stem", ("images",), parameters=100, width=32, flops=1e4, kept=64)]
+    for k in range(blocks):
+        before = rows[-1].name
+        several = [
+            Row(f"block{k}_{x}", (before,), rng.randint(10, 500), 32, rng.uniform(1e3, 1e5), kept=64) for x in "abc"
+        ]
+        rows += [*several, Row(f"block{k}_sum", (before, *(row.name for row in several)), width=32, moved=64)]
+    rows.append(Row("fc", (rows[-1].name,), parameters=60_000, width=10, flops=1e4))
+    return small_program([*rows, Row("loss", ("fc", "labels"))])
+
+
+@pytest.mark.parametrize("reads", [1, 2, 4])
+def test_a_second_for_hundreds_of_branching_layers_gives_a_checked_plan_and_its_gap(
+    reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = branching(75)
+    assert len(program.layers) > 300
+    clock = itertools.chain(itertools.repeat(0.0, reads), itertools.repeat(10.0))
+    monkeypatch.setattr("splitc.passes.planner.search.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found = searched(request_of(program, 4, small_cluster(), time_limit=1.0), LayerSeparation())
+    assert not any(broken_equations(each.problem, each.chosen) for each in found.found)
+    assert found.found[0].rate <= found.bound < math.inf
+    monkeypatch.setattr(
+        "splitc.passes.planner.search.time", SimpleNamespace(monotonic=itertools.count(0.0, 10).__next__)
+    )
+    plan = place(program, 4, LayerSeparation(), time_limit=1.0)
+    assert set(plan.placements) == {layer.name for layer in program.layers}
+    assert not decision_problems(plan)
+    assert plan.prediction.proof == "heuristic"
+    assert 0.0 < plan.prediction.gap < 0.5
