@@ -5,7 +5,6 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -62,15 +61,6 @@ class Request:
     def all_reduce_link(self, *groups: Sequence[int]) -> Link:
         """The link that an all-reduce of each of `groups` runs on, all at once."""
         return self._link_over(not self._doubling, groups)
-
-    def tied_seconds(self, role_of: Mapping[str, object]) -> float:
-        """Summing, over all ranks, the gradients of the parameters that layers of several roles use."""
-        users: dict[str, set[object]] = defaultdict(set)
-        for layer in self.program.layers:
-            for name in layer.tensors:
-                users[name].add(role_of[layer.name])
-        tied = [self.program.tensors[name] for name, roles in users.items() if len(roles) > 1]
-        return sum(self.all_reduce_seconds(each.nbytes, range(self.world)) for each in tied if each.trainable)
 
     def all_gather_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """All-gathering `nbytes` in all over a group, while other groups do the same."""
@@ -198,10 +188,6 @@ class Request:
     def gradient_of(self, layer: str) -> int:
         """Bytes of the gradient of all parameters that the layer uses, tied ones too."""
         return gradient_nbytes(self.program.tensors[name] for name in self.program.layer(layer).tensors)
-
-    def layer_copy(self, name: str) -> float:
-        """Bytes of a second copy of a tied parameter, for a role whose layers do not own it."""
-        return rank_memory([self.program.tensors[name]], 0.0, 0.0, self.optimizer_copies).total
 
     @cached_property
     def held(self) -> dict[str, tuple[StateTensor, ...]]:
