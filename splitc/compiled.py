@@ -72,7 +72,8 @@ class Settings:
 
         def fits(program: Program, plan: Plan) -> bool:
             with suppress(PlacementError):
-                require_memory_on(lower_unchecked(program.placed(plan)), cluster, self.memory)
+                lowered = with_evaluation(lower_unchecked(program.placed(plan)), program)
+                require_memory_on(lowered, cluster, self.memory)
                 return True
             return False
 
