@@ -173,7 +173,10 @@ class Place(Pass[Program, PlacedProgram]):
             case Mixed():
                 pinned = self._as_asked(request.program, mixed(request))
                 return [pinned, *([] if own is asked else propose(request, own))]
-        return propose(request, own, by_name=own is asked)
+        if own is asked:
+            return propose(request, own, by_name=True)
+        narrow = isinstance(own, LateMultiply | ModuloShard)  # by name, and what that gives is a plan of theirs too
+        return [*propose(request, own), *(propose(request, own, by_name=True) if narrow else ())]
 
     def _as_asked(self, program: Program, priced: PricedPlan) -> PricedPlan:
         """A plan that no integer program chose, in the microbatches asked for."""
