@@ -56,6 +56,7 @@ from splitc.passes.planner.search import NEAR
 
 _NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
+_EQUAL = 0.03  # of a step, for which no batches are accumulated
 _COMPARED = (
     SingleDevice, DataParallel, ParameterServer, LayerSeparation, HybridSingle, ModuloShard, LateMultiply, Mixed
 )  # fmt: skip
@@ -69,7 +70,8 @@ class Place(Pass[Program, PlacedProgram]):
     pins: pattern of layer names -> role or Placement.  global_batch: examples of a step, shared out
     to the readers; None: `program.batch` for each.  memory: bytes of a rank, in place of the
     device's.  optimizer_copies: of the parameters, in the optimizer's state.  time_limit: seconds
-    that the search may take.  model: the fingerprint that goes into the plan.  fits: whether the ranks of a plan have
+    that the search may take.  model: the fingerprint that goes into the plan.  accumulate: batches to an update
+    that are allowed.  fits: whether the ranks of a plan have
     enough memory, to the byte; plans that do not are passed over while their strategy has another one.
 
     Raises PlacementError when no plan meets what was asked for, and CostError for layers that were measured here and a
@@ -88,6 +90,7 @@ class Place(Pass[Program, PlacedProgram]):
     optimizer_copies: int = 1
     time_limit: float = 60.0
     model: str = ""
+    accumulate: int = 1
     fits: Callable[[Program, Plan], bool] | None = field(default=None, compare=False, repr=False)
 
     def run(self, program: Program) -> PlacedProgram:
@@ -119,6 +122,7 @@ class Place(Pass[Program, PlacedProgram]):
                 break  # none is left: what is short is told when the plan is compiled
             several, priced = left, tuple(map(fastest, left))
             chosen = self._choose(priced)
+        chosen = _with_fewest_batches(request, chosen)
         assert chosen.plan is not None, "a feasible strategy has a plan"
         plan = replace(chosen.plan, model=self.model, synchronised=bool(self.strategy.sync_batchnorm))
         bound = max(each.bound for each in priced)
@@ -191,7 +195,8 @@ class Place(Pass[Program, PlacedProgram]):
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
         found = []
-        for what, value in (("world", self.world), ("global_batch", self.global_batch)):
+        for what in ("world", "global_batch", "accumulate"):
+            value = getattr(self, what)
             if value is not None and (type(value) is not int or value < 1):
                 found.append(f"{what} is {value!r}; it must be a whole number of at least 1")
         if self.memory is not None and not self.memory > 0:
@@ -201,6 +206,8 @@ class Place(Pass[Program, PlacedProgram]):
         most = self.cluster.world
         if most is not None and self.world > most:
             found.append(f"{self.world} ranks were asked for, but cluster {self.cluster.name} has {most} devices")
+        if self.accumulate != 1 and getattr(self.strategy, "updates", None) == "every":
+            found.append(f"accumulate is {self.accumulate!r}, but {self.strategy} updates in every microbatch")
         return found
 
     def _request(self, program: Program) -> Request:
@@ -221,6 +228,7 @@ class Place(Pass[Program, PlacedProgram]):
             self.strategy.all_reduce or "backend",
             self.strategy.microbatches or 1,
             self.strategy.schedule or "all_forward",
+            self.accumulate,
         )
 
     def _choose(self, priced: tuple[PricedPlan, ...]) -> PricedPlan:
@@ -237,6 +245,18 @@ class Place(Pass[Program, PlacedProgram]):
         return fastest(feasible)
 
 
+def _with_fewest_batches(request: Request, chosen: PricedPlan) -> PricedPlan:
+    """The plan with the fewest batches to an update, of 1, 2, 4, ... and those allowed, that are as fast."""
+    numbers = [2**k for k in range(request.accumulate.bit_length()) if 2**k < request.accumulate]
+    tried = (simulated(replace(request, accumulate=number), chosen) for number in numbers)
+    return next((each for each in tried if each.seconds <= (1 + _EQUAL) * chosen.seconds), chosen)
+
+
 def _candidates(priced: tuple[PricedPlan, ...]) -> tuple[Candidate, ...]:
-    """What users see of the plans; the mixed one only where there is one."""
-    return tuple(each.candidate() for each in priced if each.strategy != Mixed.name or each.feasible)
+    """What users see of the plans; the mixed one only where it is not another strategy's too."""
+
+    def decided(each: PricedPlan) -> str:
+        return replace(each.plan, strategy="").hash if each.plan is not None and each.feasible else ""
+
+    others = {"", *(decided(each) for each in priced if each.strategy != Mixed.name)}
+    return tuple(each.candidate() for each in priced if each.strategy != Mixed.name or decided(each) not in others)

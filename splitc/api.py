@@ -38,6 +38,7 @@ def compile(
     *,
     autocast: torch.dtype | None = None,
     costs: str = COUNTED,
+    accumulate: int = 1,
     name: str | None = None,
     plan: Plan | None = None,
     watch: Watcher | None = None,
@@ -60,6 +61,8 @@ def compile(
     autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
     costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
     that the cluster has.
+    accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
+    fewer that are as fast.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
 
     Raises CaptureError, CostError or PlacementError.
@@ -73,7 +76,7 @@ def compile(
     asked = in_microbatches(parse_strategy(strategy), microbatches)
     require_autocast(autocast)
     require_costs(costs)
-    settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code)
+    settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code, accumulate)
     if example is None:
         return DeferredProgram(model, loss, settings, name)
     bound = Example.bind(model, example, target, loss)

@@ -65,6 +65,7 @@ class Settings:
     autocast: torch.dtype | None = None
     costs: str = COUNTED
     code: str | None = None
+    accumulate: int = 1
 
     def place(self, model: str = "") -> Place:
         """The pass that chooses a plan for them.  model: the fingerprint that goes into the plan."""
@@ -72,13 +73,12 @@ class Settings:
 
         def fits(program: Program, plan: Plan) -> bool:
             with suppress(PlacementError):
-                lowered = with_evaluation(lower_unchecked(program.placed(plan)), program)
-                require_memory_on(lowered, cluster, self.memory)
+                require_memory_on(with_evaluation(lower_unchecked(program.placed(plan)), program), cluster, self.memory)
                 return True
             return False
 
-        limits = self.global_batch, self.memory
-        return Place(cluster, self.world, strategy, self.pins, *limits, model=model, fits=fits)
+        place = partial(Place, cluster, self.world, strategy, self.pins, self.global_batch, self.memory)
+        return place(model=model, accumulate=self.accumulate, fits=fits)
 
 
 def compile_example(
@@ -162,10 +162,8 @@ def _specialise(
         except InternalError as error:
             if plan is None:
                 raise
-            raise LaunchError(
-                f"the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if "
-                f"the plan was not edited: {error}"
-            ) from error
+            why = "the plan's roles, examples, groups and placements contradict each other, or splitc has a bug, if the"
+            raise LaunchError(f"{why} plan was not edited: {error}") from error
         if cluster:
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
@@ -264,7 +262,7 @@ class CompiledProgram:
         self,
         optimizer: OptimizerFactory,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
         elementwise: bool = False,

@@ -52,7 +52,7 @@ class DeferredProgram:
         self,
         optimizer: OptimizerFactory,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
         elementwise: bool = False,

@@ -33,13 +33,16 @@ from splitc.runtime.launch.loader import load_rank
 from splitc.runtime.worker import Worker
 
 
-def memory_of(program: LoweredProgram, rank: int, optimizer_copies: int = 1, accumulate: int = 1) -> RankMemory:
+def memory_of(
+    program: LoweredProgram, rank: int, optimizer_copies: int = 1, accumulate: int | None = None
+) -> RankMemory:
     """Return the memory of a rank of a lowered program; zero for a rank without work.
 
     optimizer_copies: copies of the trained parameters in the optimizer state; from two on a step counter for each
-    parameter is added, as torch's Adam has.  accumulate: batches for each update.
+    parameter is added, as torch's Adam has.  accumulate: batches for each update; None: as planned, two for more.
     Raises CostError when the step does not run on fake tensors.
     """
+    accumulate = accumulate or min(program.plan.accumulate, 2)
     if all(rank not in part.ranks for part in program.rank_programs):
         return RankMemory(0, 0, 0, 0, 0, most=0)
     try:

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
+from splitc.ir.actions import BEGIN_ROUND, BEGIN_UPDATE, END_ROUND, END_UPDATE, Action
 from splitc.ir.program import LoweredProgram
-
-_FIRST = "pull", "send_parameters"
-_LAST = "all_reduce", "all_reduce_tied", "push", "reduce_gradients"
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,8 @@ class Batch:
     def does(self, action: Action) -> bool:
         """Whether a rank does it: parameters come in the first batch, gradients are exchanged in the last."""
         between = action.verb in (*BEGIN_ROUND, *END_ROUND)
-        return not between and (self.first or action.verb not in _FIRST) and (self.last or action.verb not in _LAST)
+        begins, ends = action.verb in BEGIN_UPDATE, action.verb in END_UPDATE
+        return not between and (self.first or not begins) and (self.last or not ends)
 
 
 def batches_of_round(program: LoweredProgram, accumulate: int = 1) -> Iterator[Batch]:

@@ -32,7 +32,7 @@ class Timeline:
 
 
 def simulate(
-    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, accumulate: int = 1
+    program: LoweredProgram, cluster: Cluster, steps: int = 3, record: bool = False, accumulate: int | None = None
 ) -> Timeline:
     """Simulate `steps` steps of a lowered program, or as many rounds.
 
@@ -40,13 +40,13 @@ def simulate(
     step that takes as many times as long.
 
     record: keep the span of every operation.  accumulate: batches to an update, which exchange their gradients once;
-    a step is one batch, and the phases are the mean of those of an update.
+    None: as planned; a step is one batch, and the phases are the mean of those of an update.
     """
     cores = cluster.cores if cluster.ranks_share_device else None
     links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
     costs_processor = any(link.processor for link in links if link is not None)
     programs = Programs(Prices(program, cluster), merge=not (record or costs_processor or cores))
-    of_round = list(batches_of_round(program, accumulate))
+    of_round = list(batches_of_round(program, accumulate or program.plan.accumulate))
     laps = 1 if program.plan.rounds else steps  # what travels under a round belongs to another one
     for batch in steps // laps * of_round:
         programs.add(batch)

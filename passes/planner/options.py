@@ -141,7 +141,7 @@ def _late(request: Request, r: Role, role: int, layer: str, own: tuple[float, fl
     gathered = sum(spec.nbytes(r.batch) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
     return Option(
         role, sync="late_multiply", forward=own[0], backward=own[1] + (n - 1) / 3 * sum(own),
-        syncing=request.all_gather_seconds(n * gathered, r.ranks), memory=memory + n * gathered,
+        syncing=request.accumulate * request.all_gather_seconds(n * gathered, r.ranks), memory=memory + n * gathered,
     )  # fmt: skip
 
 

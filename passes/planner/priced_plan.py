@@ -103,7 +103,7 @@ def simulated(request: Request, priced: PricedPlan) -> PricedPlan:
     if priced.plan is None or not priced.feasible:
         return priced
     try:
-        plan = with_whole_batch(request.program, priced.plan)
+        plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate)
         decision = replace(plan, strategy="").hash
         if decision not in request.simulated:
             program = lower_unchecked(request.program.placed(plan))

@@ -36,6 +36,7 @@ class Request:
     global_batch: examples of a step; None: `program.batch` for each rank that reads.  memory: bytes of a rank; None:
     the device's.  optimizer_copies: copies of the parameters in the optimizer's state.  time_limit: of the search (s).
     all_reduce: its algorithm, "backend" or "recursive_doubling".  microbatches, schedule: those asked for.
+    accumulate: batches to an update.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class Request:
     all_reduce: str = "backend"
     microbatches: int = 1
     schedule: str = "all_forward"
+    accumulate: int = 1
 
     def all_reduce_seconds(self, nbytes: float, *groups: Sequence[int]) -> float:
         """Summing `nbytes` over the ranks of a group, while other groups of as many ranks do the same.

@@ -149,6 +149,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         args.memory,
         autocast=autocast,
         costs=args.costs,
+        accumulate=args.accumulate,
     )
 
 
@@ -234,7 +235,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
     """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
     plan = read_plan_file(path, args.world)
-    decided = ("strategy", "microbatches", "pin", "global_batch", "costs")
+    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch", "costs")
     changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
     if given := [f"--{name.replace('_', '-')}" for name in changed]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")

@@ -33,6 +33,7 @@ _NOTES = {
     "served_rows": "the rows that this rank serves to all workers",
     "workers": "the ranks that it serves, by role",
     "readers": "ranks that read the data",
+    "accumulate": "batches to an update",
     "batch_offsets": "where each reader's examples begin, and the end",
     "inputs": "what a reader reads",
     "served": "the parameters that servers hold",
@@ -108,11 +109,13 @@ def _title(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> str:
 
 def _summary(program: LoweredProgram, stages: Sequence[Stage], rank: int) -> list[str]:
     """What the rank exchanges, and how to run it."""
-    ops, rounds = wire(program, rank), rounds_text(program.plan)
-    sent = f"{units.nbytes(sum(op.per_step for op in ops))} a step{', as the mean over a round' if rounds else ''}"
+    ops, rounds, batches = wire(program, rank), rounds_text(program.plan), program.plan.accumulate
+    mean = ", as the mean over a round" if rounds else f", as the mean of {batches}" if batches > 1 else ""
+    sent = f"{units.nbytes(sum(op.per_step for op in ops))} a step{mean}"
     return [
         *_exchanged(program, stages, rank),
         *([f"trains   approximately: {rounds}"] if rounds else []),
+        *([f"updates  after {batches} batches"] if batches > 1 else []),
         f"sends    {sent}, {len(ops)} operations on the wire",
         f"run      torchrun --nproc-per-node {program.plan.world} launch.py",
         "remake   splitc compile <model file> --plan plan.json",

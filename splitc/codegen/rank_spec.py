@@ -40,6 +40,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         plan.rounds,
         tuple(_evaluated(program, stage, rank) for stage in stages) if plan.deals else (),
         tuple(name for stage in stages for name in _recomputed(program, stage)) if plan.deals else (),
+        plan.accumulate,
     )
 
 

@@ -54,6 +54,10 @@ BEGIN_ROUND = ("deal", "fetch_ahead", "keep")
 """What a rank does before a round of local updates, not in every step."""
 END_ROUND = ("collect", "average", "arrive")
 """What it does after one."""
+BEGIN_UPDATE = ("pull", "send_parameters")
+"""What a rank does in the first of the batches that are accumulated to an update."""
+END_UPDATE = ("all_reduce", "all_reduce_tied", "push", "reduce_gradients")
+"""What it does in the last."""
 PRODUCER_VERBS = ("send", "recv_grad")
 """What the producer of a cut does."""
 

@@ -36,6 +36,7 @@ class Plan:
     batch_offsets: role -> bounds (0, ..., global_batch); its k-th rank works on examples bounds[k] to bounds[k + 1].
     microbatches: parts of every reader's examples that go through the roles one after another; gradients add up.
     schedule: their order, "all_forward" before the first backward, or "1f1b", forward and backward in turn.
+    accumulate: batches to an update, at whose end gradients are summed over ranks.
     groups: role -> its model-parallel groups, where it has some: consecutive ranks, which share their examples.
     servers: ranks that hold the parameters of layers with sync "parameter_server"; overlap: those travel layer by
     layer, while ranks compute.  all_reduce: its algorithm, "backend" or "recursive_doubling".
@@ -62,6 +63,7 @@ class Plan:
     model: str = ""
     rounds: Rounds | None = None
     insert_norm: bool = False
+    accumulate: int = 1
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
     undivided: Plan | None = field(default=None, compare=False, repr=False)
 
@@ -287,7 +289,7 @@ class Plan:
             for part in ("state", "arrives"):
                 if place[part] is None:
                     del place[part]
-        for name, usual in (("rounds", None), ("insert_norm", False), ("schedule", "all_forward")):
+        for name, usual in (("rounds", None), ("insert_norm", False), ("schedule", "all_forward"), ("accumulate", 1)):
             if decided[name] == usual:
                 del decided[name]
         return {"examples" if name == "batch_offsets" else name: value for name, value in decided.items()}

@@ -196,6 +196,14 @@ def _microbatches(data: dict[str, Any]) -> Iterator[str]:
         yield f"{why}, but synchronised BatchNorm normalises over the whole global batch at once: take 1"
 
 
+def _accumulate(data: dict[str, Any]) -> Iterator[str]:
+    if (number := data.get("accumulate", 1)) < 1:
+        yield f"accumulate is {number}; it must be at least 1"
+    for role, group in data.get("groups", {}).items():
+        if number > 1 and group.get("updates") == "every":
+            yield f"accumulate is {number}, but groups: {role} updates in every microbatch: take 'once'"
+
+
 def _servers(data: dict[str, Any]) -> Iterator[str]:
     world, servers = data["world"], data.get("servers", [])
     for rank in servers:
@@ -266,6 +274,7 @@ _SECTIONS = {
     _examples: "roles examples",
     _groups: "roles groups",
     _microbatches: "roles examples groups rounds synchronised microbatches schedule all_reduce",
+    _accumulate: "groups accumulate",
     _rounds: "world roles groups rounds synchronised servers placements",
     _servers: "world servers rounds placements",
     _placements: "roles groups rounds placements",

@@ -1,6 +1,6 @@
 """Each rank's messages and collectives in one step, in order: its action list with the plan's ranks filled in.
 
-What happens once a round is there once, and says how often in a step it is on average (`WireOp.times`).
+What happens once a round or an update is there once, and says how often in a step it is on average (`WireOp.times`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, Action
+from splitc.ir.actions import BEGIN_ROUND, BEGIN_UPDATE, END_ROUND, END_UPDATE, Action
 from splitc.ir.comm_ops import OPS, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
@@ -45,10 +45,14 @@ def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
 
 def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield what `rank` communicates in one action."""
-    rounds, once = program.plan.rounds, action.verb in (*BEGIN_ROUND, *END_ROUND)
+    plan, times = program.plan, 1.0
+    if action.verb in (*BEGIN_UPDATE, *END_UPDATE, *BEGIN_ROUND, *END_ROUND):
+        times = 1 / plan.accumulate
+    if plan.rounds is not None and action.verb in (*BEGIN_ROUND, *END_ROUND):
+        times /= plan.rounds.steps
     for op in _of_action(program, rank, action):
         if op.kind != "collective" or len(op.ranks) > 1:
-            yield replace(op, times=1 / rounds.steps) if rounds is not None and once else op
+            yield op if times == 1 else replace(op, times=times)
 
 
 def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
@@ -76,7 +80,7 @@ def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[W
 def _loss(plan: Plan, rank: int) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
     collective, nbytes = OPS["sum_loss"].collective, torch.float64.itemsize
-    last = 1 / plan.rounds.steps if plan.rounds else 1.0
+    last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
             sent = collective.sent(nbytes, nbytes, len(ranks))

@@ -37,6 +37,7 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "advice": plan.prediction.advice,
         "rounds": asdict(plan.rounds) if plan.rounds else None,
         "global_batch": plan.global_batch,
+        "accumulate": plan.accumulate,
         "step_seconds": plan.step_seconds,
         "program_seconds": plan.prediction.program_seconds,
         "simulated_seconds": plan.prediction.simulated_seconds,
@@ -141,16 +142,16 @@ class Figures:
         ranks = plan.roles[place.role]
         values = max(sum(op.sent_for(layer.name) for op in self._wires[r]) for r in (ranks[0], ranks[-1]))
         if place.sync == "parameter_server":
-            return values + gradient
+            return values + gradient / plan.accumulate
         own = gradient / place.num_shards
         if place.sync == "all_reduce":
-            values += _ring(own, len(plan.replicas(place.role, ranks[0])))
+            values += _ring(own, len(plan.replicas(place.role, ranks[0]))) / plan.accumulate
         if plan.rounds:
             n, dealt = len(plan.averaged(place.role, ranks[0])), self.program.stage(place.role).dealt
             if place.holding == "subnet":  # a slice travels there and back, as many bytes as in a ring
                 held = ((self.program.tensors[name], dealt.get(name, {})) for name in layer.tensors)
                 own = sum(exchanged_nbytes(tensor, dims, n) for tensor, dims in held)
-            values += _ring(own, n) / plan.rounds.steps
+            values += _ring(own, n) / (plan.rounds.steps * plan.accumulate)
         return values
 
 

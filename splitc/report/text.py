@@ -95,6 +95,7 @@ def _headline(program: PlacedProgram) -> str:
     ]
     lines += [prediction.advice] * bool(prediction.advice)
     lines += [f"approximate: {rounds_text(plan)}; seconds and bytes are means over a round"] * bool(plan.rounds)
+    lines += [f"an update every {plan.accumulate} batches; seconds and bytes are their means"] * (plan.accumulate > 1)
     return "\n".join(map(wrap, lines))
 
 

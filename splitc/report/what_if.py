@@ -216,8 +216,8 @@ def _rate(program: PlacedProgram, cluster: Cluster, accumulate: int) -> float:
     return program.plan.global_batch / simulated_step(program, cluster, accumulate).step_seconds
 
 
-def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int = 1) -> Timeline:
-    """Return the simulated step of a placed program.  accumulate: batches to an update."""
+def simulated_step(program: PlacedProgram, cluster: Cluster, accumulate: int | None = None) -> Timeline:
+    """Return the simulated step of a placed program.  accumulate: batches to an update; None: as planned."""
     return simulate(lower_unchecked(program), cluster, _STEPS, accumulate=accumulate)
 
 

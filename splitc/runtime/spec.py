@@ -193,6 +193,7 @@ class RankSpec:
     rounds: how long the units of a round train before they average; None: all ranks train together.
     evaluated: what the rank does in each of its roles in evaluation, where that is not what it does in training.
     recomputed: normalisations whose statistics are computed anew, of a sample of batches, before they are read.
+    accumulate: batches to an update.
     """
 
     index: int
@@ -207,6 +208,7 @@ class RankSpec:
     rounds: Rounds | None = None
     evaluated: tuple[RoleSpec, ...] = ()
     recomputed: tuple[str, ...] = ()
+    accumulate: int = 1
 
     @property
     def role(self) -> str:

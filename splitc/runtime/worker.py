@@ -34,7 +34,8 @@ class Worker:
     optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
     on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
     clip_norm: largest norm of all gradients of the ranks that train together, each parameter counted once.
-    accumulate: batches to an update; gradients are the mean over them, as in one process that divides each loss by it.
+    accumulate: batches to an update, None: as planned; gradients are the mean over them, as in one process that divides
+    each loss by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
     """
@@ -47,10 +48,11 @@ class Worker:
         keys: Mapping[str, str] | Iterable[str],
         optimizer: OptimizerFactory | None,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         seed: int = 0,
         elementwise: bool = False,
     ) -> None:
+        accumulate = program.rank.accumulate if accumulate is None else accumulate
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)

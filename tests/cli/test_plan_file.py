@@ -99,7 +99,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"placements": {"*": {"role": "trunk", "sync": "parameter_server"}}}, "but servers is empty"),
     ({"placements": {"*": "trunk", "second": {"role": "head", "group": 2}}}, "groups has nothing for its role 'head'"),
-    ({"microbatch": 2}, "microbatch is an unknown key; did you mean microbatches? there are all_reduce, exact"),
+    ({"microbatch": 2}, "microbatch is an unknown key; did you mean microbatches? there are accumulate, all_reduce"),
     ({"microbatches": 5}, "microbatches is 5, but a rank of trunk reads 4 examples: take at most 4"),
     ({"microbatches": 2.5}, "microbatches is 2.5; it must be a whole number"),
     ({"schedule": "f1b1"}, "schedule is 'f1b1'; did you mean 1f1b? there are all_forward, 1f1b"),

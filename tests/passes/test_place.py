@@ -133,8 +133,7 @@ def test_the_plan_shows_the_best_of_every_family() -> None:
         "hybrid_single",
         "modulo_shard",
         "late_multiply",
-        "mixed",
-    ]
+    ], "of all, the best is one of these"
     assert all(c.exact for c in plan.candidates)
     assert all(c.feasible and not c.why for c in plan.candidates[:5])
     for strategy in ("modulo_shard", "late_multiply"):
@@ -158,9 +157,9 @@ def test_a_strategy_asked_for_by_name_prices_the_others_when_its_candidates_are_
     assert json.loads(plan.to_json())["candidates"][0]["strategy"] == "data_parallel"
     assert plan.hash and priced == ["data_parallel"]
     names = [each.strategy for each in plan.candidates]
-    assert len(names) == 8 and priced == ["data_parallel", *names]
-    assert len(plan.candidates) == 8 and len(priced) == 9
-    assert len(place(separable(), 4, Auto()).prediction.priced) == 8
+    assert priced == ["data_parallel", *names, "mixed"], "whose best plan is one of those"
+    assert len(plan.candidates) == 7 and len(priced) == 9
+    assert len(place(separable(), 4, Auto()).prediction.priced) == 7
 
 
 def test_a_layer_is_priced_once_for_each_batch_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,5 +278,5 @@ def test_a_plan_that_does_not_fit_to_the_byte_makes_room_for_the_next() -> None:
 def test_auto_tries_the_microbatches_that_are_asked_for_alone() -> None:
     for number in (1, 2):
         plan = place(separable(batch=8), 4, Auto(microbatches=number))
-        several = [each.microbatches for each in plan.candidates if each.strategy == "mixed" and each.feasible]
-        assert plan.microbatches in (1, number) and several == [number]
+        several = {each.microbatches for each in plan.candidates if each.feasible}
+        assert plan.microbatches in (1, number) and number in several <= {1, number}

@@ -162,10 +162,10 @@ def test_the_gradients_that_a_worker_shows_are_the_mean_over_the_batches() -> No
             torch.testing.assert_close(gradient, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [0, -1, 1.0, True, None])
+@pytest.mark.parametrize("accumulate", [0, -1, 1.0, True, "2"])
 def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
     _, program = plain()
-    with pytest.raises(LaunchError, match=f"accumulate={accumulate}: give a whole number of batches, at least 1"):
+    with pytest.raises(LaunchError, match=f"accumulate={accumulate!r}: give a whole number of batches, at least 1"):
         on_workers(program, lambda worker: None, accumulate=accumulate)
 
 

@@ -32,7 +32,7 @@ def compiled(
     **options: Any,
 ) -> CompiledProgram:
     """`splitc.compile` on a cluster by name; `analysed` saves capturing a model again for another plan."""
-    settings = Settings(world, strategy=strategy, cluster=CLUSTER, **options)
+    settings = Settings(world, strategy=strategy, **{"cluster": CLUSTER, **options})
     bound = Example.bind(model, example, target, loss)
     program = analysed or _known(model, bound, settings.autocast)
     return CompiledProgram(specialise(program, settings), model, bound, settings)

@@ -63,7 +63,7 @@ def run_trial(
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
 
     tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
-    worker = Worker(load_rank(source, transport.rank, own), transport, tensors, keys, optimizer)
+    worker = Worker(load_rank(source, transport.rank, own), transport, tensors, keys, optimizer, accumulate=1)
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
     for step, feed in enumerate(feeds, 1):
