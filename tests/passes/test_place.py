@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -280,3 +281,9 @@ def test_auto_tries_the_microbatches_that_are_asked_for_alone() -> None:
         plan = place(separable(batch=8), 4, Auto(microbatches=number))
         several = {each.microbatches for each in plan.candidates if each.feasible}
         assert plan.microbatches in (1, number) and number in several <= {1, number}
+
+
+def test_a_reason_names_the_next_best_placement_of_a_large_layer_and_its_price() -> None:
+    reasons = place(separable(), 4, LayerSeparation(n_f=1)).prediction.reasons
+    assert re.search(r"; whole in head, the step would take [0-9.]+ m?s more$", reasons["fc1"])
+    assert "the step would take" not in reasons["conv1"], "which is small"
