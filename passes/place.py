@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
-from splitc.checks.batch_sizes import microbatch_problems
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.profiling.measured import is_measured, require_this_machine
@@ -23,7 +22,6 @@ from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
-from splitc.ir.plan_checks import decision_problems
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
 from splitc.ir.strategies import (
@@ -34,7 +32,6 @@ from splitc.ir.strategies import (
     IndependentSubnets,
     LateMultiply,
     LayerSeparation,
-    LocalSGD,
     Mixed,
     ModuloShard,
     ParameterServer,
@@ -48,7 +45,6 @@ from splitc.passes.planner.priced_plan import PricedPlan, fastest, simulated
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.propose_mixed import mixed
 from splitc.passes.planner.propose_parameter_server import parameter_server
-from splitc.passes.planner.propose_rounds import local_sgd
 from splitc.passes.planner.propose_subnets import independent_subnets
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
@@ -169,28 +165,15 @@ class Place(Pass[Program, PlacedProgram]):
         own = asked if isinstance(asked, kind) else kind(**common)
         match own:
             case ParameterServer():
-                return [self._as_asked(request.program, parameter_server(request, own))]
-            case LocalSGD():
-                return [self._as_asked(request.program, local_sgd(request, own))]
+                return [parameter_server(request, own)]
             case IndependentSubnets():
-                return [self._as_asked(request.program, independent_subnets(request, own))]
+                return [independent_subnets(request, own)]
             case Mixed():
-                pinned = self._as_asked(request.program, mixed(request))
-                return [pinned, *([] if own is asked else propose(request, own))]
+                return [mixed(request), *([] if own is asked else propose(request, own))]
         if own is asked:
             return propose(request, own, by_name=True)
         narrow = isinstance(own, LateMultiply | ModuloShard)  # by name, and what that gives is a plan of theirs too
         return [*propose(request, own), *(propose(request, own, by_name=True) if narrow else ())]
-
-    def _as_asked(self, program: Program, priced: PricedPlan) -> PricedPlan:
-        """A plan that no integer program chose, in the microbatches asked for."""
-        asked, plan = self.strategy, priced.plan
-        if plan is None or asked.microbatches in (None, 1):
-            return priced
-        groups = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
-        plan = replace(plan, groups=groups, microbatches=asked.microbatches, schedule=asked.schedule or plan.schedule)
-        why = [*decision_problems(plan), *microbatch_problems(program, plan)]
-        return replace(priced, plan=plan, infeasible_because="; ".join([priced.infeasible_because, *why]).strip("; "))
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""

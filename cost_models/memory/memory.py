@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from splitc.ir.layers import StateTensor
-from splitc.ir.program import LoweredProgram, TensorSpec
+from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import Payload, What
 
@@ -80,11 +80,6 @@ def rank_memory(
         communication=communication,
         buffers=sum(tensor.nbytes for tensor in held if not tensor.parameter),
     )
-
-
-def cut_nbytes(spec: TensorSpec, batch: int) -> int:
-    """Bytes that either side of a cut keeps: the value until the end of the step, and its gradient if there is one."""
-    return spec.nbytes(batch) * (2 if spec.requires_grad else 1)
 
 
 def exchanged_nbytes(program: LoweredProgram, rank: int) -> float:

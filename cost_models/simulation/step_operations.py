@@ -32,11 +32,6 @@ from splitc.ir.wire_op import WireOp
 from splitc.runtime.collectives.layouts import State
 
 
-def step_operations(prices: Prices, rank: int, update: int = 1) -> list[Operation]:
-    """Return one step of `rank`; all parties of a transfer get the same object until the next `begin_step`."""
-    return Step(prices, rank, Batch(update)).operations()
-
-
 class Step:
     """One rank's step, action by action.  begun: what it communicates, in order."""
 

@@ -38,8 +38,8 @@ def build_plan(
     for layer, option in chosen.items():
         role, pin = division.roles[option.role], request.pins.get(layer)
         sync = option.sync
-        if sync != "none" or (rounds is not None and request.gradient_of(layer)):
-            sync = "average" if rounds is not None and len(role.groups) == 1 else sync
+        if rounds is not None and len(role.groups) == 1:
+            sync = "average" if request.gradient_of(layer) and request.world > 1 else "none"
         placements[layer] = LayerPlacement(
             names[option.role],
             option.holding,

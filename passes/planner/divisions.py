@@ -21,7 +21,6 @@ from itertools import accumulate, pairwise, product
 from splitc.ir.shares import serve
 from splitc.ir.strategies import HybridSingle, LayerSeparation, Mixed, ModuloShard, SingleDevice
 from splitc.ir.strategy import Strategy
-from splitc.passes.planner.pins import asks_for_groups
 from splitc.passes.planner.request import Request, largest
 
 FEW = 24
@@ -152,7 +151,7 @@ def _whole_space(request: Request) -> Iterator[Division]:
 
 def _separations(request: Request, asked: LayerSeparation, grouped: bool = False) -> Iterator[Division]:
     """Roles on ranks of their own.  grouped: the last one also in groups."""
-    pinned = any(map(asks_for_groups, request.pins.values()))
+    pinned = any(pin.only_in_groups for pin in request.pins.values())
     for sizes in _role_sizes(request.world, asked):
         starts = [0, *accumulate(sizes)]
         bounds = [request.bounds(sizes[0])]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, ModuloShard
+from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, LocalSGD, ModuloShard
 from splitc.ir.strategy import Strategy
-from splitc.passes.planner.assign_roles import LayerChoice, apply_pins
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.divisions import pinned_sizes
 from splitc.passes.planner.pin_checks import contradictions, pinned_by, too_small, unmet, unsummed
-from splitc.passes.planner.pins import asks_for_groups
 from splitc.passes.planner.request import Request
 
 
@@ -20,6 +17,7 @@ def impossible(request: Request, asked: Strategy) -> list[str]:
     found = contradictions(request, asked.name)
     kinds: dict[type[Strategy], Callable[[], list[str]]] = {
         DataParallel: lambda: _of_replicas(request),
+        LocalSGD: lambda: _of_replicas(request),
         LateMultiply: lambda: _of_linear(request, asked, "to multiply late"),
         ModuloShard: lambda: _of_linear(request, asked, "to divide") + _of_groups(request, asked),
         LayerSeparation: lambda: _of_roles(request, asked),
@@ -32,30 +30,29 @@ def unfollowed(request: Request, asked: Strategy) -> list[str]:
     """The pins that no plan of a strategy can follow, by name; none where they are not what is in the way."""
     if not request.pins:
         return []
-    layers = [layer.name for layer in request.program.layers]
     if isinstance(asked, LateMultiply):
-        late = {name: LayerChoice(sync="late_multiply" if name in request.linears else "all_reduce") for name in layers}
-        return unmet(request, apply_pins(request, late))
-    if not any(map(asks_for_groups, request.pins.values())) and not isinstance(asked, ModuloShard):
+        return unmet(request, request.world) + unsummed(request, request.pins)
+    if not any(pin.only_in_groups for pin in request.pins.values()) and not isinstance(asked, ModuloShard):
         return []
+    ranks, mp = request.world, asked.mp if isinstance(asked, ModuloShard) else None
+    sizes = [size for size in range(2, ranks + 1) if ranks % size == 0 and mp in (None, size)]
     if isinstance(asked, LayerSeparation):
-        world = (asked.sizes or (request.world - (asked.n_c or 0),))[-1] if asked.n_f is None else asked.n_f
-        sizes = pinned_sizes(request, world)
-        if not any(world % size == 0 for size in sizes):
+        ranks = (asked.sizes or (ranks - (asked.n_c or 0),))[-1] if asked.n_f is None else asked.n_f
+        sizes = pinned_sizes(request, ranks)
+        if not any(ranks % size == 0 for size in sizes):
             role = request.role_names(2)[1]
             return [f"pins ask for groups of {sizes[0]} ranks, which those of {role} cannot form"]
-        part = replace(request, world=world)
-        return min((_in_groups_of(part, layers, size) for size in sizes), key=len)
-    mp = asked.mp if isinstance(asked, ModuloShard) else None
-    mps = [size for size in range(2, request.world + 1) if request.world % size == 0 and mp in (None, size)]
-    return min((_in_groups_of(request, layers, size) for size in mps), key=len, default=[])
+    return min((_in_groups_of(request, ranks, size) for size in sizes), key=len, default=[])
 
 
-def _in_groups_of(request: Request, layers: list[str], size: int) -> list[str]:
+def _in_groups_of(request: Request, ranks: int, size: int) -> list[str]:
     """The pins that layers in groups of one size, and those before them, cannot follow."""
     inside = following(cut_rules(request.program, copies=True), request.linears)
-    choices = {layer: LayerChoice(group=size if layer in inside else 1) for layer in layers}
-    return unmet(request, apply_pins(request, choices, LayerChoice(group=size)), size)
+    groups = {
+        layer: pin.group or (size if pin.stage != 0 and (layer in inside or pin.divides) else 1)
+        for layer, pin in request.pins.items()
+    }
+    return unmet(request, ranks, size) + unsummed(request, [layer for layer, each in groups.items() if ranks > each])
 
 
 def _of_replicas(request: Request) -> list[str]:

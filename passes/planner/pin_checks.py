@@ -7,12 +7,10 @@ what several ranks train are summed.  Every strategy asks here, so that none ign
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from splitc.ir.placements import HOLDINGS, SPLITS
 from splitc.ir.roles import MAX_STAGES
 from splitc.ir.strategies import Mixed
-from splitc.passes.planner.assign_roles import ONE, LayerChoice
 from splitc.passes.planner.pins import Pin, quote_layers
 from splitc.passes.planner.request import Request
 
@@ -80,78 +78,57 @@ def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
     ]
 
 
-_LINEAR = "but only linear layers of their own weight can be"
+def unmet(request: Request, ranks: int, size: int | None = None) -> list[str]:
+    """Return a line for each part of a pin that its layer cannot have.
 
-
-def unmet(request: Request, choices: Mapping[str, LayerChoice], size: int | None = None) -> list[str]:
-    """Return a line for each part of a pin that the layers cannot have under `choices`, which follow the pins.
-
-    size: of the groups, where a strategy has one size of them.
+    ranks: that groups divide.  size: of all groups of a strategy; None: pins alone say where layers are.
     """
     asking: dict[tuple[str, str], list[str]] = {}
     for layer, pin in request.pins.items():
-        found = [*_of_its_kind(request, layer, pin, layer in request.linears)]
-        found += [*_of_groups(request, pin, choices[layer], size)]
-        for problem in found or _of_its_place(pin, choices[layer]):
+        found = [*_of_its_kind(request, layer, pin), *_of_groups(pin, ranks, size)] or _of_its_place(pin, size)
+        for problem in found:
             asking.setdefault((pin.pattern, problem), []).append(layer)
-    why = [
+    return [
         f"pin {pattern!r} {problem.replace('...', quote_layers(layers))}"
         for (pattern, problem), layers in asking.items()
     ]
-    return why + unsummed(request, [layer for layer, choice in choices.items() if _replicas(request, choice) > 1])
 
 
-def _of_its_kind(request: Request, layer: str, pin: Pin, linear: bool) -> Iterator[str]:
+def _of_its_kind(request: Request, layer: str, pin: Pin) -> Iterator[str]:
     """Yield what the layer itself does not allow; `...` stands for its name."""
     owns = any(request.program.tensors[name].parameter for name in request.program.layer(layer).tensors)
     if pin.holding == "sharded" and owns and layer not in request.divisible:
         yield "asks ... to be sharded, but only linear layers, embeddings and normalisations of features can be"
-    if pin.sync == "late_multiply" and request.gradient_of(layer) and not linear:
-        yield f"asks ... to be late-multiplied, {_LINEAR}"
+    if pin.sync == "late_multiply" and request.gradient_of(layer) and layer not in request.linears:
+        yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
     if pin.holding == "subnet":
         yield "asks for holding 'subnet' of ..., which is approximate and cannot be planned yet"
     if pin.sync == "parameter_server":
         yield "asks for sync 'parameter_server' of ..., which only the strategy of that name has"
 
 
-def _of_groups(request: Request, pin: Pin, choice: LayerChoice, size: int | None) -> Iterator[str]:
+def _of_groups(pin: Pin, ranks: int, size: int | None) -> Iterator[str]:
     """Yield groups that the ranks or the strategy do not have."""
-    if pin.group is not None and request.world % pin.group:
-        yield f"asks for groups of {pin.group} of ..., which do not divide {request.world} ranks"
+    if pin.group is not None and ranks % pin.group:
+        yield f"asks for groups of {pin.group} of ..., which do not divide {ranks} ranks"
     elif pin.group not in (None, 1) and size not in (None, pin.group):
         yield f"asks for groups of {pin.group} of ..., but here all groups have {size} ranks"
     if pin.group == 1 and pin.holding == "sharded":
         yield "asks ... to be sharded in groups of 1, which divide nothing"
-    if choice.group > 1 and pin.stage == 0:
+    if pin.grouped and pin.stage == 0:
         yield f"asks for role {pin.role!r} of ... and for groups, which are in another role"
-    if choice.group > 1 and choice.where == ONE:
-        yield f"asks for groups of {choice.group} of ... on one rank"
+    if size is None and pin.grouped and not pin.divides and pin.stage == 1:
+        yield f"asks for groups of {pin.group} of ... on one rank"
 
 
-def _of_its_place(pin: Pin, choice: LayerChoice) -> Iterator[str]:
-    """Yield parts of a pin that contradict its other parts, or the choice of the strategy."""
-    if pin.split is not None and choice.holding != "sharded":
+def _of_its_place(pin: Pin, size: int | None) -> Iterator[str]:
+    """Yield parts of a pin that contradict its other parts, or the place of the layer."""
+    if pin.split is not None and not pin.divides:
         yield f"asks for split {pin.split!r} of ..., which is not sharded; ask for holding 'sharded' as well"
-    if pin.sync == "late_multiply" and choice.group > 1:
+    if pin.sync == "late_multiply" and pin.grouped:
         yield "asks for groups and for late multiply of ..., but only what all ranks have whole is late-multiplied"
-    if pin.sync == "late_multiply" and choice.where == ONE:
+    elif pin.sync == "late_multiply" and size is None and pin.stage == 1:
         yield "asks for late multiply of ... on one rank, where there is nothing to gather"
-
-
-def _replicas(request: Request, choice: LayerChoice) -> int:
-    """How many copies of a layer's parameters are trained."""
-    return 1 if choice.where == ONE else max(1, request.world // choice.group)
-
-
-def shard_only_linear(request: Request, choices: Mapping[str, LayerChoice]) -> dict[str, LayerChoice]:
-    """The choices, with layers that cannot be divided (a loss, a norm) replicated in their groups."""
-    pinned = request.divisible & {layer for layer, pin in request.pins.items() if pin.holding == "sharded" or pin.split}
-    return {
-        layer: replace(choice, holding="replicated", split=None)
-        if choice.holding == "sharded" and layer not in {*request.linears, *pinned}
-        else choice
-        for layer, choice in choices.items()
-    }
 
 
 def too_small(request: Request, strategy: str) -> list[str]:

@@ -28,6 +28,21 @@ class Pin(Placement):
         """The place of its role on the data's way, by any of its names; None for other roles and without one."""
         return None if self.role is None else STAGE_OF_ROLE.get(self.role)
 
+    @property
+    def divides(self) -> bool:
+        """Whether it asks for shards."""
+        return self.holding == "sharded" or (self.holding is None and self.split is not None)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it asks for groups of ranks."""
+        return self.divides or (self.group or 1) > 1
+
+    @property
+    def only_in_groups(self) -> bool:
+        """Whether it asks for what only ranks in groups have."""
+        return self.grouped or bool(self.split or self.state or self.arrives)
+
 
 def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> dict[str, Pin]:
     """Layer -> its pin, for the layers that have one.
@@ -48,13 +63,6 @@ def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> 
     if problems:
         raise PlacementError(bullets("these pins cannot be followed:", problems))
     return resolved
-
-
-def asks_for_groups(pin: Pin | None) -> bool:
-    """Whether a pin asks for what only ranks in groups have."""
-    if pin is None:
-        return False
-    return bool((pin.group or 1) > 1 or pin.holding == "sharded" or pin.split or pin.state or pin.arrives)
 
 
 def quote_layers(layers: Sequence[str]) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from splitc.checks.batch_sizes import microbatch_problems
+from splitc.checks.graph import tied_are_replicated
 from splitc.cost_models.memory.memory import exchanged_nbytes
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
+from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import LoweredProgram
 from splitc.passes.planner.priced_plan import PricedPlan, priced_plan, shortage
 from splitc.passes.planner.request import Request
@@ -12,7 +17,10 @@ from splitc.passes.rewriting import lower_unchecked
 
 
 def price_plan(request: Request, plan: Plan) -> PricedPlan:
-    """The plan with its prices; infeasible where it contradicts itself or does not fit."""
+    """The plan in the microbatches asked for, with its prices; infeasible where it makes no sense or does not fit."""
+    plan = in_microbatches(request, plan)
+    if why := problems_of(request, plan):
+        return PricedPlan(plan.strategy, plan, infeasible_because="; ".join(why), exact=plan.exact)
     try:
         program = lower_unchecked(request.program.placed(plan))
     except PlacementError as error:
@@ -22,6 +30,23 @@ def price_plan(request: Request, plan: Plan) -> PricedPlan:
     return priced_plan(
         request, plan, shortage(roles, plan.ranks_by_roles[roles], need, request.memory_of(request.world), layers)
     )
+
+
+def in_microbatches(request: Request, plan: Plan) -> Plan:
+    """The plan in the microbatches asked for, in place of those of its groups."""
+    if request.microbatches == 1:
+        return plan
+    groups = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
+    return replace(plan, groups=groups, microbatches=request.microbatches, schedule=request.schedule)
+
+
+def problems_of(request: Request, plan: Plan) -> list[str]:
+    """What contradicts itself in a plan, or cannot be in its microbatches and groups: one line each."""
+    return [
+        *decision_problems(plan),
+        *microbatch_problems(request.program, plan),
+        *(tied_are_replicated(request.program.placed(plan)) if plan.groups else ()),
+    ]
 
 
 def memory_needed(request: Request, program: LoweredProgram) -> tuple[float, dict[str, float]]:

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitc.checks.batch_sizes import microbatch_problems
-from splitc.checks.graph import tied_are_replicated
 from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import Plan
-from splitc.ir.plan_checks import decision_problems
 from splitc.ir.strategies import LateMultiply, LayerSeparation, Mixed, ModuloShard
-from splitc.ir.strategy import Strategy
+from splitc.ir.strategy import InRounds, Strategy
 from splitc.passes.planner.build_plan import build_plan
 from splitc.passes.planner.cuts import CutRules, cut_rules, following, uncut
 from splitc.passes.planner.divisions import Division, divisions
 from splitc.passes.planner.impossible import impossible, unfollowed
 from splitc.passes.planner.options import Space, role_options
 from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.problem import Option, Place
 from splitc.passes.planner.request import Request, largest, smallest
@@ -69,13 +67,11 @@ def _with_copies(request: Request, space: Space, divided: list[Division]) -> tup
 
 
 def _of_unit(request: Request, asked: Strategy) -> Request:
-    """The request of one group, where groups train by themselves."""
-    if not isinstance(asked, ModuloShard) or asked.period is None:
+    """The request of one unit, where units of ranks train by themselves."""
+    if not isinstance(asked, InRounds) or asked.period is None:
         return request
-    sizes = [
-        size for size in range(2, request.world // 2 + 1) if request.world % size == 0 and asked.mp in (None, size)
-    ]
-    size = max(sizes)
+    mp = asked.mp if isinstance(asked, ModuloShard) else 1
+    size = mp or max(size for size in range(2, request.world // 2 + 1) if request.world % size == 0)
     return replace(request, world=size, global_batch=size * largest(request.bounds(request.world)))
 
 
@@ -92,18 +88,14 @@ def _as_asked(division: Division, asked: Strategy) -> Division:
 def _priced(request: Request, asked: Strategy, found: Found, whole: Search) -> PricedPlan:
     plan = build_plan(request, asked.name, found.division, found.chosen, asked.is_exact, _rounds(asked, found.division))
     plan = replace(plan, synchronised=bool(asked.sync_batchnorm))
-    if problems := [
-        *decision_problems(plan),
-        *microbatch_problems(request.program, plan),
-        *(tied_are_replicated(request.program.placed(plan)) if plan.groups else ()),
-    ]:
+    if problems := problems_of(request, plan):
         return PricedPlan(asked.name, plan, infeasible_because="; ".join(problems), exact=asked.is_exact)
     seconds, exact = found.seconds, asked.is_exact
     return PricedPlan(asked.name, plan, seconds, seconds, whole.bound, whole.proved, exact=exact, found=found)
 
 
 def _rounds(asked: Strategy, division: Division) -> Rounds | None:
-    return asked.rounds(division.roles[-1].group) if isinstance(asked, ModuloShard) else None
+    return asked.rounds(division.roles[-1].group) if isinstance(asked, InRounds) else None
 
 
 # -- spaces ------------------------------------------------------------------------------------------------------------
@@ -191,13 +183,14 @@ def _follows(request: Request, division: Division, layer: str, option: Option, p
     group = division.roles[option.role].group
     grouped = 1 if option.state == "batch" and option.holding == "replicated" else group
     owns, trains = layer in request.divisible, request.gradient_of(layer) > 0
+    summed = "all_reduce", "average"  # which is nothing where one rank trains it, in its unit
     return (
         (pin.stage in (None, option.role) or len(division.roles) == 1)
         and pin.group in (None, group, grouped)
         and (not owns or pin.holding in (None, option.holding))
         and pin.split in (None, option.split)
         and (pin.state in (None, option.state, option.makes) or option.role == 0)
-        and (pin.sync in (None, option.sync) or (option.sync == "none" and (pin.sync == "all_reduce" or not trains)))
+        and (pin.sync in (None, option.sync) or (option.sync == "none" and (pin.sync in summed or not trains)))
     )
 
 
@@ -232,8 +225,7 @@ def _short(request: Request, plan: Plan, found: Found) -> list[str]:
     needed = found.problem.memory_of(found.chosen)
     for where, need in needed.items():
         roles = [k for k, each in enumerate(found.problem.ranks) if each == where]
-        ranks = found.division.roles[roles[-1]].ranks
         layers = {name: option.memory for name, option in found.chosen.items() if option.role in roles}
         names = [name for k, name in enumerate(plan.roles) if k in roles]
-        lines += shortage(names, ranks, need, found.problem.memory, layers)
+        lines += shortage(names, plan.roles[names[-1]], need, found.problem.memory, layers)
     return lines

@@ -10,16 +10,14 @@ the last ranks, which are workers too if the servers are `beside` them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from splitc import units
-from splitc.cost_models.papers.stanza import Symbols, ps_step_seconds
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.divisions import counts
 from splitc.passes.planner.pin_checks import contradictions, unsummed
+from splitc.passes.planner.price_plan import in_microbatches, problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
 from splitc.runtime.collectives.parameter_server import COALESCED_BELOW
@@ -32,17 +30,13 @@ def parameter_server(request: Request, options: ParameterServer) -> PricedPlan:
     given = options.servers or (request.world if options.beside else None)
     numbers = [given] if given else counts(request.world) or [1]
     priced = [_priced(request, options, servers) for servers in numbers]
-    best = max(priced, key=lambda plan: (plan.feasible, plan.bound))
-    problems = [] if best.plan is None else unsummed(request, best.plan.placements)
-    if not problems:
-        return best
-    return replace(best, bound=0.0, infeasible_because="; ".join(filter(None, [best.infeasible_because, *problems])))
+    return max(priced, key=lambda plan: (plan.feasible, plan.bound))
 
 
 def _priced(request: Request, options: ParameterServer, servers: int) -> PricedPlan:
     beside = bool(options.beside)
     workers = request.world if beside else request.world - servers
-    problems = contradictions(request, NAME)
+    problems = contradictions(request, NAME) + unsummed(request, request.pins)
     if workers < 1 or servers > request.world:
         room = f"a world of {request.world} has no room for {servers} server{'s' if servers > 1 else ''} and a worker"
         return infeasible(NAME, [*problems, room])
@@ -52,18 +46,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
     roles = {"worker": tuple(range(workers))}
     serving = tuple(range(request.world - servers, request.world))
     link = request.cluster.link_across(roles["worker"], serving)
-    symbols = Symbols(
-        K=batch,
-        P=sum(request.gradient(layer) for layer in layers),
-        A=0.0,
-        P_c=0.0,
-        B=link.bandwidth,
-        T_c=0.0,
-        T_f=0.0,
-        T_ps=sum(request.seconds(layer, batch, workers) for layer in layers),
-        itemsize=1,  # P is in bytes
-    )
-    if not symbols.P:
+    gradients = sum(map(request.gradient, layers))
+    if not gradients:
         problems.append("no parameter trains, so there is nothing to serve")
     if not smallest(bounds):
         problems.append(f"{bounds[-1]} examples cannot be shared out to {workers} workers")
@@ -74,7 +58,9 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
     problems += shortage(short_roles, short_ranks, sum(needed.values()) + each * beside, have, needed)
     if not beside and each > have:
         problems.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
-    seconds = ps_step_seconds(symbols, workers, min(servers, workers)) + 2 * max(servers, workers) * link.latency
+    computing = sum(request.seconds(layer, batch, workers) for layer in layers)
+    exchange = 2 * workers * gradients / (min(servers, workers) * link.bandwidth)
+    seconds = computing + exchange + 2 * max(servers, workers) * link.latency
     placements = {
         layer: LayerPlacement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
         for layer in layers
@@ -89,6 +75,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         overlap=options.overlap is not False,
         all_reduce=request.all_reduce,
     )
+    plan = in_microbatches(request, plan)
+    problems += problems_of(request, plan)
     bound = 0.0 if problems or not seconds else plan.global_batch / seconds
     return PricedPlan(NAME, plan, seconds, seconds, bound, infeasible_because="; ".join(problems))
 

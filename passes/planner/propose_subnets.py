@@ -5,14 +5,11 @@ The layers from the first one with hidden neurons on are a role of their own, wh
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from splitc.errors import PlacementError
 from splitc.ir.graph import info
 from splitc.ir.neurons import Dealing
 from splitc.ir.placements import LayerPlacement
+from splitc.ir.plan import Plan
 from splitc.ir.strategies import IndependentSubnets
-from splitc.passes.planner.assign_roles import LayerChoice, assign_roles
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.pin_checks import contradictions
 from splitc.passes.planner.price_plan import price_plan
@@ -23,24 +20,28 @@ from splitc.runtime.spec import Rounds
 
 def independent_subnets(request: Request, options: IndependentSubnets) -> PricedPlan:
     """The plan that deals all hidden neurons."""
-    program, world = request.program, request.world
-    dealing = request.dealing
-    why = contradictions(request, options.name) + unfit(dealing, world)
-    rules = cut_rules(program)
+    program, world, dealing = request.program, request.world, request.dealing
+    bounds, rules = request.bounds(world), cut_rules(program)
     inside = following(rules, dealing.splits)
+    why = contradictions(request, options.name) + unfit(dealing, world)
     why += [rules.reader_only[layer] for layer in inside & set(rules.reader_only)] if world > 1 else []
-    if request.bounds(world)[-1] < world:
-        why.append(f"{request.bounds(world)[-1]} examples cannot be shared out to {world} ranks")
+    if bounds[-1] < world:
+        why.append(f"{bounds[-1]} examples cannot be shared out to {world} ranks")
     if why:
         return infeasible(options.name, why, exact=False)
-    choices = {layer.name: LayerChoice(group=world if layer.name in inside else 1) for layer in program.layers}
-    try:
-        grouped = assign_roles(request, options.name, choices, "BK", exact=False)
-    except PlacementError as error:
-        return infeasible(options.name, [str(error)], exact=False)
-    placements = {name: _placement(request, place, dealing, name) for name, place in grouped.placements.items()}
-    rounds, insert_norm = Rounds(options.local_steps), bool(options.insert_norm)
-    plan = replace(grouped, placements=placements, groups={}, rounds=rounds, insert_norm=insert_norm)
+    names = request.role_names(min(world, 2))
+    role_of = {layer.name: names[-1 if layer.name in inside else 0] for layer in program.layers}
+    plan = Plan(
+        options.name,
+        world,
+        dict.fromkeys(names, tuple(range(world))),
+        {layer: _placement(request, role, layer) for layer, role in role_of.items()},
+        dict.fromkeys(names, bounds),
+        all_reduce=request.all_reduce,
+        exact=False,
+        rounds=Rounds(options.local_steps),
+        insert_norm=bool(options.insert_norm),
+    )
     return price_plan(request, plan)
 
 
@@ -58,9 +59,7 @@ def unfit(dealing: Dealing, world: int) -> list[str]:
     ] * bool(bare)
 
 
-def _placement(request: Request, place: LayerPlacement, dealing: Dealing, layer: str) -> LayerPlacement:
-    dealt = layer in dealing.splits
+def _placement(request: Request, role: str, layer: str) -> LayerPlacement:
+    split = request.dealing.splits.get(layer)
     sync = "average" if request.gradient_of(layer) and request.world > 1 else "none"
-    if dealt:
-        return replace(place, holding="subnet", split=dealing.splits[layer], sync=sync, group=None)
-    return replace(place, sync=sync)
+    return LayerPlacement(role, "replicated" if split is None else "subnet", sync, split=split)

@@ -19,8 +19,6 @@ from splitc.ir.dealt import share_of
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
 from splitc.ir.neurons import Dealing, divisible_layers, find_neurons
-from splitc.ir.placements import LayerPlacement
-from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
 from splitc.ir.shares import share_out
@@ -89,28 +87,6 @@ class Request:
     @cached_property
     def _has_convolutions(self) -> bool:
         return has_convolutions(self.program)
-
-    def replicated_plan(
-        self,
-        strategy: str,
-        roles: Mapping[str, tuple[int, ...]],
-        batch_offsets: Mapping[str, tuple[int, ...]],
-        role_of: Mapping[str, str],
-    ) -> Plan:
-        """The plan in which every rank of a role holds its layers whole and their gradients are all-reduced."""
-        placements = {}
-        for layer, role in role_of.items():
-            summed = len(roles[role]) > 1 and self.gradient_of(layer) > 0
-            placements[layer] = LayerPlacement(role, "replicated", "all_reduce" if summed else "none")
-        return Plan(strategy, self.world, roles, placements, batch_offsets, all_reduce=self.all_reduce)
-
-    def groups(self, size: int) -> tuple[range, ...]:
-        """The world divided into groups of `size` consecutive ranks."""
-        return tuple(range(first, first + size) for first in range(0, self.world, size))
-
-    def replicas(self, size: int) -> tuple[range, ...]:
-        """The ranks that hold the same shards if the world has groups of `size`: one rank of each group."""
-        return tuple(range(first, self.world, size) for first in range(size))
 
     def bounds(self, readers: int) -> tuple[int, ...]:
         """How `readers` ranks share the global batch; some shares are empty when it is too small."""

@@ -14,12 +14,12 @@ from torch import nn
 
 from examples import alexnet, mlp, resnet, transformer, vgg16
 from splitc.compiled import CompiledProgram
-from splitc.cost_models.memory.memory import RankMemory, cut_nbytes, gradient_nbytes, rank_memory
+from splitc.cost_models.memory.memory import RankMemory, gradient_nbytes, rank_memory
 from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
 from splitc.ir.layers import StateTensor
-from splitc.ir.program import Program, TensorSpec
+from splitc.ir.program import Program
 from tests.support.compiled import analyse, class_batch, compiled
 from tests.support.every_strategy import Asked, everywhere, planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
@@ -124,11 +124,6 @@ def test_frozen_parameters_and_buffers_are_only_held() -> None:
 def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
     assert rank_memory([WEIGHT], 0, optimizer_copies=2).total == 800
     assert rank_memory([WEIGHT], 0, optimizer_copies=0).total == 400
-
-
-def test_both_sides_of_a_cut_keep_value_and_gradient() -> None:
-    assert cut_nbytes(TensorSpec((1, 10), torch.float32, 0, requires_grad=True), 3) == 240
-    assert cut_nbytes(TensorSpec((1,), torch.int64, 0), 3) == 24
 
 
 # -- what ranks really have --------------------------------------------------------------------------------------------

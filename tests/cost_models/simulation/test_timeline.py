@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from splitc.cost_models.network.alpha_beta import many_to_one, point_to_point, ring_all_reduce
+from splitc.cost_models.simulation.batches import Batch
 from splitc.cost_models.simulation.operations import Begin, Compute, Wait
 from splitc.cost_models.simulation.prices import Prices
-from splitc.cost_models.simulation.step_operations import step_operations
+from splitc.cost_models.simulation.step_operations import Step
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.placements import Placement
@@ -26,7 +27,7 @@ def toy(bandwidth: float = 1e7, latency: float = 1e-4, **options: Any) -> Cluste
 
 def computing(program: Any, rank: int, *names: str) -> float:
     """Seconds that a rank computes in a step, of all or of what begins with one of `names`."""
-    operations = [op for op in step_operations(Prices(program, toy()), rank) if isinstance(op, Compute)]
+    operations = [op for op in Step(Prices(program, toy()), rank, Batch()).operations() if isinstance(op, Compute)]
     return sum(op.seconds for op in operations if not names or op.name.startswith(names))
 
 
@@ -77,7 +78,7 @@ def test_late_factors_travel_once_the_last_error_is_there_and_are_multiplied_whi
     """conv's gradients hide the multiplying: it comes before the step waits for their sum."""
     late = {"fc*": Placement(sync="late_multiply")}
     program = planned(4, Asked("", "late_multiply", late)).program
-    operations = step_operations(Prices(program, toy()), 0)
+    operations = Step(Prices(program, toy()), 0, Batch()).operations()
     names = [
         f"begin {op.transfer.name}" if isinstance(op, Begin) else op.name
         for op in operations
@@ -98,7 +99,7 @@ def test_the_denominator_of_the_loss_travels_while_the_model_runs_forward() -> N
     assert "def forward(" in lines[starts - 1]
     assert any("cross_entropy / cross_entropy_weight.wait()" in line for line in lines)
     assert next(str(op.payload) for op in wire(program.program, 0)) == "all.cross_entropy_weight[0]"
-    operations = step_operations(Prices(program.program, toy()), 0)
+    operations = Step(Prices(program.program, toy()), 0, Batch()).operations()
     begin = next(k for k, op in enumerate(operations) if isinstance(op, Begin))
     wait = next(k for k, op in enumerate(operations) if isinstance(op, Wait))
     forward = [op.name for op in operations[begin:wait] if isinstance(op, Compute)]

@@ -21,6 +21,7 @@ from splitc.ir.strategies import (
     ParameterServer,
 )
 from splitc.ir.strategy import Strategy
+from splitc.passes.planner.divisions import Role
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.reasons import explain
@@ -151,11 +152,12 @@ def test_recursive_doubling_sends_from_every_rank_at_once() -> None:
 
 def test_groups_and_replicas_are_priced_where_they_run() -> None:
     request = Request(separable(), hosts(1e5, 4, Link(1e7, 0.0), shared=True), 8)
-    assert request.groups(4) == (range(4), range(4, 8))
-    assert request.replicas(4) == (range(0, 8, 4), range(1, 8, 4), range(2, 8, 4), range(3, 8, 4))
-    assert request.all_gather_seconds(1e6, *request.groups(4)) == pytest.approx(0.75 * 1e6 / 1e7)
-    assert request.all_reduce_seconds(1e6, *request.replicas(4)) == pytest.approx(1e6 / (1e5 / 4))
-    assert request.all_gather_seconds(1e6, *request.groups(8)) == pytest.approx(7 / 8 * 1e6 / 1e5)
+    fours = Role(tuple(range(8)), request.bounds(8), 4)
+    assert fours.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert fours.replicas == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert request.all_gather_seconds(1e6, *fours.groups) == pytest.approx(0.75 * 1e6 / 1e7)
+    assert request.all_reduce_seconds(1e6, *fours.replicas) == pytest.approx(1e6 / (1e5 / 4))
+    assert request.all_gather_seconds(1e6, range(8)) == pytest.approx(7 / 8 * 1e6 / 1e5)
 
 
 def test_reasons_name_the_link_that_sums_a_gradient() -> None:
