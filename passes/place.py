@@ -99,6 +99,11 @@ class Place(Pass[Program, PlacedProgram]):
         compared = None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(request, True))
         return program.placed(replace(plan, prediction=replace(plan.prediction, all=compared)))
 
+    def simulated(self, program: Program) -> list[PricedPlan]:
+        """The plans that `auto` compares."""
+        several = self._simulated(self._request(program), everything=True)
+        return [each for few in several for each in few if each.feasible]
+
     def _key(self, program: Program) -> str | None:
         """A digest of what the plan follows from; None if a text does not tell all of it."""
         graph = None if is_off() else graph_text(program)
