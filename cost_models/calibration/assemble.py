@@ -14,10 +14,11 @@ from typing import Any
 
 from splitc.cost_models.calibration.devices import DeviceFit
 from splitc.cost_models.calibration.link_fit import LinkFit
-from splitc.cost_models.calibration.samples import LIKE
 from splitc.cost_models.compute.roofline import achieved_flop_rate
 from splitc.ir.cluster import Cluster, Device, Unlike
 from splitc.ir.cluster_file import from_data, to_data
+
+_LIKE_DEVICES = 1.3  # the factor below which rates are alike: of equal ranks under quotas they differ by up to a fifth
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ class RankLayout:
         """Whether the ranks of a host compute on the same cores, or on fewer GPUs than there are ranks."""
         several = self.per_host > 1 and not self.separate
         return several and (not self.gpus or self.slots < self.per_host)
-
-    @property
-    def transfers_take_cores(self) -> bool:
-        """Whether ranks compute on all cores, so that transfers take processor time from computing."""
-        return not self.gpus and (self.separate or self.slots <= self.per_host)
 
     def measures(self, rank: int) -> bool:
         """Whether a rank measures its device: at most as many per host as can compute without sharing."""
@@ -107,7 +103,7 @@ def alike(a: Device, b: Device) -> bool:
         return False
     rates = [(achieved_flop_rate(a, dtype), achieved_flop_rate(b, dtype)) for dtype in a.flop_rate]
     rates.append((a.memory_bandwidth * a.efficiency_of("memory"), b.memory_bandwidth * b.efficiency_of("memory")))
-    return all(max(pair) < LIKE * min(pair) for pair in rates)
+    return all(max(pair) < _LIKE_DEVICES * min(pair) for pair in rates)
 
 
 def mean_device(devices: Sequence[Device]) -> Device:

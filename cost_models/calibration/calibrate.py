@@ -65,7 +65,7 @@ def calibrate(
             own = replace(own, device=own.device.slowed(1 / _share(budget / 20)))
     fits = transport.all_gather_objects(own)
     left = budget * (1 - _DEVICES)
-    samples = measure_links(transport, left, progress, ranks.ranks_per_host, ranks.transfers_take_cores)
+    samples = measure_links(transport, left, progress, ranks.ranks_per_host)
     links = fit_links(samples, alike=ranks.one_machine)
     kind = "separate ranks" if separate else "ranks"
     source = _source(f"{ranks.world} {kind} on {_backend(transport)}", ranks.gpus, torch.get_num_threads())

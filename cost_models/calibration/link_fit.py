@@ -7,8 +7,8 @@ Rounds and bytes are those of `alpha_beta`: 1 and its size for a message, n of e
 for a collective.  A pair of ranks shows the slower of their links, so a rank's own link is taken from its best pair,
 and a sample counts for the slowest of its ranks.
 
-A token bucket lets some milliseconds' worth of bytes pass before it limits the rate.  So where there are messages that
-take much longer, only those determine the bandwidth, and the smallest ones the latency.
+A token bucket lets some milliseconds' worth of bytes pass before it limits the rate.  So where there are messages or
+collectives that take much longer, only those determine the bandwidth, and the smallest ones the latency.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from splitc.ir.cluster import COLLECTIVES, Link, Rate
 Point = tuple[float, float, float]  # rounds, bytes, seconds
 
 _OTHER_LATENCY = 2.0  # latencies differ that do by this factor
-_SETTLED = 0.02  # seconds that a message takes which a token bucket does not matter for
+_SETTLED = 0.02  # seconds that a message or a collective takes which a token bucket does not matter for
 _MANY = ("many_to_one", "one_to_many")
 
 
@@ -126,7 +126,7 @@ def _fit(samples: Sequence[Sample], overlaps: Sequence[Overlap]) -> Link:
     collectives = {}
     for name in COLLECTIVES:
         if kinds[name]:
-            of_a_round, rate = fit_line([point(each) for each in kinds[name]])
+            of_a_round, rate = fit_line([point(each) for each in _beyond_buckets(kinds[name])])
             collectives[name] = Rate(rate, of_a_round)
     taken = fit_factor((each.alone, each.nbytes, each.together) for each in overlaps) if overlaps else 0.0
     return Link(
@@ -160,7 +160,7 @@ def _fill_in(links: dict[int, Link], own: Mapping[int, Sequence[Sample]]) -> dic
 
 def _beyond_buckets(messages: list[Sample]) -> list[Sample]:
     settled = [each for each in messages if each.seconds >= _SETTLED]
-    if len({each.nbytes for each in settled}) < 2:
+    if not settled:
         return messages
     smallest = min(each.nbytes for each in messages)
     return [each for each in messages if each.nbytes == smallest] + settled
@@ -175,12 +175,12 @@ class _Speeds:
     def __init__(self, measured: LinkSamples, samples: Sequence[Sample], alike: bool) -> None:
         known = times(samples)
         per_host = measured.ranks_per_host or 1
-        self.best: list[tuple[float, float]] = []  # of each rank, seconds of a small and of a large message
+        self.best: list[tuple[float, ...]] = []  # of each rank, seconds of a small message and of large ones
         group: list[int] = []
         for rank in range(measured.world):
             pairs = [seconds for pair, seconds in known.items() if rank in pair]
             neighbour = rank // per_host * per_host  # stands for the others of its host, which were not timed
-            self.best.append(min(pairs, key=lambda seconds: seconds[1]) if pairs else self.best[neighbour])
+            self.best.append(min(pairs, key=lambda seconds: seconds[-1]) if pairs else self.best[neighbour])
             like = (each for each in dict.fromkeys(group) if alike or _like(self.best[each], self.best[rank]))
             group.append(next(like, rank))
         self.group = tuple(group)
@@ -188,7 +188,7 @@ class _Speeds:
 
     def slowest(self, ranks: Ranks) -> int:
         """The group of the slowest of `ranks`."""
-        return max((self.group[rank] for rank in ranks), key=lambda first: self.best[first][1])
+        return max((self.group[rank] for rank in ranks), key=lambda first: self.best[first][-1])
 
     def counts(self, sample: Sample, first: int) -> bool:
         """Whether a sample is used to fit the link of a group."""
@@ -197,11 +197,16 @@ class _Speeds:
         return self.slowest(sample.ranks) == first
 
 
-def _like(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Whether two ranks have similar links; a, b: seconds of their small and of their large message."""
-    (quick, slow), (small, large) = sorted((a[0], b[0])), sorted((a[1], b[1]))
-    latency_differs = slow > _OTHER_LATENCY * quick and slow - quick > (LIKE - 1) * large
-    return large < LIKE * small and not latency_differs
+def _like(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Whether two ranks have similar links; a, b: seconds of their small and of their large messages.
+
+    The links differ that do so at every large size: one alone may have been disturbed.
+    """
+    (quick, slow), *large = (sorted(pair) for pair in zip(a, b, strict=True))
+    latency_differs = slow > _OTHER_LATENCY * quick and slow - quick > (LIKE - 1) * large[-1][1]
+    slower = [y >= LIKE * x for x, y in zip(a[1:], b[1:], strict=True)]
+    faster = [x >= LIKE * y for x, y in zip(a[1:], b[1:], strict=True)]
+    return not (all(slower) or all(faster) or latency_differs)
 
 
 # -- residuals ---------------------------------------------------------------------------------------------------------

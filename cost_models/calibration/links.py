@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from splitc.cost_models.calibration.overlap import busy_cores, computing
+from splitc.cost_models.calibration.overlap import computing
 from splitc.cost_models.calibration.rank_timer import LEAST, Progress, RankTimer, no_progress
 from splitc.cost_models.calibration.samples import (
     LIKE,
@@ -38,7 +38,8 @@ LARGE = MESSAGES[2:]
 SUMS = (4096, 1 << 18, 1 << 20, 1 << 22, 1 << 23)  # bytes of the whole tensor of a collective
 ALWAYS = 1 << 18  # bytes up to which is measured whatever it takes
 _SAID = {"message": "messages", "exchange": "both directions at once", "pairs": "pairs at once"}
-_SHARES = {"message": 0.35, "exchange": 0.08, "pairs": 0.05, "many": 0.12, "collectives": 0.28, "computing": 0.12}
+_SHARES = {"message": 0.24, "exchange": 0.05, "pairs": 0.05, "many": 0.08, "collectives": 0.38, "computing": 0.2}
+_WHOLE = 0.75  # of the time for collectives, for those of all ranks: large sums, as gradients are
 
 
 def measure_links(
@@ -46,12 +47,11 @@ def measure_links(
     budget: float,
     progress: Progress = no_progress,
     ranks_per_host: int | None = None,
-    one_core: bool = False,
 ) -> LinkSamples:
     """Time the links between the ranks of `transport`: collective, and the result is the same on every rank.
 
     budget: seconds, about.  ranks_per_host: where ranks of a host talk over another link than those of different hosts;
-    all hosts have as many.  one_core: every rank computes on all cores it has, so that transfers take theirs.
+    all hosts have as many.
     """
     timer, world, per_host = RankTimer(transport, progress), transport.world, ranks_per_host or 1
     everybody = tuple(range(world))
@@ -80,10 +80,10 @@ def measure_links(
     groups = groups_of(world, per_host, samples)
     transport.connect(groups)
     for kind in COLLECTIVES:
-        samples += _timed(timer, kind, groups, SUMS, allowed["collectives"] / len(COLLECTIVES))
-
-    measure = busy_cores if one_core else computing
-    return LinkSamples(world, tuple(samples), measure(timer, allowed["computing"]), ranks_per_host)
+        left = allowed["collectives"] / len(COLLECTIVES)
+        whole = left * (_WHOLE if len(groups) > 1 else 1)
+        samples += _timed(timer, kind, groups[:1], SUMS, whole) + _timed(timer, kind, groups[1:], SUMS, left - whole)
+    return LinkSamples(world, tuple(samples), computing(timer, allowed["computing"]), ranks_per_host)
 
 
 def _star(hub: int, others: Iterable[int]) -> list[Ranks]:
@@ -193,6 +193,6 @@ def growing(
             if (1 + LEAST) * expected > left:
                 break
         tensor = torch.ones(nbytes // 4, device=timer.device)
-        seconds = timer.seconds(ranks, partial(run, tensor), left / (len(sizes) - k))
+        seconds = timer.seconds(ranks, partial(run, tensor), left / (2 * (len(sizes) - k)))
         found.append(Sample(kind, ranks, nbytes, seconds / times))
     return found

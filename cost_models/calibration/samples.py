@@ -8,6 +8,7 @@ from dataclasses import dataclass
 Ranks = tuple[int, ...]
 
 LIKE = 1.15  # ranks are alike if their numbers differ by less than this factor
+LARGE = 1 << 18  # bytes from which a message shows the bandwidth
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,20 @@ class LinkSamples:
         return per_host is not None and len({rank // per_host for rank in ranks}) == 1
 
 
-def times(samples: Iterable[Sample]) -> dict[Ranks, tuple[float, float]]:
-    """Seconds of the smallest message of each pair and of the largest, of those sizes that all pairs have."""
+def times(samples: Iterable[Sample]) -> dict[Ranks, tuple[float, ...]]:
+    """Seconds of the smallest message of each pair and of the large ones, of those sizes that all pairs have."""
     messages = [each for each in samples if each.kind == "message"]
     found: dict[Ranks, dict[float, float]] = {}
     for each in messages:
         found.setdefault(each.ranks, {})[each.nbytes] = each.seconds
     sizes = sorted(set.intersection(*(set(sizes) for sizes in found.values()))) if found else []
-    return {pair: (seconds[sizes[0]], seconds[sizes[-1]]) for pair, seconds in found.items()}
+    shown = [*sizes[:1], *([size for size in sizes if size >= LARGE] or sizes[-1:])]
+    return {pair: tuple(seconds[size] for size in shown) for pair, seconds in found.items()}
 
 
 def between_hosts(samples: Iterable[Sample], per_host: int) -> dict[Ranks, float]:
     """Seconds of a large message of each pair on two hosts, the fastest first; on one host of all pairs."""
-    known = {pair: seconds for pair, (_, seconds) in times(samples).items()}
+    known = {pair: seconds for pair, (*_, seconds) in times(samples).items()}
     apart = {pair: seconds for pair, seconds in known.items() if pair[0] // per_host != pair[1] // per_host} or known
     return dict(sorted(apart.items(), key=lambda each: each[1]))
 
