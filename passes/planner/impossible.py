@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, LocalSGD, ModuloShard
 from splitc.ir.strategy import Strategy
 from splitc.passes.planner.cuts import cut_rules, following
 from splitc.passes.planner.divisions import pinned_sizes
 from splitc.passes.planner.pin_checks import contradictions, pinned_by, too_small, unmet, unsummed
+from splitc.passes.planner.pins import UNPINNED
 from splitc.passes.planner.request import Request
 
 
 def impossible(request: Request, asked: Strategy) -> list[str]:
     """One line for each reason; none where a search makes sense."""
     found = contradictions(request, asked.name)
-    kinds: dict[type[Strategy], Callable[[], list[str]]] = {
-        DataParallel: lambda: _of_replicas(request),
-        LocalSGD: lambda: _of_replicas(request),
-        LateMultiply: lambda: _of_linear(request, asked, "to multiply late"),
-        ModuloShard: lambda: _of_linear(request, asked, "to divide") + _of_groups(request, asked),
-        LayerSeparation: lambda: _of_roles(request, asked),
-        HybridSingle: lambda: _of_roles(request, asked),
-    }
-    return found + next((check() for kind, check in kinds.items() if isinstance(asked, kind)), [])
+    match asked:
+        case DataParallel() | LocalSGD():
+            found += _of_replicas(request)
+        case LateMultiply():
+            found += _of_linear(request, asked)
+        case ModuloShard():
+            found += _of_linear(request, asked) + _of_groups(request, asked)
+        case LayerSeparation():
+            found += _of_roles(request, asked.n_c, asked.n_f, asked.sizes)
+        case HybridSingle():
+            found += _of_roles(request)
+    return found
 
 
 def unfollowed(request: Request, asked: Strategy) -> list[str]:
@@ -63,25 +65,23 @@ def _of_replicas(request: Request) -> list[str]:
     return found
 
 
-def _of_linear(request: Request, asked: Strategy, purpose: str) -> list[str]:
+def _of_linear(request: Request, asked: LateMultiply | ModuloShard) -> list[str]:
     if found := too_small(request, asked.name):
         return found
+    late = isinstance(asked, LateMultiply)
     trained = [layer for layer in request.linears if request.gradient_of(layer)]
     if not trained:
-        if isinstance(asked, LateMultiply):
-            return ["no linear layer of the model trains a weight of its own"]
-        return ["no linear layer of the model has parameters of its own to divide"]
-    pins = {layer: pin for layer, pin in request.pins.items() if layer in trained}
-    late = isinstance(asked, LateMultiply)
-    kept = [p for p in pins.values() if (p.sync in ("all_reduce", "none") if late else p.holding == "replicated")]
-    if len(kept) == len(trained):
-        what = "no linear layer is left" if late else "nothing is left to divide: no linear layer may be sharded"
-        return [f"{what}{f' {purpose}' if late else ''}{pinned_by(request, request.linears)}"]
+        what = "trains a weight of its own" if late else "has parameters of its own to divide"
+        return [f"no linear layer of the model {what}"]
+    pins = [request.pins.get(layer, UNPINNED) for layer in trained]
+    if all(pin.sync in ("all_reduce", "none") if late else pin.holding == "replicated" for pin in pins):
+        patterns = pinned_by(request, request.linears)
+        nothing = "nothing is left to divide: no linear layer may be sharded"
+        return [f"no linear layer is left to multiply late{patterns}" if late else f"{nothing}{patterns}"]
     return []
 
 
-def _of_groups(request: Request, asked: Strategy) -> list[str]:
-    assert isinstance(asked, ModuloShard)
+def _of_groups(request: Request, asked: ModuloShard) -> list[str]:
     most = request.world // 2 if asked.period else request.world  # several groups, that they may average
     if any(request.world % size == 0 and asked.mp in (None, size) for size in range(2, most + 1)):
         return []
@@ -89,9 +89,10 @@ def _of_groups(request: Request, asked: Strategy) -> list[str]:
     return [f"groups of mp = {asked.mp or 'two or more'} do not divide {request.world} ranks{several}"]
 
 
-def _of_roles(request: Request, asked: Strategy) -> list[str]:
+def _of_roles(
+    request: Request, n_c: int | None = None, n_f: int | None = None, sizes: tuple[int, ...] = ()
+) -> list[str]:
     """Why no numbers of ranks can meet the request."""
-    n_c, n_f, sizes = (asked.n_c, asked.n_f, asked.sizes) if isinstance(asked, LayerSeparation) else (None, None, ())
     world, roles = request.world, " and ".join(request.role_names(2))
     owners = [n for n, held in request.held.items() if any(h.parameter for h in held)]
     why = []

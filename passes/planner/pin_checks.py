@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from splitc.ir.placements import HOLDINGS, SPLITS
+from splitc.ir.placements import SPLITS
 from splitc.ir.roles import MAX_STAGES
 from splitc.ir.strategies import Mixed
 from splitc.passes.planner.pins import Pin, quote_layers
@@ -19,19 +19,12 @@ MIXED = Mixed.name
 _STAGES = {"layer_separation": MAX_STAGES, "hybrid_single": 2, "modulo_shard": 2, MIXED: 2}
 """How many roles a strategy has for pins to name; others have one."""
 
-_HOLDINGS: dict[str, tuple[str, ...]] = {
-    "layer_separation": ("replicated", "sharded"),
-    "modulo_shard": ("replicated", "sharded"),
-    MIXED: HOLDINGS,
-}
-"""How a strategy holds parameters, if not only replicated."""
-
 _SYNCS: dict[str, tuple[str, ...]] = {
     "late_multiply": ("all_reduce", "late_multiply", "none"),
     "parameter_server": ("parameter_server", "none"),
     "local_sgd": ("average", "none"),
     "independent_subnets": ("average", "none"),
-    MIXED: ("all_reduce", "late_multiply", "parameter_server", "none"),
+    MIXED: ("all_reduce", "late_multiply", "none"),
 }
 """How a strategy sums gradients, if not only by all_reduce."""
 
@@ -42,13 +35,14 @@ _GROUPED = "layer_separation", "modulo_shard", MIXED
 def contradictions(request: Request, strategy: str) -> list[str]:
     """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not have."""
     layers: dict[tuple[str, str, object, str], list[str]] = {}
+    divides = strategy in _GROUPED
     for layer, pin in request.pins.items():
         for part, value, known in (
             ("role", pin.role, _known_roles(request, strategy, pin)),
-            ("holding", pin.holding, _HOLDINGS.get(strategy, ("replicated",))),
+            ("holding", pin.holding, ("replicated", "sharded") if divides else ("replicated",)),
             ("sync", pin.sync, _SYNCS.get(strategy, ("all_reduce", "none"))),
-            ("group", pin.group, (pin.group,) if strategy in _GROUPED else (1,)),
-            ("split", pin.split, SPLITS if strategy in _GROUPED else ()),
+            ("group", pin.group, (pin.group,) if divides else (1,)),
+            ("split", pin.split, SPLITS if divides else ()),
         ):
             if value is not None and value not in known:
                 key = pin.pattern, part, value, ", ".join(str(word) for word in known)
@@ -101,10 +95,6 @@ def _of_its_kind(request: Request, layer: str, pin: Pin) -> Iterator[str]:
         yield "asks ... to be sharded, but only linear layers, embeddings and normalisations of features can be"
     if pin.sync == "late_multiply" and request.gradient_of(layer) and layer not in request.linears:
         yield "asks ... to be late-multiplied, but only linear layers of their own weight can be"
-    if pin.holding == "subnet":
-        yield "asks for holding 'subnet' of ..., which is approximate and cannot be planned yet"
-    if pin.sync == "parameter_server":
-        yield "asks for sync 'parameter_server' of ..., which only the strategy of that name has"
 
 
 def _of_groups(pin: Pin, ranks: int, size: int | None) -> Iterator[str]:

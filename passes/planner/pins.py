@@ -44,6 +44,10 @@ class Pin(Placement):
         return self.grouped or bool(self.split or self.state or self.arrives)
 
 
+UNPINNED = Pin()
+"""The pin of a layer that has none."""
+
+
 def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> dict[str, Pin]:
     """Layer -> its pin, for the layers that have one.
 

@@ -21,7 +21,7 @@ from splitc.passes.planner.cuts import CutRules, cut_rules, following, uncut
 from splitc.passes.planner.divisions import Division, divisions
 from splitc.passes.planner.impossible import impossible, unfollowed
 from splitc.passes.planner.options import Space, role_options
-from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.problem import Option, Place
@@ -109,14 +109,12 @@ def space_of(request: Request, asked: Strategy, by_name: bool) -> Space:
     late = _worth_multiplying(request, rules) if by_name and isinstance(asked, LateMultiply) else None
 
     def allows(division: Division, layer: str, option: Option) -> bool:
-        pin = request.pins.get(layer)
-        if (
-            late is not None
-            and (pin is None or pin.sync is None)
-            and (option.sync == "late_multiply") != (layer in late)
-        ):
+        pin = request.pins.get(layer, UNPINNED)
+        if late is not None and pin.sync is None and (option.sync == "late_multiply") != (layer in late):
             return False
-        if option.role and (layer not in inside or (pin is None and layer in large and option.holding == "replicated")):
+        if option.role and layer not in inside:
+            return False
+        if option.role and pin is UNPINNED and layer in large and option.holding == "replicated":
             return False
         return _in_strategy(asked, option, pin) and _follows(request, division, layer, option, pin)
 
@@ -162,24 +160,22 @@ def _gathers(start: Place, end: Place) -> bool:
     return (start[1], end[1]) != ("batch", "features")
 
 
-def _in_strategy(asked: Strategy, option: Option, pin: Pin | None) -> bool:
+def _in_strategy(asked: Strategy, option: Option, pin: Pin) -> bool:
     """Whether a strategy has an option, in what no pin asks for."""
     if isinstance(asked, Mixed):
-        if pin is not None and (pin.holding or pin.split):
+        if pin.holding or pin.split:
             return option.state == pin.state  # which is a part of the pin: None is a state of its own
-        return option.state != "replicate" or (pin is not None and pin.state == "replicate")
+        return option.state != "replicate" or pin.state == "replicate"
     if option.sync == "late_multiply":
         return isinstance(asked, LateMultiply)
-    if option.state is not None and (pin is None or (pin.state is None and pin.group != 1)):
+    if option.state is not None and pin.state is None and pin.group != 1:
         return False
-    divides = isinstance(asked, ModuloShard) or (pin is not None and isinstance(asked, LayerSeparation))
+    divides = isinstance(asked, ModuloShard) or (pin is not UNPINNED and isinstance(asked, LayerSeparation))
     return option.holding == "replicated" or divides
 
 
-def _follows(request: Request, division: Division, layer: str, option: Option, pin: Pin | None) -> bool:
+def _follows(request: Request, division: Division, layer: str, option: Option, pin: Pin) -> bool:
     """Whether an option has what a pin asks for."""
-    if pin is None:
-        return True
     group = division.roles[option.role].group
     grouped = 1 if option.state == "batch" and option.holding == "replicated" else group
     owns, trains = layer in request.divisible, request.gradient_of(layer) > 0

@@ -21,7 +21,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.strategies import Mixed
 from splitc.passes.planner.cuts import CutRules, cut_rules
 from splitc.passes.planner.pin_checks import contradictions, too_small, unmet, unsummed
-from splitc.passes.planner.pins import Pin
+from splitc.passes.planner.pins import UNPINNED
 from splitc.passes.planner.price_plan import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible
 from splitc.passes.planner.request import Request, smallest
@@ -38,7 +38,7 @@ def mixed(request: Request) -> PricedPlan:
         return infeasible(name, ["no pin asks for a holding or a sync"])
     if why := too_small(request, name) or contradictions(request, name):
         return infeasible(name, why)
-    where = {layer.name: where_to_run(request, request.pins.get(layer.name, Pin())) for layer in request.program.layers}
+    where = {layer.name: where_to_run(request, layer.name) for layer in request.program.layers}
     copied = [layer for layer, size in where.items() if size != ONE and request.world > size]
     if why := unmet(request, request.world) + unsummed(request, copied):
         return infeasible(name, why)
@@ -51,8 +51,9 @@ def mixed(request: Request) -> PricedPlan:
         return infeasible(name, [str(error)])
 
 
-def where_to_run(request: Request, pin: Pin) -> int:
-    """Where a pin puts a layer; groups without a size are the smallest that divide the world."""
+def where_to_run(request: Request, layer: str) -> int:
+    """Where its pin puts a layer; groups without a size are the smallest that divide the world."""
+    pin = request.pins.get(layer, UNPINNED)
     if pin.divides:
         return pin.group or next(size for size in range(2, request.world + 1) if request.world % size == 0)
     return ONE if pin.stage == 1 else pin.group or ALL
@@ -88,7 +89,7 @@ def plan_of(request: Request, where: Mapping[str, int]) -> Plan:
 
 def _placement(request: Request, layer: str, role: str, where: int) -> LayerPlacement:
     """The placement of a layer in its role; one that has nothing to divide is whole in its group."""
-    pin = request.pins.get(layer, Pin())
+    pin = request.pins.get(layer, UNPINNED)
     divided = pin.divides and layer in request.divisible
     state, arrives = (pin.state, pin.arrives) if where > 1 else (None, None)
     once = where == ONE or (where == request.world and (divided or state != State.BATCH))  # one copy of it is trained

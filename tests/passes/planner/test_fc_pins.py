@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
     "groups and late multiply": (
         "mixed", {"fc6": Placement(sync="late_multiply", group=2)}, "groups and for late multiply of fc6, but only"),
     "subnets": (
-        "mixed", {"fc6": Placement(holding="subnet")}, "pin 'fc6' asks for holding 'subnet' of fc6, which is approx"),
+        "mixed", {"fc6": Placement(holding="subnet")}, "asks for holding 'subnet' of fc6, but mixed has only"),
     "a role that no strategy has with a holding": (
         "modulo_shard", {"fc6": "fc2"}, "role 'fc2' of fc6, but modulo_shard has only conv, fc"),
     "no sync of what many ranks train": (
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[str, dict[str, str | Placement], str]] = {
         "pin 'fc6' asks for groups of 2 of fc6 on one rank"),
     "servers in a mixture": (
         "mixed", {"fc6": Placement(sync="parameter_server"), "fc7": Placement(holding="sharded")},
-        "pin 'fc6' asks for sync 'parameter_server' of fc6, which only the strategy of that name has"),
+        "pin 'fc6' asks for sync 'parameter_server' of fc6, but mixed has only all_reduce, late_multiply, none"),
     "all reduced where late multiply was asked for": (
         "late_multiply", {"fc*": Placement(sync="all_reduce")}, r"no linear layer is left to multiply late \(pin"),
     "cuts that pins leave none of": (

@@ -129,7 +129,7 @@ def test_a_global_batch_is_shared_out_to_all_and_whole_on_one() -> None:
 
 def where(pin: str | Placement, world: int = 4) -> int:
     pins = resolve_pins({"fc1": pin}, LAYERS)
-    return where_to_run(Request(separable(), small_cluster(), world, pins), pins["fc1"])
+    return where_to_run(Request(separable(), small_cluster(), world, pins), "fc1")
 
 
 def test_a_pin_to_the_first_role_is_on_all_ranks_and_to_the_second_on_one() -> None:
