@@ -106,7 +106,8 @@ class Simulation:
 
     def ends(self) -> list[float]:
         """Return the time at which the last rank reached each mark (s)."""
-        return [max(each.step for each in marks) for marks in zip(*(r.marks for r in self.ranks), strict=True)]
+        marked = (rank.marks for rank in self.ranks if rank.operations)
+        return [max(each.step for each in marks) for marks in zip(*marked, strict=True)]
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

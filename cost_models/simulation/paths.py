@@ -33,10 +33,10 @@ _ALGORITHMS: dict[str, Callable[[float, int, Link], float]] = {
 
 
 class Paths:
-    """The lines of a cluster of `world` ranks."""
+    """The lines of a cluster of `world` ranks, of which `simulated` are parties of transfers."""
 
-    def __init__(self, cluster: Cluster, world: int) -> None:
-        self._cluster, self._world = cluster, world
+    def __init__(self, cluster: Cluster, world: int, simulated: frozenset[int]) -> None:
+        self._cluster, self._world, self._simulated = cluster, world, simulated
         self._link_over = cache(cluster.link_over)
 
     def transfer(self, op: WireOp, ends: tuple[int, ...], times: int = 1) -> Transfer:
@@ -51,6 +51,7 @@ class Paths:
             processor = times * link.processor * op.nbytes
         else:
             seconds = _ALGORITHMS[op.algorithm](op.nbytes, len(ends), link)
+            ends = tuple([rank for rank in ends if rank in self._simulated])
             lines = {self._line(rank, link, out) for rank in ends for out in (True, False)}
             processor = 2 * times * link.processor * op.sent
         if op.nbytes <= link.latency * link.bandwidth:

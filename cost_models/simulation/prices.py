@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from splitc.cost_models.compute.dtypes import layer_dtypes
 from splitc.cost_models.compute.roofline import backward_seconds, forward_seconds
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer
@@ -17,13 +19,13 @@ UPDATE = 8
 class Prices:
     """Cached times of layers and transfers on a cluster.
 
-    travelling: what ranks have begun in one step and wait for in another, by rank, role and bucket.
+    ranks: those simulated.  travelling: what they begin in one step and wait for in another, by rank, role and bucket.
     """
 
-    def __init__(self, program: LoweredProgram, cluster: Cluster) -> None:
+    def __init__(self, program: LoweredProgram, cluster: Cluster, ranks: Iterable[int] | None = None) -> None:
         self.program, self.cluster = program, cluster
-        plan = program.plan
-        self._paths = Paths(cluster, plan.world)
+        self.ranks = frozenset(range(program.plan.world) if ranks is None else ranks)
+        self._paths = Paths(cluster, program.plan.world, self.ranks)
         self._dtypes = layer_dtypes(program, cluster.device)
         self._seconds: dict[tuple[str, int, int], tuple[float, float]] = {}
         self._transfers: dict[tuple[Payload, int, int, int], Transfer] = {}

@@ -18,21 +18,22 @@ from splitc.ir.wire_op import WireOp
 
 
 class Programs:
-    """The operations of every rank, step after step.  merge: join computations with nothing between them."""
+    """The operations of every simulated rank, step after step.  merge: join computations with nothing between them."""
 
     def __init__(self, prices: Prices, merge: bool) -> None:
         self._prices, self._merge, self._plan = prices, merge, prices.program.plan
-        ranks = range(self._plan.world)
-        self.operations: list[list[Operation]] = [[] for _ in ranks]
+        self.operations: list[list[Operation]] = [[] for _ in range(self._plan.world)]
         self._sizes = cache(self._plan.microbatch_sizes)
-        self._kinds = [self._kind(rank) for rank in ranks]
-        self._own: list[dict[Transfer, Transfer]] = [{} for _ in ranks]  # of the first of its kind -> of the rank
+        self._kinds = {rank: self._kind(rank) for rank in sorted(prices.ranks)}
+        self._own: dict[int, dict[Transfer, Transfer]] = {
+            rank: {} for rank in self._kinds
+        }  # of the first of its kind -> of the rank
 
     def add(self, batch: Batch) -> None:
         """Append a step to every rank's operations."""
         self._prices.begin_step(batch.times)
         done: dict[Hashable, tuple[int, list[Operation], list[int]]] = {}
-        for rank, kind in enumerate(self._kinds):
+        for rank, kind in self._kinds.items():
             if kind not in done:
                 first = Step(self._prices, rank, batch)
                 operations = first.operations()

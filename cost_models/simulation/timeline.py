@@ -7,8 +7,9 @@ out.  Where ranks train in rounds, so many rounds are simulated, and the figures
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
+from splitc.cost_models.simulation.alike import representatives
 from splitc.cost_models.simulation.batches import batches_of_round
 from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.prices import Prices
@@ -45,7 +46,8 @@ def simulate(
     cores = cluster.cores if cluster.ranks_share_device else None
     links = cluster.link, cluster.local_link, *(each.link for each in cluster.unlike)
     costs_processor = any(link.processor for link in links if link is not None)
-    programs = Programs(Prices(program, cluster), merge=not (record or costs_processor or cores))
+    alike = tuple(range(program.plan.world)) if record or cores else representatives(program.plan, cluster)
+    programs = Programs(Prices(program, cluster, alike), merge=not (record or costs_processor or cores))
     of_round = list(batches_of_round(program, accumulate or program.plan.accumulate))
     laps = 1 if program.plan.rounds else steps  # what travels under a round belongs to another one
     for batch in steps // laps * of_round:
@@ -53,8 +55,9 @@ def simulate(
     run = Simulation(programs.operations, record, cores, laps)
     ends, marks, batches = run.ends(), len(of_round), sum(batch.times for batch in of_round)
     settled = ends[-1] if steps == 1 else (ends[-1] - ends[marks - 1]) / (steps - 1)
-    phases = (_mean(run.steps(rank)[-marks:], batches) for rank in range(program.plan.world))
-    return Timeline(settled / batches, tuple(phases), tuple(run.spans))
+    phases = {rank: _mean(run.steps(rank)[-marks:], batches) for rank in set(alike)}
+    of_all = (replace(phases[first], rank=rank) for rank, first in enumerate(alike))
+    return Timeline(settled / batches, tuple(of_all), tuple(run.spans))
 
 
 def _mean(steps: Sequence[Phases], updates: int) -> Phases:

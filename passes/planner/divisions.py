@@ -43,7 +43,7 @@ class Role:
     scheme: str = "BK"
     updates: str = "once"
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Examples of its busiest rank."""
         return largest(self.bounds)

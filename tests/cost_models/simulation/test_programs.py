@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 
+from splitc.cost_models.simulation import timeline
+from splitc.cost_models.simulation.alike import representatives
 from splitc.cost_models.simulation.batches import batches_of_round
 from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
@@ -112,3 +114,35 @@ def test_ranks_alike_are_generated_once(monkeypatch: pytest.MonkeyPatch) -> None
     generated.clear()
     simulate(program, toy())
     assert generated == [0]
+
+
+@pytest.mark.parametrize("cluster", [CLUSTERS["plain"], CLUSTERS["half duplex"]], ids=["plain", "half duplex"])
+@pytest.mark.parametrize(("world", "asked"), MORE)
+def test_one_unit_of_ranks_alike_stands_for_all(
+    world: int, asked: Asked | str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = planned(world, asked, global_batch=4 * world).program
+    found = simulate(program, cluster)
+    monkeypatch.setattr(timeline, "representatives", lambda plan, cluster: tuple(range(plan.world)))
+    everyone = simulate(program, cluster)
+    assert found.step_seconds == pytest.approx(everyone.step_seconds, rel=1e-9)
+    for own, known in zip(found.phases, everyone.phases, strict=True):
+        assert astuple(own) == pytest.approx(astuple(known), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "simulated"),
+    [
+        ("data_parallel", [0]),
+        ("modulo_shard(mp=2)", [0, 1]),
+        ("layer_separation(n_c=2,n_f=2)", [0, 2]),
+        ("layer_separation(n_c=3,n_f=1)", [0, 1, 2, 3]),
+        ("hybrid_single", [0, 1, 2, 3]),
+    ],
+)
+def test_a_unit_has_a_part_of_every_role(asked: str, simulated: list[int]) -> None:
+    plan = planned(4, asked, global_batch=24).program.plan
+    assert sorted(set(representatives(plan, toy()))) == simulated
+    assert sorted(set(representatives(plan, CLUSTERS["hosts"]))) == [0, 1, 2, 3]
+    uneven = planned(4, asked, global_batch=23).program.plan
+    assert sorted(set(representatives(uneven, toy()))) == [0, 1, 2, 3]
