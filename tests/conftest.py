@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
 import torch
+
+from splitc.report import what_if
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -23,6 +26,13 @@ torch.set_num_threads(1)  # simulated ranks are threads already; more of them fi
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_advice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up advice at once, which plans dozens of times; in tests of advice never, however slow the machine is."""
+    wanted = request.node.get_closest_marker("advice") is not None
+    monkeypatch.setattr(what_if, "_PATIENCE", inf if wanted else 0.0)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from splitc.report.alternatives import Alternative, alternatives
 from splitc.report.what_if import simulated_step
 from tests.support.command import NET, splitc
 from tests.support.every_strategy import analysed
+from tests.support.sampling import staggered
 
 Capture = pytest.CaptureFixture[str]
 
@@ -38,8 +39,7 @@ def test_the_price_of_a_placement_is_that_of_the_plan_with_its_pin() -> None:
     assert again.plan.placements["fc6"].split == "rows"
 
 
-@pytest.mark.parametrize("pattern", ["fc6", "fc*", "conv"])
-@pytest.mark.parametrize("strategy", ["auto", "data_parallel", "layer_separation(n_c=3, n_f=1)"])
+@staggered(3, pattern=["fc6", "fc*", "conv"], strategy=["auto", "data_parallel", "layer_separation(n_c=3, n_f=1)"])
 def test_the_plan_that_is_chosen_is_among_the_placements(pattern: str, strategy: str) -> None:
     chosen = [each for each in priced(4, pattern, strategy=strategy).values() if each.chosen]
     assert chosen and len({each.samples_per_second for each in chosen}) == 1
@@ -95,7 +95,7 @@ def test_the_command_refuses_a_layer_that_the_model_does_not_have(capsys: Captur
 
 @pytest.mark.usefixtures("_net")
 def test_the_command_says_where_the_choice_flips_in_80_columns_and_as_json(capsys: Capture) -> None:
-    done = splitc(capsys, "explain net.py --sensitivity --world 2 -q")
+    done = splitc(capsys, "explain net.py --sensitivity --world 2 --strategy data_parallel -q")
     assert done.code == 0 and max(map(len, done.out.splitlines())) <= 80
     assert re.match(r"Net on 2 ranks of v100-10gbe: \w+ [\d+]+\n  bandwidth, now 10.0 Gbit/s; ", done.out)
     assert "nothing fits" in " ".join(done.out.split())
@@ -111,6 +111,7 @@ def test_the_command_asks_for_a_layer_or_for_the_sensitivity(capsys: Capture, li
     assert done.code == 2 and "name a layer" in done.err
 
 
+@pytest.mark.advice
 @pytest.mark.usefixtures("_net")
 def test_a_report_and_a_build_say_what_would_put_idle_ranks_to_work(capsys: Capture) -> None:
     line = "1 of 2 ranks is idle"

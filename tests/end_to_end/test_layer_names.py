@@ -76,11 +76,11 @@ def planned(names: tuple[str, ...], strategy: str) -> CompiledProgram:
     return compiled(Net(names), (images,), target, F.cross_entropy, WORLD, strategy, analysed=analysed(names))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
 def test_names_of_layers_change_no_price(strategy: str) -> None:
     plain, telling = (planned(names, strategy).plan for names in (PLAIN, TELLING))
     assert [p.role for p in plain.placements.values()] == [p.role for p in telling.placements.values()]
-    for a, b in zip(plain.candidates, telling.candidates, strict=True):
+    for a, b in zip(plain.prediction.priced, telling.prediction.priced, strict=True):
         assert (a.strategy, a.step_seconds, a.feasible) == (b.strategy, b.step_seconds, b.feasible)
     assert plain.prediction.phases == telling.prediction.phases
 
