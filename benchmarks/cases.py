@@ -79,7 +79,8 @@ def predictions(case: Case, program: LoweredProgram, cluster: Cluster, layers: P
 
     layers: the folder in which layer times of this machine are kept; None: they are not measured.
     """
-    found = {"roofline": simulate(program, cluster).step_seconds, "closed": program.plan.step_seconds}
+    prediction = program.plan.prediction
+    found = {"roofline": simulate(program, cluster).step_seconds, "closed": prediction.program_seconds}
     if layers is not None:
         found["layers"] = simulate(replace(program, costs=case.measured(layers)), cluster).step_seconds
     return found

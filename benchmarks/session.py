@@ -28,7 +28,7 @@ from benchmarks.testbed import NetworkTestbed
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps; TCP finds the rate of the links, and processors their caches
-UNEVEN = 0.25  # fraction of their speed that processors may lose by themselves
+UNEVEN = 0.5  # fraction of their speed that processors may lose by themselves: under quotas up to 0.48
 LEAVING = 30.0  # seconds that ranks may take to leave when they are told to stop: 3 to 8 on a machine with a load of 8
 
 

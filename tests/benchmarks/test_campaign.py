@@ -129,7 +129,7 @@ def test_the_table_shows_each_cell_marks_disturbed_ones_and_names_what_is_missin
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     assert rows[0] == [
         *("model", "strategy", "ranks", "network", "measured", "noise"),
-        *("roofline", "error", "closed form", "error"),
+        *("roofline", "error", "program", "error"),
     ]
     assert rows[2:] == [
         ["mlp", "data_parallel", "2", "230Mbit", "100 ms*", "0.0%", "110 ms", "+10.0%", "220 ms", "+120.0%"],
