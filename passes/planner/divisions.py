@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
+from splitc.ir.cluster import Device
 from splitc.ir.shares import serve
 from splitc.ir.strategies import HybridSingle, LayerSeparation, Mixed, ModuloShard, SingleDevice
 from splitc.ir.strategy import Strategy
@@ -112,6 +113,33 @@ class Division:
     def is_local(self, a: int, b: int) -> bool:
         """Whether nothing travels between two roles."""
         return (self.roles[a].ranks, self.roles[a].bounds) == (self.roles[b].ranks, self.roles[b].bounds)
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """A kind of device in a role, and the most examples that a rank with it has.
+
+    scale: bytes of a rank of which a byte here is as large a part as of the memory that all are compared with.
+    """
+
+    device: Device
+    batch: int
+    scale: float = 1.0
+
+
+def busiest(request: Request, role: Role, computing: int) -> tuple[Busiest, ...]:
+    """The kinds of devices of a role while `computing` ranks compute; a rank has what the others of its group have."""
+    if not request.cluster.unlike:
+        return (Busiest(request.device_for(computing), role.batch),)
+    shares = [b - a for a, b in pairwise(role.bounds)]
+    most: dict[int, tuple[int, int]] = {}
+    for k, rank in enumerate(role.ranks):
+        first = k // role.group * role.group
+        kind, batch = request.cluster.kind_of(rank), max(shares[first : first + role.group])
+        most[kind] = max(most.get(kind, (0, rank)), (batch, rank))
+    have = request.memory_of(computing)
+    devices = ((request.device_of(rank, computing), batch) for batch, rank in most.values())
+    return tuple(Busiest(d, batch, 1.0 if request.memory else have / d.memory) for d, batch in devices)
 
 
 def divisions(request: Request, asked: Strategy) -> Iterator[Division]:

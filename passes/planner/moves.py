@@ -13,7 +13,7 @@ from splitc.cost_models.network.alpha_beta import (
     ring_all_reduce,
 )
 from splitc.passes.planner.cuts import Crossing
-from splitc.passes.planner.divisions import Division
+from splitc.passes.planner.divisions import Division, busiest
 from splitc.passes.planner.problem import Move, Place
 from splitc.passes.planner.request import Request
 
@@ -92,14 +92,18 @@ class Lines:
 def _move(request: Request, division: Division, nbytes: float, start: Place, end: Place, gradient: bool) -> Move:
     """Bring a value of so many bytes an example from one place to another, and its gradient back."""
     (a, made), (b, need) = start, end
-    here, there = division.roles[a], division.roles[b]
+    there = division.roles[b]
 
     def inside(role: int, made: str, need: str) -> tuple[float, float]:
         r = division.roles[role]
         moves = Moves(request, division, role)
         return moves.seconds(nbytes * r.group * r.batch, gradient, made, need) if r.group > 1 else (0.0, 0.0)
 
-    whole = nbytes * division.live(b, there.group * there.batch)
+    def alive(role: int, members: int) -> float:
+        kinds = busiest(request, division.roles[role], division.busy)
+        return nbytes * max(each.scale * division.live(role, members * each.batch) for each in kinds)
+
+    whole = alive(b, there.group)
     buffers = (1 + gradient) * whole if there.group > 1 and need in ("replicate", "divided") else 0.0
     if a == b:
         return Move(*inside(a, made, need), (0.0, 0.0 if made == need else buffers))
@@ -107,8 +111,7 @@ def _move(request: Request, division: Division, nbytes: float, start: Place, end
     memory, exchanged = (0.0, buffers), (0.0, 0.0)
     if not division.is_local(a, b):
         exchanged = _exchange(request, division, nbytes, gradient, a, b)
-        kept = (1 + gradient) * nbytes
-        memory = (kept * division.live(a, here.batch), kept * division.live(b, there.batch) + buffers)
+        memory = ((1 + gradient) * alive(a, 1), (1 + gradient) * alive(b, 1) + buffers)
         if need == "features":
             entering = (0.0, 0.0)  # it arrives so
     seconds, back = (sum(each) for each in zip(leaving, exchanged, entering, strict=True))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from splitc.ir.graph import tensor_spec
 from splitc.ir.program import Program
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.cuts import Crossing, CutRules
 from splitc.passes.planner.dividing import Divisible, rows_of
-from splitc.passes.planner.divisions import Division, Role
+from splitc.passes.planner.divisions import Busiest, Division, busiest
 from splitc.passes.planner.moves import Lines, Moves
 from splitc.passes.planner.problem import Option, Place, Problem, Value, places
 from splitc.passes.planner.request import Request
@@ -75,43 +76,47 @@ def role_options(request: Request, rules: CutRules, division: Division, role: in
     """Layer -> the ways to run it in a role; kept, since many divisions have the same role."""
     key = role, division.roles[role], len(division.roles), division.microbatches, division.schedule, division.busy
     if key not in request.options:
+        kinds = busiest(request, division.roles[role], division.busy)
         request.options[key] = {
-            layer.name: tuple(_options(request, rules, division, role, layer.name)) for layer in request.program.layers
+            layer.name: tuple(_options(request, rules, division, role, layer.name, kinds))
+            for layer in request.program.layers
         }
     return request.options[key]
 
 
-def _options(request: Request, rules: CutRules, division: Division, role: int, layer: str) -> Iterator[Option]:
-    """Yield the ways to run a layer in a role."""
+def _options(
+    request: Request, rules: CutRules, division: Division, role: int, layer: str, kinds: tuple[Busiest, ...]
+) -> Iterator[Option]:
+    """Yield the ways to run a layer in a role, whose ranks are of these kinds."""
     if role and layer in rules.reader_only:
         return
     r, trains = division.roles[role], request.gradient_of(layer) > 0
     n, k = len(r.ranks), r.group
     gradient = request.gradient(layer)
-    own = _times(request, division, role, layer, r.batch)
+    own = _slowest(_times(request, division, role, layer, kinds))
     summed = trains and n > 1
 
-    def memory(batch: int, shards: int = 1, summed: bool = True) -> float:
-        return request.layer_memory(layer, division.live(role, batch), summed) / shards
+    def memory(members: int, shards: int = 1, summed: bool = True, more: float = 0.0) -> float:
+        lives = ((each.scale, division.live(role, members * each.batch)) for each in kinds)
+        return max(scale * (request.layer_memory(layer, live, summed) / shards + more) for scale, live in lives)
 
     yield Option(
         role, "replicated", None, "batch" if k > 1 else None, "all_reduce" if summed else "none",
         "batch", "batch", "batch", None, *own,
         syncing=_sync_seconds(request, gradient, r.ranks),
-        memory=memory(r.batch, 1, summed),
+        memory=memory(1, 1, summed),
     )  # fmt: skip
     if k == 1:
         if summed and layer in request.linears and (role == 0 or division.microbatches == 1):
-            yield _late(request, r, role, layer, own, memory(r.batch, 1, False))
+            yield _late(request, division, role, layer, kinds, partial(memory, 1, 1, False))
         return
-    of_group = k * r.batch
-    alike = _times(request, division, role, layer, of_group)
+    alike = _slowest(_times(request, division, role, layer, kinds, k))
     copies = len(r.groups) > 1
     synced = "all_reduce" if trains and copies else "none"
     syncing = _sync_seconds(request, gradient, *r.replicas)
     yield Option(
         role, "replicated", None, None, synced, "replicate", "replicate", "replicate", None, *alike,
-        syncing=syncing, memory=memory(of_group, 1, copies),
+        syncing=syncing, memory=memory(k, 1, copies),
     )  # fmt: skip
     kind = request.dividing.get(layer)
     if kind is None or not trains or layer == request.program.in_batch:
@@ -122,7 +127,7 @@ def _options(request: Request, rules: CutRules, division: Division, role: int, l
         for state, joins, makes, there, back in _results(request, division, role, kind, split):
             yield Option(
                 role, "sharded", split, state, synced, reads, joins, makes, dim, *part, there, back,
-                syncing=syncing, memory=memory(of_group, k, copies),
+                syncing=syncing, memory=memory(k, k, copies),
             )  # fmt: skip
 
 
@@ -134,22 +139,42 @@ def _sync_seconds(request: Request, nbytes: float, *groups: tuple[int, ...]) -> 
     return request.all_reduce_seconds(nbytes, *groups) - latency * max(0.0, 1 - nbytes / BucketGradients.nbytes)
 
 
-def _late(request: Request, r: Role, role: int, layer: str, own: tuple[float, float], memory: float) -> Option:
+def _late(
+    request: Request,
+    division: Division,
+    role: int,
+    layer: str,
+    kinds: tuple[Busiest, ...],
+    memory: Callable[[float], float],
+) -> Option:
     """Late multiply: inputs X and errors E are gathered, and each rank computes W' = E^T X of all (Lessons 2.1)."""
-    n = len(r.ranks)
-    uses = request.linears[layer]
-    gathered = sum(spec.nbytes(r.batch) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
+    r, uses = division.roles[role], request.linears[layer]
+    examples, times = r.bounds[-1], _times(request, division, role, layer, kinds)
+    gathered = sum(spec.nbytes(examples) for use in uses for spec in (tensor_spec(use.value), tensor_spec(use.node)))
+    others = ((examples / each.batch - 1) / 3 for each in kinds)  # of the three products, one
+    late = [(forward, back + more * (forward + back)) for (forward, back), more in zip(times, others, strict=True)]
+    forward, backward = _slowest(late)
     return Option(
-        role, sync="late_multiply", forward=own[0], backward=own[1] + (n - 1) / 3 * sum(own),
-        syncing=request.accumulate * request.all_gather_seconds(n * gathered, r.ranks), memory=memory + n * gathered,
+        role, sync="late_multiply", forward=forward, backward=backward,
+        syncing=request.accumulate * request.all_gather_seconds(gathered, r.ranks), memory=memory(gathered),
     )  # fmt: skip
 
 
-def _times(request: Request, division: Division, role: int, layer: str, batch: int) -> tuple[float, float]:
-    """Forward and backward seconds of a step of `batch` examples, in pieces."""
-    pieces = min(division.pieces(role), max(batch, 1))
-    forward, backward = request.times(layer, -(-batch // pieces), division.busy)
-    return forward * batch / -(-batch // pieces), backward * batch / -(-batch // pieces)
+def _times(
+    request: Request, division: Division, role: int, layer: str, kinds: tuple[Busiest, ...], members: int = 1
+) -> list[tuple[float, float]]:
+    """Forward and backward seconds of a step on each kind, in pieces.  members: whose examples a rank computes."""
+    found = []
+    for each in kinds:
+        batch = members * each.batch
+        piece = -(-batch // min(division.pieces(role), max(batch, 1)))
+        forward, backward = request.times_on(each.device, layer, piece)
+        found.append((forward * batch / piece, backward * batch / piece))
+    return found
+
+
+def _slowest(times: list[tuple[float, float]]) -> tuple[float, float]:
+    return max(forward for forward, _ in times), max(backward for _, backward in times)
 
 
 def _results(

@@ -10,6 +10,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.prediction import Candidate
+from splitc.ir.roles import ranks_text
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import Found
 from splitc.passes.planner.whole_batch import with_whole_batch
@@ -140,4 +141,5 @@ def _ranks_text(roles: Sequence[str], ranks: tuple[int, ...]) -> str:
     named = f"role {roles[0]}" if len(roles) == 1 else f"roles {', '.join(roles[:-1])} and {roles[-1]}"
     if len(ranks) == 1:
         return f"{named} (rank {ranks[0]})"
-    return f"each rank of {named} (ranks {ranks[0]} to {ranks[-1]})"
+    together = ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"each rank of {named} ({f'ranks {ranks[0]} to {ranks[-1]}' if together else ranks_text(ranks)})"

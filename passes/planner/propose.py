@@ -18,7 +18,7 @@ from splitc.ir.strategies import LateMultiply, LayerSeparation, Mixed, ModuloSha
 from splitc.ir.strategy import InRounds, Strategy
 from splitc.passes.planner.build_plan import build_plan
 from splitc.passes.planner.cuts import CutRules, cut_rules, following, uncut
-from splitc.passes.planner.divisions import Division, divisions
+from splitc.passes.planner.divisions import Division, busiest, divisions
 from splitc.passes.planner.impossible import impossible, unfollowed
 from splitc.passes.planner.options import Space, role_options
 from splitc.passes.planner.pins import UNPINNED, Pin
@@ -26,7 +26,8 @@ from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.problem import Option, Place
 from splitc.passes.planner.request import Request, largest, smallest
-from splitc.passes.planner.search import Found, Search, search
+from splitc.passes.planner.search import Found, Search
+from splitc.passes.planner.unequal import search_unequal
 from splitc.runtime.spec import Rounds
 
 SIMULATED = 4
@@ -48,8 +49,10 @@ def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[Pr
     found, rules = _with_copies(request, space_of(request, asked, by_name), busy)
     if not found.found:
         return [_nothing(request, rules, asked, found)]
-    most = 2 * SIMULATED if isinstance(asked, Mixed) else SIMULATED
-    return [_priced(request, asked, each, found) for each in found.found[:most]]
+    most, usual = 2 * SIMULATED if isinstance(asked, Mixed) else SIMULATED, set(busy)
+    few = [each for each in found.found if each.division in usual][:most]
+    few += [each for each in found.found if each.division not in usual][: most // 2]
+    return [_priced(request, asked, each, found) for each in few]
 
 
 def _with_copies(request: Request, space: Space, divided: list[Division]) -> tuple[Search, CutRules]:
@@ -58,11 +61,11 @@ def _with_copies(request: Request, space: Space, divided: list[Division]) -> tup
     Each role then has a copy, and gradients are summed over all ranks that have one.
     """
     rules = cut_rules(request.program)
-    whole = search(request, rules, divided, space)
+    whole = search_unequal(request, rules, divided, space)
     apart = cut_rules(request.program, copies=True)
     if whole.found or not any(len(each.roles) > 1 for each in divided) or apart.together == rules.together:
         return whole, rules
-    copied = search(request, apart, divided, space)
+    copied = search_unequal(request, apart, divided, space)
     return (copied, apart) if copied.found else (whole, rules)
 
 
@@ -221,7 +224,13 @@ def _short(request: Request, plan: Plan, found: Found) -> list[str]:
     needed = found.problem.memory_of(found.chosen)
     for where, need in needed.items():
         roles = [k for k, each in enumerate(found.problem.ranks) if each == where]
-        layers = {name: option.memory for name, option in found.chosen.items() if option.role in roles}
+        last = found.division.roles[roles[-1]]
+        scale = max(each.scale for each in busiest(request, last, found.division.busy))
+        layers = {name: option.memory / scale for name, option in found.chosen.items() if option.role in roles}
         names = [name for k, name in enumerate(plan.roles) if k in roles]
-        lines += shortage(names, plan.roles[names[-1]], need, found.problem.memory, layers)
+        have, ranks = found.problem.memory / scale, plan.roles[names[-1]]
+        if request.cluster.unlike and not request.memory:  # those that have no more
+            memory = {rank: request.device_of(rank, found.division.busy).memory for rank in ranks}
+            ranks = tuple(rank for rank in ranks if memory[rank] <= have * (1 + 1e-9))
+        lines += shortage(names, ranks, need / scale, have, layers)
     return lines

@@ -95,7 +95,7 @@ class Request:
 
     def memory_of(self, ranks: int) -> float:
         """Bytes that one of `ranks` computing ranks has."""
-        return self._device_for(ranks).memory if self.memory is None else self.memory
+        return self.device_for(ranks).memory if self.memory is None else self.memory
 
     def seconds(self, layer: str, batch: int, ranks: int) -> float:
         """Compute seconds of a step of `batch` examples on the slowest of `ranks` computing ranks."""
@@ -103,7 +103,14 @@ class Request:
 
     def times(self, layer: str, batch: int, ranks: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward of `seconds`."""
-        device = self._device_for(ranks)
+        return self.times_on(self.device_for(ranks), layer, batch)
+
+    def seconds_on(self, device: Device, batch: int) -> float:
+        """Compute seconds of a step of all layers on a device."""
+        return sum(sum(self.times_on(device, layer, batch)) for layer in self.program.costs)
+
+    def times_on(self, device: Device, layer: str, batch: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of `batch` examples on a device of the cluster."""
         key = layer, batch, id(device)
         if key not in self._times:
             cost, dtype = self.program.costs[layer].at(batch), self.dtypes[layer]
@@ -129,8 +136,18 @@ class Request:
         return self._link_over(True, groups)
 
     @cached_property
-    def _device_for(self) -> Callable[[int], Device]:
+    def device_for(self) -> Callable[[int], Device]:
+        """`Cluster.device_for`, looked up once."""
         return cache(self.cluster.device_for)
+
+    def device_of(self, rank: int, computing: int) -> Device:
+        """`Cluster.device_of`, the same object for all ranks of a kind."""
+        key = self.cluster.kind_of(rank), computing
+        return self._devices.setdefault(key, self.cluster.device_of(rank, computing))
+
+    @cached_property
+    def _devices(self) -> dict[tuple[int, int], Device]:
+        return {}
 
     def live(self, batch: int, later: int = 0) -> int:
         """The most of `batch` examples whose activations a rank keeps at once, with `later` roles after its own."""

@@ -91,9 +91,11 @@ class _Case:
             self.found = found
 
 
-def search(request: Request, rules: CutRules, divided: Iterable[Division], space: Space) -> Search:
-    """The best assignments of `divided` in a space."""
-    deadline = time.monotonic() + request.time_limit
+def search(
+    request: Request, rules: CutRules, divided: Iterable[Division], space: Space, seconds: float | None = None
+) -> Search:
+    """The best assignments of `divided` in a space.  seconds: its time limit, where it is not that of the request."""
+    deadline = time.monotonic() + (request.time_limit if seconds is None else seconds)
     cases: list[_Case] = []
     at_once: dict[tuple[Role, ...], Problem] = {}
     best, bound = 0.0, 0.0

@@ -156,6 +156,14 @@ class Cluster:
         kinds = [min(each.ranks) for each in self.unlike if min(each.ranks) < ranks]
         return _slowest([self.device_of(rank, ranks) for rank in (kinds if usual is None else [usual, *kinds])])
 
+    def kind_of(self, rank: int) -> int:
+        """What is equal for ranks with equal devices and links: a number, 0 of those that are not `unlike`."""
+        return self._kind_of.get(rank, 0)
+
+    @cached_property
+    def _kind_of(self) -> dict[int, int]:
+        return {rank: k for k, each in enumerate(self.unlike, start=1) for rank in each.ranks}
+
     @cached_property
     def _unlike_of(self) -> dict[int, Unlike]:
         return {rank: each for each in self.unlike for rank in each.ranks}
