@@ -7,7 +7,8 @@
     hybrid_single       one role on all ranks, another on rank 0
     mixed               two roles on ranks of their own or on all ranks, groups of any size, any microbatches
 
-As in the papers, the first role reads the data and the last one has the loss.
+As in the papers, the first role reads the data and the last one has the loss.  On unequal clusters `unequal` tries
+other ranks and other shares.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ Strategies are spaces: what they allow of options, moves and divisions.  `mixed`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from splitc.ir.graph import tensor_spec
@@ -26,7 +27,7 @@ from splitc.passes.planner.price_plan import problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible, shortage
 from splitc.passes.planner.problem import Option, Place
 from splitc.passes.planner.request import Request, largest, smallest
-from splitc.passes.planner.search import Found, Search
+from splitc.passes.planner.search import Found, Search, search
 from splitc.passes.planner.unequal import search_unequal
 from splitc.runtime.spec import Rounds
 
@@ -46,7 +47,8 @@ def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[Pr
     busy = [each for each in divided if all(smallest(role.bounds) for role in each.roles)]
     if not busy:
         return [idle(name, divided[0].global_batch, request.world, exact)]
-    found, rules = _with_copies(request, space_of(request, asked, by_name), busy)
+    searched = search if isinstance(asked, InRounds) and asked.period is not None else search_unequal
+    found, rules = _with_copies(request, space_of(request, asked, by_name), busy, searched)
     if not found.found:
         return [_nothing(request, rules, asked, found)]
     most, usual = 2 * SIMULATED if isinstance(asked, Mixed) else SIMULATED, set(busy)
@@ -55,17 +57,19 @@ def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[Pr
     return [_priced(request, asked, each, found) for each in few]
 
 
-def _with_copies(request: Request, space: Space, divided: list[Division]) -> tuple[Search, CutRules]:
+def _with_copies(
+    request: Request, space: Space, divided: list[Division], search: Callable[..., Search]
+) -> tuple[Search, CutRules]:
     """The result of a search; where tied parameters leave none, that of cuts between the layers that share them.
 
     Each role then has a copy, and gradients are summed over all ranks that have one.
     """
     rules = cut_rules(request.program)
-    whole = search_unequal(request, rules, divided, space)
+    whole = search(request, rules, divided, space)
     apart = cut_rules(request.program, copies=True)
     if whole.found or not any(len(each.roles) > 1 for each in divided) or apart.together == rules.together:
         return whole, rules
-    copied = search_unequal(request, apart, divided, space)
+    copied = search(request, apart, divided, space)
     return (copied, apart) if copied.found else (whole, rules)
 
 

@@ -189,8 +189,8 @@ def trained(strategy: str, fast: int) -> CompiledProgram:
     device = small_cluster().device
     device = replace(device, flop_rate={"float32": 1e9, "float64": 1e9}, memory_bandwidth=1e9)
     cluster = Cluster("toy", device, link, 4, unlike=(Unlike((fast,), device.scaled(5), link),))
-    options = {"cluster": cluster, "global_batch": 32}
-    return compiled(Net(norm=False), (images,), labels, F.cross_entropy, 4, strategy, **options)
+    model = Net(norm=False)
+    return compiled(model, (images,), labels, F.cross_entropy, 4, strategy, cluster=cluster, global_batch=32)
 
 
 LAYOUTS: Mapping[str, int] = {
