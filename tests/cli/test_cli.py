@@ -156,7 +156,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == 0 and errors == b""
+    assert process.wait(timeout=120) == 0 and errors == b""
 
 
 # -- compile, verify, clusters -----------------------------------------------------------------------------------------
@@ -279,11 +279,11 @@ def test_progress_shows_at_once_on_a_terminal_and_goes_away() -> None:
     assert stream.getvalue() == "\rsplitc: tracing Net ...\r\x1b[K"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0, ""), (0.3, "splitc: tracing Net ...\n")])
-def test_elsewhere_progress_shows_only_what_takes_long(seconds: float, text: str) -> None:
+@pytest.mark.parametrize(("patience", "text"), [(60.0, ""), (0.05, "splitc: tracing Net ...\n")])
+def test_elsewhere_progress_shows_only_what_takes_long(patience: float, text: str) -> None:
     stream = io.StringIO()
-    with Step("tracing Net", quiet=False, stream=stream, patience=0.1):
-        time.sleep(seconds)
+    with Step("tracing Net", quiet=False, stream=stream, patience=patience):
+        time.sleep(0.5)
     assert stream.getvalue() == text
 
 
@@ -343,7 +343,7 @@ def test_run_trains_and_ctrl_c_ends_all_ranks_without_a_traceback(capsys: Captur
     assert len(ranks) >= 3  # torchrun and two ranks
     process.send_signal(signal.SIGINT)
     try:
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         for pid in (process.pid, *ranks):
             os.kill(pid, signal.SIGKILL)
@@ -373,12 +373,12 @@ def test_run_passes_arguments_on_and_ends_with_1_when_the_ranks_fail(capsys: Cap
         role.read_text().replace("    return total.wait()", "    print('edited')\n    return total.wait()", 1)
     )
     process = start("run", "build", "--steps", "2")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "step 2  loss" in output and "step 3" not in output and "edited" in output
     Path("mydata.py").write_text("def batches(worker):\n    return []\n")
     process = start("run", "build", "--data", "mydata:batches")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and "ended after 0 of 10 steps" in errors
 
 

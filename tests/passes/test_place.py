@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -248,10 +248,10 @@ def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
             )
         )
     rows.append(Row("loss", ("layer19", "labels")))
-    begin = time.perf_counter()
+    begin = sum(os.times()[:4])
     plan = place(small_program(rows), 80, Auto())
     named = place(small_program(rows), 80, LayerSeparation())
-    assert time.perf_counter() - begin < 10
+    assert sum(os.times()[:4]) - begin < 10, "seconds of this process and its solvers, whatever else runs"
     assert plan.prediction.gap < 1e-3 and named.prediction.proof == "optimal"
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import _disable_current_modes
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.memory.live_storage import HELD, SAVED, LiveStorage
 from splitc.runtime.launch.main import load_worker, synthetic
 from splitc.runtime.launch.torchrun import torchrun
+from splitc.runtime.transport import simulated
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.worker import Worker
@@ -40,9 +44,22 @@ class Measured:
 
 
 def measured(program: CompiledProgram, optimizer: Any = sgd, accumulate: int = 1) -> list[Measured]:
-    """Every rank of a program, on threads; the peak then has messages of others in it, if there are others."""
+    """Every rank of a program, on threads, without the copies of messages that threads make for each other."""
     world = program.plan.world
-    return run_ranks(world, lambda t: follow(worker_of(program, t, optimizer, accumulate=accumulate), accumulate))
+    with ExitStack() as patched:
+        for name in ("_snapshot", "_sum", "_maximum"):
+            patched.enter_context(patch.object(simulated, name, _unseen(getattr(simulated, name))))
+        return run_ranks(world, lambda t: follow(worker_of(program, t, optimizer, accumulate=accumulate), accumulate))
+
+
+def _unseen(function: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """The function, of whose tensors `LiveStorage` learns nothing: who frees them, and when, is a matter of timing."""
+
+    def call(given: Any) -> Tensor:
+        with _disable_current_modes():
+            return function(given)
+
+    return call
 
 
 def in_processes(program: CompiledProgram, folder: Path) -> list[Measured]:

@@ -38,7 +38,7 @@ def on_ranks(world: int, function: Callable[[Transport], Result]) -> list[Result
         watch(transport)
         return function(transport)
 
-    return run_ranks(world, careful, timeout=20.0)
+    return run_ranks(world, careful)
 
 
 def watch(transport: Transport) -> None:

@@ -17,7 +17,7 @@ Action = Callable[[Transport], Any]
 
 def each_rank(*actions: Action) -> list[Any]:
     """Run one action on each rank; a deadlock that goes unseen fails after 5 s."""
-    return run_ranks(len(actions), lambda t: actions[t.rank](t), timeout=5.0)
+    return run_ranks(len(actions), lambda t: actions[t.rank](t))
 
 
 def received(t: Transport, like: Tensor, src: int, tag: int = 0) -> Tensor:

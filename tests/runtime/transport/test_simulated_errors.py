@@ -114,7 +114,7 @@ def deadlock(*actions: Action) -> str:
     start = time.monotonic()
     with pytest.raises(Deadlock) as caught:
         run_ranks(len(actions), lambda t: actions[t.rank](t), timeout=600.0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     return str(caught.value)
 
 
