@@ -30,9 +30,9 @@ def priced(world: int, pattern: str, **options: object) -> dict[str, Alternative
 
 def test_the_price_of_a_placement_is_that_of_the_plan_with_its_pin() -> None:
     _, program = analysed()
-    found = priced(4, "fc6")["rows, groups of 2"]
+    found = priced(2, "fc6")["rows, groups of 2"]
     assert found.pin == Placement(holding="sharded", split="rows", group=2)
-    place = Settings(4, cluster=load_cluster("v100-10gbe"), pins={"fc6": found.pin}).place()
+    place = Settings(2, cluster=load_cluster("v100-10gbe"), pins={"fc6": found.pin}).place()
     again = place.run(program)
     assert found.step_seconds == simulated_step(again, place.cluster).step_seconds > 0
     assert found.samples_per_second == pytest.approx(again.plan.global_batch / found.step_seconds)
@@ -46,7 +46,7 @@ def test_the_plan_that_is_chosen_is_among_the_placements(pattern: str, strategy:
 
 
 def test_a_placement_that_a_layer_cannot_have_says_why() -> None:
-    found = priced(4, "conv")
+    found = priced(2, "conv")
     assert "only linear layers" in found["late_multiply"].why
     assert found["late_multiply"].samples_per_second == 0
     assert not found["role conv"].why
@@ -77,9 +77,9 @@ def _net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_net")
 def test_the_command_prints_a_table_in_80_columns_and_its_figures_as_json(capsys: Capture) -> None:
-    done = splitc(capsys, "explain net.py second --world 4 -q")
+    done = splitc(capsys, "explain net.py second --world 2 -q")
     assert done.code == 0
-    assert done.out.startswith("Net on 4 ranks of v100-10gbe: second in each placement")
+    assert done.out.startswith("Net on 2 ranks of v100-10gbe: second in each placement")
     assert any(line.startswith("* ") for line in done.out.splitlines())
     assert max(map(len, done.out.splitlines())) <= 80
     data = json.loads(splitc(capsys, "explain net.py se* --world 2 --json -q").out)
