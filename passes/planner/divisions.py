@@ -50,11 +50,11 @@ class Role:
         """Examples of its busiest rank."""
         return largest(self.bounds)
 
-    @property
+    @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         return tuple(self.ranks[k : k + self.group] for k in range(0, len(self.ranks), self.group))
 
-    @property
+    @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold the same shards: one of each group."""
         return tuple(self.ranks[k :: self.group] for k in range(self.group))

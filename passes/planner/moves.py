@@ -80,8 +80,16 @@ class Lines:
     def __init__(self, request: Request, division: Division) -> None:
         self._request, self._division = request, division
         self._lines: dict[tuple[Place, Place, bool], _Line] = {}
+        self._moves: dict[object, dict[tuple[Place, Place], Move]] = {}
 
-    def move(self, value: Crossing, start: Place, end: Place) -> Move:
+    def moves(self, value: Crossing, pairs: tuple[tuple[Place, Place], ...]) -> dict[tuple[Place, Place], Move]:
+        """A value's moves between pairs of places; the same for all values of as many bytes."""
+        key = value.spec.nbytes(1), value.gradient, pairs
+        if key not in self._moves:
+            self._moves[key] = {(start, end): self._move(value, start, end) for start, end in pairs}
+        return self._moves[key]
+
+    def _move(self, value: Crossing, start: Place, end: Place) -> Move:
         key = start, end, value.gradient
         if key not in self._lines:
             none, one = (_move(self._request, self._division, nbytes, *key) for nbytes in (0.0, 1.0))

@@ -76,20 +76,18 @@ def role_options(request: Request, rules: CutRules, division: Division, role: in
     """Layer -> the ways to run it in a role; kept, since many divisions have the same role."""
     key = role, division.roles[role], len(division.roles), division.microbatches, division.schedule, division.busy
     if key not in request.options:
-        kinds = busiest(request, division.roles[role], division.busy)
-        request.options[key] = {
-            layer.name: tuple(_options(request, rules, division, role, layer.name, kinds))
-            for layer in request.program.layers
-        }
+        kinds, alike = busiest(request, division.roles[role], division.busy), request.alike
+        firsts = dict.fromkeys(alike.values())
+        known = {layer: tuple(_options(request, division, role, layer, kinds)) for layer in firsts}
+        elsewhere = rules.reader_only if role else ()
+        request.options[key] = {layer: () if layer in elsewhere else known[alike[layer]] for layer in alike}
     return request.options[key]
 
 
 def _options(
-    request: Request, rules: CutRules, division: Division, role: int, layer: str, kinds: tuple[Busiest, ...]
+    request: Request, division: Division, role: int, layer: str, kinds: tuple[Busiest, ...]
 ) -> Iterator[Option]:
     """Yield the ways to run a layer in a role, whose ranks are of these kinds."""
-    if role and layer in rules.reader_only:
-        return
     r, trains = division.roles[role], request.gradient_of(layer) > 0
     n, k = len(r.ranks), r.group
     gradient = request.gradient(layer)
@@ -209,7 +207,8 @@ def _value(
     made = ((0, "batch"),) if value.layer is None else places(options[value.layer])
     readers = tuple((reader, _how(request, reader, value)) for reader in value.readers)
     needs = {need: None for reader, how in readers for need in places(options[reader], how)}
-    moves = {(s, t): lines.move(value, s, t) for s in made for t in needs if s[0] <= t[0] and space.moves(s, t)}
+    pairs = tuple((s, t) for s in made for t in needs if s[0] <= t[0] and space.moves(s, t))
+    moves = lines.moves(value, pairs)
     return Value(value.name, value.layer, readers, moves)
 
 

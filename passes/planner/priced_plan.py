@@ -16,6 +16,9 @@ from splitc.passes.planner.search import Found
 from splitc.passes.planner.whole_batch import with_whole_batch
 from splitc.passes.rewriting import lower_unchecked
 
+PAIRS = 400
+"""Servers x workers whose messages are simulated, in seconds; those of 512 and 512 would take hours."""
+
 
 @dataclass(frozen=True)
 class PricedPlan:
@@ -100,8 +103,13 @@ def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: 
 
 
 def simulated(request: Request, priced: PricedPlan) -> PricedPlan:
-    """The plan with its simulated price; infeasible where its program cannot be written."""
+    """The plan with its simulated price; infeasible where its program cannot be written.
+
+    With more than `PAIRS` of servers and workers it keeps that of the closed form.
+    """
     if priced.plan is None or not priced.feasible:
+        return priced
+    if len(priced.plan.servers) * len(priced.plan.roles[priced.plan.reader]) > PAIRS:
         return priced
     try:
         plan = replace(with_whole_batch(request.program, priced.plan), accumulate=request.accumulate)

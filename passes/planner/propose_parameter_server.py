@@ -3,9 +3,9 @@
     t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
 
 P is the bytes of all gradients, B the bandwidth of a server's link, T_ps the compute of a whole step on one worker, n_w
-and n_s the numbers of workers and servers; the latency of a server's 2 n_w messages is added.  The paper has fewer
-servers than workers; with more, a worker's link is the bottleneck and carries 2 P in 2 n_s messages.  Servers run on
-the last ranks, which are workers too if the servers are `beside` them.
+and n_s the numbers of workers and servers; the latency of a server's messages is added, 2 n_w for each bucket.  The
+paper has fewer servers than workers; with more, a worker's link is the bottleneck and carries 2 P in 2 n_s messages for
+each bucket.  Servers run on the last ranks, which are workers too if the servers are `beside` them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         problems.append(f"each server needs {units.nbytes(each)} of memory and has {units.nbytes(have)}")
     computing = sum(request.seconds(layer, batch, workers) for layer in layers)
     exchange = 2 * workers * gradients / (min(servers, workers) * link.bandwidth)
-    seconds = computing + exchange + 2 * max(servers, workers) * link.latency
+    messages = max(servers, workers) * -(-gradients // BucketGradients.nbytes)  # of the busiest rank, one way
+    seconds = computing + exchange + 2 * messages * link.latency
     placements = {
         layer: LayerPlacement("worker", "replicated", "parameter_server" if request.gradient_of(layer) else "none")
         for layer in layers

@@ -6,7 +6,7 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from splitc.cost_models.memory.memory import gradient_nbytes, rank_memory
 from splitc.cost_models.network.alpha_beta import all_gather, recursive_doubling, ring_all_reduce
 from splitc.ir.cluster import Cluster, Device, Link
 from splitc.ir.dealt import share_of
+from splitc.ir.graph import tensor_spec
 from splitc.ir.layers import StateTensor
 from splitc.ir.linears import Linear, linear_layers
 from splitc.ir.neurons import Dealing, divisible_layers, find_neurons
@@ -209,6 +210,21 @@ class Request:
     def dividing(self) -> dict[str, Divisible]:
         """The layers that can be divided -> how."""
         return divisible_kinds(self.program, self.divisible)
+
+    @cached_property
+    def alike(self) -> dict[str, str]:
+        """Layer -> the first layer with the same numbers, of which a deep model repeats many."""
+        first: dict[object, str] = {}
+        return {layer.name: first.setdefault(self._numbers(layer.name), layer.name) for layer in self.program.layers}
+
+    def _numbers(self, layer: str) -> object:
+        """All that the price and the memory of a layer come from."""
+        held = tuple(replace(tensor, name="", names=()) for tensor in self.held[layer])
+        used = tuple((tensor_spec(use.value), tensor_spec(use.node)) for use in self.linears.get(layer, ()))
+        kind = self.dividing.get(layer)
+        divided = kind and (kind.outputs, tuple(kind.splits.items()), kind.features, kind.classes)
+        of_batch = layer == self.program.in_batch
+        return self.program.costs[layer], self.dtypes[layer], held, self.gradient_of(layer), used, divided, of_batch
 
     @cached_property
     def dtypes(self) -> dict[str, str]:

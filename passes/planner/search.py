@@ -24,6 +24,9 @@ from splitc.passes.planner.request import Request
 SOLVED = 24
 """Divisions whose integer program is solved; others keep their first assignment, and their bound."""
 
+THOROUGH = 2400
+"""Layers of all solved divisions, up to which more of them are solved, so that small models are proved."""
+
 NEAR = 0.9
 """Part of the best rate that a division must be able to reach to be of interest: the simulation prices differently."""
 
@@ -111,10 +114,11 @@ def search(
         at_once.setdefault(division.roles, problem)
         cases.append(_Case(division, problem))
         best = max(best, cases[-1].found.rate if cases[-1].found is not None else 0.0)
+    most = max(SOLVED, THOROUGH // max((len(case.small.runs) for case in cases), default=1))
     solved = 0
     for case in sorted(cases, key=lambda each: each.promise, reverse=True):
         left = deadline - time.monotonic()
-        if case.bound > NEAR * best and solved < SOLVED and left > 0:
+        if case.bound > NEAR * best and solved < most and left > 0:
             case.solve(left, best)
             solved += 1
             best = max(best, case.found.rate if case.found is not None else 0.0)

@@ -23,7 +23,7 @@ from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, Layer
 from splitc.ir.strategy import Strategy
 from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.divisions import divisions
-from splitc.passes.planner.options import make_problem
+from splitc.passes.planner.options import make_problem, role_options
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.propose import space_of
 from splitc.passes.planner.request import Request, smallest
@@ -217,3 +217,18 @@ def test_a_second_for_hundreds_of_branching_layers_gives_a_checked_plan_and_its_
     assert not decision_problems(plan)
     assert plan.prediction.proof == "heuristic"
     assert 0.0 < plan.prediction.gap < 0.5
+
+
+def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_itself() -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(6)]
+    blocks[2][0].requires_grad_(False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), *blocks, nn.Linear(16, 8, bias=False), nn.Linear(8, 16))
+    program = analyse(model, torch.randn(8, 3, 16), torch.randint(16, (8,)), F.cross_entropy)
+    request = Request(program, small_cluster(1e6), 4)
+    assert 4 < len(set(request.alike.values())) < len(request.alike) - 6, "some repeat, and not all"
+    rules = cut_rules(program)
+    several = [each for each in divisions(request, Mixed()) if len(each.roles) > 1]
+    shared = [role_options(request, rules, each, role) for each in several for role in (0, 1)]
+    object.__setattr__(request, "alike", {layer: layer for layer in request.alike})
+    request.options.clear()
+    assert [role_options(request, rules, each, role) for each in several for role in (0, 1)] == shared
