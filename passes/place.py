@@ -8,6 +8,7 @@ of a strategy, and the simulation, which knows what overlaps, decides among them
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -53,6 +54,7 @@ from splitc.passes.planner.search import NEAR
 _NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
+_TRANSFERS = 50_000  # of a step that is simulated where other plans are known, in a world of more than a few ranks
 _COMPARED = (
     SingleDevice, DataParallel, ParameterServer, LayerSeparation, HybridSingle, ModuloShard, LateMultiply, Mixed
 )  # fmt: skip
@@ -96,7 +98,9 @@ class Place(Pass[Program, PlacedProgram]):
         stopped = time.monotonic() - begin >= self.time_limit  # more time might find a better one
         if key is not None and kept is None and not stopped:
             keep("plan", key, plan.to_json())
-        compared = None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(request, True))
+        compared = (
+            None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(replace(request), True))
+        )
         return program.placed(replace(plan, prediction=replace(plan.prediction, all=compared)))
 
     def simulated(self, program: Program) -> list[PricedPlan]:
@@ -150,16 +154,10 @@ class Place(Pass[Program, PlacedProgram]):
         names = [each.name for each in _COMPARED] if everything else []
         names += [self.strategy.name] if self.strategy.name not in (*names, Auto.name) else []
         proposed = [self._proposed(request, name) for name in names]
-        best = 0.0
-        priced: list[list[PricedPlan]] = []
-        for several in sorted(proposed, key=lambda few: max(each.promise for each in few), reverse=True):
-            priced.append([])
-            for each in several:
-                if request.world > FEW and each.promise < NEAR * best:
-                    continue  # which the simulation would not make the best
-                priced[-1].append(simulated(request, each))
-                best = max(best, priced[-1][-1].promise if each.exact else 0.0)
-            priced[-1] = priced[-1] or several[:1]
+        few = not everything or request.world <= FEW
+        best, priced = _compared(request, proposed, math.inf if few else _TRANSFERS)
+        if not (best or few):
+            _, priced = _compared(request, proposed, math.inf)
         order = {name: k for k, name in enumerate(names)}
         return sorted(priced, key=lambda few: order[few[0].strategy])
 
@@ -231,6 +229,23 @@ class Place(Pass[Program, PlacedProgram]):
             why = [f"{each.strategy}: {each.infeasible_because}" for each in priced if each.infeasible_because]
             raise PlacementError(bullets(f"no strategy has a plan for {self.world} ranks on {self.cluster.name}:", why))
         return fastest(feasible)
+
+
+def _compared(request: Request, proposed: list[list[PricedPlan]], most: float) -> tuple[float, list[list[PricedPlan]]]:
+    """The best rate, and the plans of each strategy that are simulated, of at most so many transfers, or the first."""
+    best, found = 0.0, []
+    for several in sorted(proposed, key=lambda few: max(each.promise for each in few), reverse=True):
+        tried: list[PricedPlan] = []
+        for each in several:
+            if request.world > FEW and each.promise < NEAR * best:
+                continue  # which the simulation would not make the best
+            if best and each.feasible and time.monotonic() > request.deadline:
+                tried.append(replace(each, infeasible_because=f"not simulated in {request.time_limit:g} s"))
+                continue
+            tried.append(simulated(request, each, most))
+            best = max(best, tried[-1].promise if each.exact else 0.0)
+        found.append(tried or several[:1])
+    return best, found
 
 
 def _with_fewest_batches(request: Request, chosen: PricedPlan) -> PricedPlan:

@@ -13,6 +13,8 @@ from itertools import pairwise
 
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
+from splitc.ir.program import LoweredProgram
+from splitc.ir.wire import wire
 
 
 def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
@@ -32,3 +34,10 @@ def representatives(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
             if found.setdefault(rank, ranks[k % size]) != ranks[k % size]:
                 return each
     return tuple(found[rank] for rank in each)
+
+
+def num_transfers(program: LoweredProgram, cluster: Cluster) -> int:
+    """What the simulated ranks begin in a step, if all ranks of a role begin as much as its first one."""
+    plan, alike = program.plan, set(representatives(program.plan, cluster))
+    several = (ranks for ranks in (*plan.roles.values(), plan.servers) if ranks)
+    return sum(len(alike.intersection(ranks)) * len(wire(program, ranks[0])) for ranks in several)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from splitc import units
+from splitc.cost_models.simulation.alike import num_transfers
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import PlacementError
 from splitc.ir.plan import SERVER, Plan
@@ -102,8 +104,8 @@ def priced_plan(request: Request, plan: Plan, problems: Sequence[str], seconds: 
     )
 
 
-def simulated(request: Request, priced: PricedPlan) -> PricedPlan:
-    """The plan with its simulated price; infeasible where its program cannot be written.
+def simulated(request: Request, priced: PricedPlan, most: float = math.inf) -> PricedPlan:
+    """The plan with its simulated price; infeasible where it cannot be written or has over `most` transfers.
 
     With more than `PAIRS` of servers and workers it keeps that of the closed form.
     """
@@ -116,6 +118,8 @@ def simulated(request: Request, priced: PricedPlan) -> PricedPlan:
         decision = replace(plan, strategy="").hash
         if decision not in request.simulated:
             program = lower_unchecked(request.program.placed(plan))
+            if most < math.inf and (number := num_transfers(program, request.cluster)) > most:
+                raise PlacementError(f"its step has {number:,} transfers, too many to be simulated beside faster plans")
             request.simulated[decision] = simulate(program, request.cluster).step_seconds
         seconds = request.simulated[decision]
     except PlacementError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from splitc.ir.graph import tensor_spec
 from splitc.ir.plan import Plan
@@ -34,6 +35,9 @@ from splitc.runtime.spec import Rounds
 SIMULATED = 4
 """Plans of a strategy that are simulated, and twice as many of the whole space."""
 
+SHARE = 1 / 8
+"""Part of the time left that the search of one of the papers' strategies may take."""
+
 
 def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[PricedPlan]:
     """The best few plans of a strategy by the program's price, or why there is none.
@@ -48,7 +52,8 @@ def propose(request: Request, asked: Strategy, by_name: bool = False) -> list[Pr
     if not busy:
         return [idle(name, divided[0].global_batch, request.world, exact)]
     searched = search if isinstance(asked, InRounds) and asked.period is not None else search_unequal
-    found, rules = _with_copies(request, space_of(request, asked, by_name), busy, searched)
+    part = 1.0 if isinstance(asked, Mixed) or by_name else SHARE
+    found, rules = _with_copies(request, space_of(request, asked, by_name), busy, partial(searched, part=part))
     if not found.found:
         return [_nothing(request, rules, asked, found)]
     most, usual = 2 * SIMULATED if isinstance(asked, Mixed) else SIMULATED, set(busy)

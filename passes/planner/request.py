@@ -5,6 +5,7 @@ Times are of one step: forward, backward and the gradient sync, which does not o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -126,6 +127,11 @@ class Request:
     def options(self) -> dict[object, dict[str, tuple[Option, ...]]]:
         """What all a role depends on -> layer -> the ways to run it there."""
         return {}
+
+    @cached_property
+    def deadline(self) -> float:
+        """By the clock `time.monotonic`; from the first time that it is asked for."""
+        return time.monotonic() + self.time_limit
 
     @cached_property
     def simulated(self) -> dict[str, float]:

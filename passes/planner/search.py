@@ -94,11 +94,10 @@ class _Case:
             self.found = found
 
 
-def search(
-    request: Request, rules: CutRules, divided: Iterable[Division], space: Space, seconds: float | None = None
-) -> Search:
-    """The best assignments of `divided` in a space.  seconds: its time limit, where it is not that of the request."""
-    deadline = time.monotonic() + (request.time_limit if seconds is None else seconds)
+def search(request: Request, rules: CutRules, divided: Iterable[Division], space: Space, part: float = 1.0) -> Search:
+    """The best assignments of `divided` in a space, of those that a part of the time left allows to look at."""
+    now = time.monotonic()
+    deadline = now + part * max(0.0, request.deadline - now)
     cases: list[_Case] = []
     at_once: dict[tuple[Role, ...], Problem] = {}
     best, bound = 0.0, 0.0
@@ -108,6 +107,9 @@ def search(
             if division.global_batch <= NEAR * best * least:
                 bound = max(bound, division.global_batch / least)
                 continue
+        if best and time.monotonic() > deadline:
+            bound = max(bound, _most(request, division))
+            continue
         problem = make_problem(request, rules, division, space)
         if not all(problem.options.values()):
             continue
@@ -118,8 +120,8 @@ def search(
     solved = 0
     for case in sorted(cases, key=lambda each: each.promise, reverse=True):
         left = deadline - time.monotonic()
-        if case.bound > NEAR * best and solved < most and left > 0:
-            case.solve(left, best)
+        if case.bound > NEAR * best and solved < most and (left > 0 or not best):
+            case.solve(max(left, 1.0), best)
             solved += 1
             best = max(best, case.found.rate if case.found is not None else 0.0)
     ordered = sorted((each.found for each in cases if each.found is not None), key=lambda f: f.rate, reverse=True)
@@ -127,6 +129,13 @@ def search(
     proved = bool(ordered) and bound <= ordered[0].rate * (1 + 1e-6)
     fullest = None if ordered or len(cases) > SOLVED else _fullest(cases, deadline)
     return Search(tuple(ordered), bound, proved, fullest)
+
+
+def _most(request: Request, division: Division) -> float:
+    """Samples per second where all ranks share the computing of a step and nothing is sent; infinite if some differ."""
+    batch, busy = division.global_batch, division.busy
+    alone = sum(request.seconds(layer.name, batch, busy) for layer in request.program.layers)
+    return batch * busy / alone if alone and not request.cluster.unlike else math.inf
 
 
 def _fullest(cases: list[_Case], deadline: float) -> Found | None:

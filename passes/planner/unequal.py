@@ -8,7 +8,6 @@ Ranks of one kind are alike, so of variants that differ by these alone there is 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,16 +24,17 @@ STRUCTURES = 6
 """Roles and groups, the best with consecutive ranks and equal shares, of which the variants are searched too."""
 
 
-def search_unequal(request: Request, rules: CutRules, divided: Sequence[Division], space: Space) -> Search:
+def search_unequal(
+    request: Request, rules: CutRules, divided: Sequence[Division], space: Space, part: float = 1.0
+) -> Search:
     """`search`, and on unequal clusters that of the variants of the best divisions; of all where none fits."""
-    begin = time.monotonic()
-    usual = search(request, rules, divided, space)
+    usual = search(request, rules, divided, space, part)
     best = [*dict.fromkeys(each.division.roles for each in usual.found)][:STRUCTURES]
     tried = [each for each in divided if each.roles in best] or divided
     others = [variant for each in tried for variant in variants(request, each)]
     if not others:
         return usual
-    more = search(request, rules, others, space, request.time_limit - (time.monotonic() - begin))
+    more = search(request, rules, others, space, part)
     found = sorted((*usual.found, *more.found), key=lambda each: each.rate, reverse=True)
     bound, every = max(usual.bound, more.bound), len(tried) == len(divided)
     proved = every and bool(found) and bound <= found[0].rate * (1 + 1e-6)

@@ -287,3 +287,31 @@ def test_a_reason_names_the_next_best_placement_of_a_large_layer_and_its_price()
     reasons = place(separable(), 4, LayerSeparation(n_f=1)).prediction.reasons
     assert re.search(r"; whole in head, the step would take [0-9.]+ m?s more$", reasons["fc1"])
     assert "the step would take" not in reasons["conv1"], "which is small"
+
+
+@pytest.mark.parametrize("strategy", [Auto(), LayerSeparation(), DataParallel()])
+def test_a_plan_comes_back_when_the_time_is_over_at_once(strategy: Strategy) -> None:
+    plan = place(separable(), 6, strategy, time_limit=1e-6)
+    free = place(separable(), 6, strategy)
+    assert plan.placements.keys() == free.placements.keys()
+    assert plan.step_seconds > 0 and 0 <= plan.prediction.gap < 1
+    bound = plan.global_batch / plan.prediction.program_seconds / (1 - plan.prediction.gap)
+    assert free.global_batch / free.prediction.program_seconds <= bound * (1 + 1e-6)
+
+
+def test_a_plan_of_too_many_transfers_is_simulated_only_where_no_other_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = place(separable(), 30, Auto())
+    monkeypatch.setattr("splitc.passes.place._TRANSFERS", 0)
+    limits: list[float] = []
+    real = priced_plan.simulated
+
+    def noted(request: Request, priced: Any, most: float = 0.0) -> Any:
+        limits.append(most)
+        return real(request, priced, most)
+
+    monkeypatch.setattr("splitc.passes.place.simulated", noted)
+    plan = place(separable(), 30, Auto())
+    assert {0, float("inf")} <= set(limits)
+    assert plan.samples_per_second == pytest.approx(free.samples_per_second)
