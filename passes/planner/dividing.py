@@ -54,7 +54,7 @@ def divisible_kinds(program: Program, divisible: frozenset[str]) -> dict[str, Di
             frozenset(_read(program, node).name for node in main),
             tuple(tensor_spec(node) for node in main),
             _splits(program, main[0]),
-            len(main) == 1 and all(map(_keeps_features, tail)),
+            len(main) == 1 and tensor_spec(main[0]).batch_dim is not None and all(map(_keeps_features, tail)),
             classes,
         )
     return found

@@ -25,7 +25,8 @@ from splitc.passes.planner.cuts import cut_rules
 from splitc.passes.planner.divisions import divisions
 from splitc.passes.planner.options import make_problem, role_options
 from splitc.passes.planner.pins import resolve_pins
-from splitc.passes.planner.propose import space_of
+from splitc.passes.planner.priced_plan import simulated
+from splitc.passes.planner.propose import propose, space_of
 from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.search import Search, search
 from tests.support.compiled import analyse
@@ -232,3 +233,24 @@ def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_i
     object.__setattr__(request, "alike", {layer: layer for layer in request.alike})
     request.options.clear()
     assert [role_options(request, rules, each, role) for each in several for role in (0, 1)] == shared
+
+
+class Positions(nn.Module):
+    """Embeddings of tokens, and of positions that no example has of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(512, 64), nn.Embedding(16, 64), nn.Linear(64, 512)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))).transpose(1, 2)
+
+
+def test_a_table_that_no_example_indexes_is_priced_as_it_is_gathered() -> None:
+    tokens = torch.randint(512, (8, 16))
+    program = analyse(Positions(), tokens, torch.randint(512, (8, 16)), F.cross_entropy)
+    request = Request(program, small_cluster(1e8), 4)
+    assert not request.dividing["positions"].features and request.dividing["tokens"].features
+    for each in propose(request, Mixed()):
+        real = simulated(request, each)
+        assert real.seconds == pytest.approx(each.program_seconds, rel=0.1), each.plan
