@@ -26,7 +26,7 @@ class ModuleTree:
         held = {name for stage in stages for name in stage.tensors}
         self._held = [tensor for name, tensor in program.tensors.items() if name in held]
         self._modules: dict[str, str] = {}
-        called = dict.fromkeys(path for stage in stages for path in _called(program, stage))
+        called = dict.fromkeys(path for stage in stages for path in _called(stage))
         evaluation = program.evaluation
         roots = [program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
         found = {path: [root.get_submodule(path) for root in roots] for path in called}
@@ -188,7 +188,7 @@ class ModuleTree:
         return [f"{self.access(h.name)}.requires_grad_(False)" for h in frozen if self._in_module(self._first_name(h))]
 
 
-def _called(program: Program, stage: Stage) -> Iterator[str]:
+def _called(stage: Stage) -> Iterator[str]:
     """The modules that a stage calls, or whose parameters it names in the call of a communication node."""
     for node in stage.graph.nodes:
         if node.op == "call_module" or info(node).is_module:
