@@ -96,5 +96,5 @@ def _kind(problem: Problem, layer: str) -> tuple[tuple[object, ...], ...]:
 
 
 def _both(a: Option, b: Option) -> Option:
-    numbers = ("forward", "backward", "there", "back", "syncing", "memory")
+    numbers = ("forward", "backward", "there", "back", "syncing", "updating", "memory")
     return replace(a, **{name: getattr(a, name) + getattr(b, name) for name in numbers})

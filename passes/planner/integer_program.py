@@ -1,14 +1,14 @@
 """The best option for every layer, for one division of the world into roles, groups and microbatches.
 
 Plain numbers in, plain numbers out.  x[i,o]: layer i runs by option o.  z[v,s,t]: value v, made in place s, is moved to
-place t, once however many layers read it there.  m: microbatches.
+place t, once however many layers read it there.  m: microbatches.  a: batches to an update.
 
     minimise  path / m + (1 - 1/m) load + exposed                                                    (1)
 
     path  = sum (forward + backward + moving)[i,o] x[i,o] + sum seconds[v,s,t] z[v,s,t]              (2)
     load = load[forward] + load[backward];  each >= the computing, and the transfers, of each class  (3)
     left[c,i] >= left[c,i+1] - backward[c,i] / m + syncing[c,i];  left >= syncing;
-    exposed = sum_c left[c,1]                       over the layers i of each class c of ranks       (4)
+    exposed = (sum_c left[c,1] + sum updating[i,o] x[i,o]) / a     over the layers i of each class c (4)
     sum_o x[i,o] = 1                                                                                 (5)
     role[i] <= role[j]                              along every edge i -> j                          (6)
     sum_s z[v,s,t] >= x of a reader that needs t;  z[v,s,t] <= x of its maker that makes s           (7)
@@ -81,7 +81,8 @@ def least_memory(problem: Problem, seconds: float) -> Assignment | None:
 
 def _largest(problem: Problem) -> float:
     """Seconds that no step needs to exceed."""
-    layers = sum(max(o.computing + o.moving + o.syncing for o in options) for options in problem.options.values())
+    every = problem.options.values()
+    layers = sum(max(o.computing + o.moving + o.syncing + o.updating for o in options) for options in every)
     return layers + sum(max((m.seconds for m in v.moves.values()), default=0.0) for v in problem.values) or 1.0
 
 
@@ -201,8 +202,15 @@ class _Program:
         ]
         path += [self._scale * value.moves[s, t].seconds * z for s, t, value, z in self._z]
         load = total(self._load(direction) for direction in ("forward", "backward")) if m > 1 else 0
-        exposed = total(self._left(where) for where in problem.classes)
-        model.require(1 / m * total(path) + (1 - 1 / m) * load + exposed <= seconds, "eq1_eq2")
+        exposed = [self._left(where) for where in problem.classes]
+        exposed += [
+            self._scale * option.updating * self._x[layer, k]
+            for layer, options in problem.options.items()
+            for k, option in enumerate(options)
+            if option.updating
+        ]
+        step = 1 / m * total(path) + (1 - 1 / m) * load + 1 / problem.accumulate * total(exposed)
+        model.require(step <= seconds, "eq1_eq2")
         if math.isfinite(limit):
             model.require(seconds <= self._scale * limit * (1 + 1e-6), "eq1_limit")
         model.minimise(seconds)

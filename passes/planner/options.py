@@ -10,9 +10,10 @@ What `runtime/collectives/layouts.py` moves is priced as it says there; of micro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from splitc.cost_models.simulation.prices import UPDATE
 from splitc.ir.graph import tensor_spec
 from splitc.ir.program import Program
 from splitc.passes.bucket_gradients import BucketGradients
@@ -61,6 +62,7 @@ def make_problem(request: Request, rules: CutRules, division: Division, space: S
         filled=frozenset(range(count)) if count > 1 and (own or hybrid) else frozenset(),
         wanted=space.wanted or (_IN_GROUPS if division.roles[-1].group > 1 and not own else ()),
         microbatches=division.microbatches,
+        accumulate=request.accumulate,
     )
 
 
@@ -91,6 +93,8 @@ def _options(
     r, trains = division.roles[role], request.gradient_of(layer) > 0
     n, k = len(r.ranks), r.group
     gradient = request.gradient(layer)
+    rates = (each.device.memory_bandwidth * each.device.efficiency_of("memory") for each in kinds)
+    updating = UPDATE * gradient / min(rates) if not division.classes[role] else 0.0  # under the backward of role 0
     own = _slowest(_times(request, division, role, layer, kinds))
     summed = trains and n > 1
 
@@ -102,11 +106,11 @@ def _options(
         role, "replicated", None, "batch" if k > 1 else None, "all_reduce" if summed else "none",
         "batch", "batch", "batch", None, *own,
         syncing=_sync_seconds(request, gradient, r.ranks),
-        memory=memory(1, 1, summed),
+        updating=updating, memory=memory(1, 1, summed),
     )  # fmt: skip
     if k == 1:
         if summed and layer in request.linears and (role == 0 or division.microbatches == 1):
-            yield _late(request, division, role, layer, kinds, partial(memory, 1, 1, False))
+            yield replace(_late(request, division, role, layer, kinds, partial(memory, 1, 1, False)), updating=updating)
         return
     alike = _slowest(_times(request, division, role, layer, kinds, k))
     copies = len(r.groups) > 1
@@ -114,7 +118,7 @@ def _options(
     syncing = _sync_seconds(request, gradient, *r.replicas)
     yield Option(
         role, "replicated", None, None, synced, "replicate", "replicate", "replicate", None, *alike,
-        syncing=syncing, memory=memory(k, 1, copies),
+        syncing=syncing, updating=updating, memory=memory(k, 1, copies),
     )  # fmt: skip
     kind = request.dividing.get(layer)
     if kind is None or not trains or layer == request.program.in_batch:
@@ -125,7 +129,7 @@ def _options(
         for state, joins, makes, there, back in _results(request, division, role, kind, split):
             yield Option(
                 role, "sharded", split, state, synced, reads, joins, makes, dim, *part, there, back,
-                syncing=syncing, memory=memory(k, k, copies),
+                syncing=syncing, updating=updating / k, memory=memory(k, k, copies),
             )  # fmt: skip
 
 

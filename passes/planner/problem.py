@@ -23,7 +23,8 @@ class Option:
     computes a part, so that its gradient is a sum.  joins: the state of all else that it reads.  makes: the state of
     its result.  divides: the dimension of its weight that is divided over the group.
     forward, backward: seconds of a step on the busiest rank; there, back: to move its result into the state that it
-    makes, and the gradient back.  syncing: seconds to sum its gradient.  memory: bytes on a rank.
+    makes, and the gradient back.  syncing: seconds to sum its gradient.  updating: seconds of the
+    optimizer, where nothing else runs meanwhile.  memory: bytes on a rank.
     """
 
     role: int
@@ -40,6 +41,7 @@ class Option:
     there: float = 0.0
     back: float = 0.0
     syncing: float = 0.0
+    updating: float = 0.0
     memory: float = 0.0
 
     @property
@@ -91,7 +93,7 @@ class StepSeconds:
     """The terms of equation (1), in seconds.
 
     path: of all that follows one on the other.  load: of the busiest rank or line, in forward and in backward.
-    exposed: of syncs that nothing hides.
+    exposed: of syncs that nothing hides and of the optimizer, as the mean over the batches of an update.
     """
 
     path: float
@@ -114,7 +116,7 @@ class Problem:
     tied: pairs that share a parameter, which is divided in one way.
     ranks: role -> the class of ranks that it runs on; roles of one class share ranks.  memory: bytes of a rank.
     filled: roles that need a layer with parameters.  wanted: what some layer must have, as (part of an option, values).
-    overlap: whether syncs hide under backward.
+    overlap: whether syncs hide under backward.  accumulate: batches to an update.
     """
 
     options: Mapping[str, tuple[Option, ...]]
@@ -129,6 +131,7 @@ class Problem:
     wanted: tuple[tuple[str, frozenset[str]], ...] = ()
     microbatches: int = 1
     overlap: bool = True
+    accumulate: int = 1
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
@@ -152,7 +155,8 @@ class Problem:
                 for load, seconds in zip(loads, (move.there, move.back), strict=True):
                     load["moving", where] += seconds
         slowest = sum(max(load.values(), default=0.0) for load in loads)
-        return StepSeconds(path, slowest, self._exposed(chosen), self.microbatches)
+        updating = sum(option.updating for option in chosen.values())
+        return StepSeconds(path, slowest, (self._exposed(chosen) + updating) / self.accumulate, self.microbatches)
 
     def _exposed(self, chosen: Mapping[str, Option]) -> float:
         """Equation (4): what is left of the syncs of each class of ranks when its backward ends."""
@@ -211,9 +215,10 @@ class Problem:
         path = synced = 0.0
         for options in self.options.values():
             path += min((o.computing for o in options), default=0.0)
-            synced += min((o.forward / m + o.syncing for o in options), default=0.0)
+            synced += min((o.forward / m + o.syncing + o.updating for o in options), default=0.0)
         load = (1 - 1 / m) * max(path / classes, crosses)
-        return max(path / m, synced if self.overlap else 0.0) + crosses / m + load
+        last = max(path / m, synced) if self.overlap else path / m  # of the batches of an update
+        return path / m + (last - path / m) / self.accumulate + crosses / m + load
 
 
 def made_at(value: Value, chosen: Mapping[str, Option]) -> Place:

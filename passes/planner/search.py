@@ -205,7 +205,8 @@ def _walk(
     for layer, options in problem.options.items():
         after: dict[Place, tuple[float, int]] = {}
         for option in options:
-            own = option.computing + option.moving + syncing * option.syncing + memory * option.memory / problem.memory
+            own = option.computing + option.moving + option.updating
+            own += syncing * option.syncing + memory * option.memory / problem.memory
             reached: tuple[float, int] | None = None
             for place, (seconds, link) in best.items():
                 if place[0] > option.role or option.role - place[0] > 1:

@@ -21,7 +21,8 @@ from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.search import Search, search
 
 STRUCTURES = 6
-"""Roles and groups, the best with consecutive ranks and equal shares, of which the variants are searched too."""
+"""Roles and groups, the best with consecutive ranks and equal shares, of which the variants are searched too; after
+those with a plan come those without one."""
 
 
 def search_unequal(
@@ -29,8 +30,9 @@ def search_unequal(
 ) -> Search:
     """`search`, and on unequal clusters that of the variants of the best divisions; of all where none fits."""
     usual = search(request, rules, divided, space, part)
-    best = [*dict.fromkeys(each.division.roles for each in usual.found)][:STRUCTURES]
-    tried = [each for each in divided if each.roles in best] or divided
+    known = (each.division for each in usual.found)
+    best = [*dict.fromkeys(each.roles for each in (*known, *divided))][: STRUCTURES if usual.found else None]
+    tried = [each for each in divided if each.roles in best]
     others = [variant for each in tried for variant in variants(request, each)]
     if not others:
         return usual

@@ -221,8 +221,10 @@ def test_the_best_number_of_servers_costs_what_equation_6_says() -> None:
     server = next(c for c in program.plan.candidates if c.strategy == "parameter_server")
     parameters = sum(p.numel() for p in alexnet(width=0.25).parameters())
     alone = next(c for c in program.plan.candidates if c.strategy == "single_device").program_seconds
-    link = load_cluster(CLUSTER).link
-    expected = 2 * 2 * (4 * parameters / (2 * link.bandwidth) + link.latency) + alone
+    device, link = load_cluster(CLUSTER).device, load_cluster(CLUSTER).link
+    updated = 8 * 4 * parameters / (device.memory_bandwidth * device.efficiency_of("memory"))
+    latencies = math.ceil(4 * parameters / 4e6) * link.latency  # of a message for each bucket
+    expected = 2 * 2 * (4 * parameters / (2 * link.bandwidth) + latencies) + alone - updated
     assert len(server.roles["server"]) == 2 and server.program_seconds == pytest.approx(expected)
     assert server.global_batch == 8 and server.samples_per_second == pytest.approx(8 / server.step_seconds)
     assert server.exact and server.feasible and not server.why

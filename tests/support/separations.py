@@ -74,6 +74,7 @@ def price(
             need[role] += cost.saved_bytes
         parameters = [program.tensors[h] for h in held[role]]
         gradient = sum(h.nbytes for h in parameters if h.trainable)
+        compute += 8 * gradient / moving * (role == "conv")  # the optimizer; of fc under the backward of conv
         need[role] += sum(h.nbytes for h in parameters) + (3 if n > 1 else 2) * gradient
     most = max(batch.values())
     meets = [

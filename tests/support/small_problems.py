@@ -66,6 +66,7 @@ def random_problem(seed: int, most: int = 400) -> Problem:
         wanted=rng.choice([(), (), (), *WANTED]),
         microbatches=rng.randint(1, 4),
         overlap=rng.random() < 0.7,
+        accumulate=rng.choice((1, 1, 3)),
     )
 
 
@@ -107,6 +108,7 @@ def _options(rng: random.Random, roles: int) -> tuple[Option, ...]:
                     there=there / 4,
                     back=back / 4,
                     syncing=2 * syncing,
+                    updating=syncing / 3,
                     memory=rng.choice((0.0, 1.0, 1.0)) * rng.random(),
                 )
             )
@@ -175,7 +177,9 @@ def step_seconds(problem: Problem, chosen: Assignment) -> float:
             lines.append(sum(getattr(o, compute) for o in own))
             lines.append(sum(getattr(each, travel) for each in (*own, *met)))
         load += max(lines)
-    return path / m + (1 - 1 / m) * load + sum(exposed_seconds(problem, chosen, where) for where in classes)
+    updating = sum(option.updating for option in chosen.values())
+    exposed = sum(exposed_seconds(problem, chosen, where) for where in classes)
+    return path / m + (1 - 1 / m) * load + (exposed + updating) / problem.accumulate
 
 
 def exposed_seconds(problem: Problem, chosen: Assignment, where: int) -> float:

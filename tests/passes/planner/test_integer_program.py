@@ -107,7 +107,7 @@ def walked(problem: Problem) -> float:
         assert [reader for reader, _ in value.readers] == [layer]
         after: dict[Place, float] = {}
         for option in options:
-            own = option.forward + option.backward + option.there + option.back + option.syncing
+            own = option.forward + option.backward + option.there + option.back + option.syncing + option.updating
             for place, seconds in best.items():
                 if place[0] <= option.role:
                     reached = seconds + own + _reading(value, option, place)
