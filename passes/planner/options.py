@@ -117,7 +117,7 @@ def _options(
     synced = "all_reduce" if trains and copies else "none"
     syncing = _sync_seconds(request, gradient, *r.replicas)
     yield Option(
-        role, "replicated", None, None, synced, "replicate", "replicate", "replicate", None, *alike,
+        role, "replicated", None, None, synced, "replicate", "replicate", "replicate", -1, *alike,
         syncing=syncing, updating=updating, memory=memory(k, 1, copies),
     )  # fmt: skip
     kind = request.dividing.get(layer)

@@ -21,7 +21,8 @@ class Option:
     holding, split, state, sync: as of a `LayerPlacement`.
     reads: the state in which it reads what its parameters are applied to; "divided" is replicate of which each rank
     computes a part, so that its gradient is a sum.  joins: the state of all else that it reads.  makes: the state of
-    its result.  divides: the dimension of its weight that is divided over the group.
+    its result.  divides: the dimension of its weight that is divided over the group; -1: none, and the group computes
+    alike; None: none, and each rank computes its own examples.
     forward, backward: seconds of a step on the busiest rank; there, back: to move its result into the state that it
     makes, and the gradient back.  syncing: seconds to sum its gradient.  updating: seconds of the
     optimizer, where nothing else runs meanwhile.  memory: bytes on a rank.
@@ -113,7 +114,7 @@ class Problem:
 
     options: layer -> how it can run, in topological order.  parameters: layers that have some.
     order: pairs (i, j): j reads what i makes, so its role is not an earlier one.  together: pairs of one role.
-    tied: pairs that share a parameter, which is divided in one way.
+    tied: pairs that share a parameter, which is used in one way: else its gradient travels in every piece.
     ranks: role -> the class of ranks that it runs on; roles of one class share ranks.  memory: bytes of a rank.
     filled: roles that need a layer with parameters.  wanted: what some layer must have, as (part of an option, values).
     overlap: whether syncs hide under backward.  accumulate: batches to an update.

@@ -18,7 +18,7 @@ Assignment = Mapping[str, Option]
 KINDS = (
     Option(0),
     Option(0, sync="late_multiply"),
-    Option(0, reads="replicate", joins="replicate", makes="replicate"),
+    Option(0, reads="replicate", joins="replicate", makes="replicate", divides=-1),
     Option(0, "sharded", "columns", reads="divided", joins="features", makes="features", divides=0),
     Option(0, "sharded", "rows", reads="features", joins="replicate", makes="replicate", divides=1),
     Option(0, "sharded", "rows", reads="features", joins="batch", makes="batch", divides=1),

@@ -254,3 +254,30 @@ def test_a_table_that_no_example_indexes_is_priced_as_it_is_gathered() -> None:
     for each in propose(request, Mixed()):
         real = simulated(request, each)
         assert real.seconds == pytest.approx(each.program_seconds, rel=0.1), each.plan
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the weight of the head, too, and a large layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle, self.head = nn.Embedding(512, 64), nn.Linear(64, 64), nn.Linear(64, 512, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.tokens(tokens))).transpose(1, 2)
+
+
+def test_a_tied_weight_is_used_in_one_way_so_that_its_gradient_travels_once() -> None:
+    tokens = torch.randint(512, (8, 16))
+    program = analyse(Tied(), tokens, torch.randint(512, (8, 16)), F.cross_entropy)
+    request, rules = Request(program, small_cluster(1e5), 4), cut_rules(program)
+    grouped = next(each for each in divisions(request, Mixed()) if each.roles[-1].group == 4)
+    problem = make_problem(request, rules, grouped, space_of(request, Mixed(), False))
+    whole = {
+        layer: [o for o in problem.options[layer] if o.role and o.holding == "replicated"] for layer in problem.options
+    }
+    own, alike = ({layer: few[k] for layer, few in whole.items()} for k in (0, 1))
+    assert {o.reads for o in own.values()} == {"batch"} and {o.reads for o in alike.values()} == {"replicate"}
+    assert "eq9" not in problem.broken(own) and "eq9" not in problem.broken(alike)
+    assert "eq9" in problem.broken({**own, "head": alike["head"]})
