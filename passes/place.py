@@ -54,6 +54,7 @@ from splitc.passes.planner.search import NEAR
 _NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
+_MANY = 256  # layers, from which simulating takes seconds
 _TRANSFERS = 50_000  # of a step that is simulated where other plans are known, in a world of more than a few ranks
 _COMPARED = (
     SingleDevice, DataParallel, ParameterServer, LayerSeparation, HybridSingle, ModuloShard, LateMultiply, Mixed
@@ -234,10 +235,11 @@ class Place(Pass[Program, PlacedProgram]):
 def _compared(request: Request, proposed: list[list[PricedPlan]], most: float) -> tuple[float, list[list[PricedPlan]]]:
     """The best rate, and the plans of each strategy that are simulated, of at most so many transfers, or the first."""
     best, found = 0.0, []
+    large = request.world > FEW or len(request.program.layers) > _MANY
     for several in sorted(proposed, key=lambda few: max(each.promise for each in few), reverse=True):
         tried: list[PricedPlan] = []
         for each in several:
-            if request.world > FEW and each.promise < NEAR * best:
+            if large and tried and each.promise < NEAR * best:
                 continue  # which the simulation would not make the best
             if best and each.feasible and time.monotonic() > request.deadline:
                 tried.append(replace(each, infeasible_because=f"not simulated in {request.time_limit:g} s"))

@@ -24,8 +24,11 @@ from splitc.passes.planner.request import Request
 SOLVED = 24
 """Divisions whose integer program is solved; others keep their first assignment, and their bound."""
 
-THOROUGH = 2400
-"""Layers of all solved divisions, up to which more of them are solved, so that small models are proved."""
+THOROUGH = 12_000
+"""Options of all solved divisions, up to which more of them are solved, so that small models are proved."""
+
+HUGE = 1_000
+"""Options of a division from which its integer program takes minutes: it is solved where nothing else is known."""
 
 NEAR = 0.9
 """Part of the best rate that a division must be able to reach to be of interest: the simulation prices differently."""
@@ -74,6 +77,11 @@ class _Case:
     def promise(self) -> float:
         return self.found.rate if self.found is not None else self.bound
 
+    @property
+    def options(self) -> int:
+        """Of all layers, or of what stands for them."""
+        return sum(map(len, self.small.problem.options.values()))
+
     def solve(self, seconds: float, best: float) -> None:
         """Solve the integer program, of assignments that are near `best` samples per second."""
         relevant = self.division.global_batch / (NEAR * best) if best else math.inf
@@ -116,11 +124,12 @@ def search(request: Request, rules: CutRules, divided: Iterable[Division], space
         at_once.setdefault(division.roles, problem)
         cases.append(_Case(division, problem))
         best = max(best, cases[-1].found.rate if cases[-1].found is not None else 0.0)
-    most = max(SOLVED, THOROUGH // max((len(case.small.runs) for case in cases), default=1))
+    most = max(SOLVED, THOROUGH // max((case.options for case in cases), default=1))
     solved = 0
-    for case in sorted(cases, key=lambda each: each.promise, reverse=True):
+    for case in sorted(cases, key=lambda each: (each.found is not None, each.promise), reverse=True):
         left = deadline - time.monotonic()
-        if case.bound > NEAR * best and solved < most and (left > 0 or not best):
+        possible = left > 0 and case.options < HUGE
+        if case.bound > NEAR * best and solved < most and (possible or not best):
             case.solve(max(left, 1.0), best)
             solved += 1
             best = max(best, case.found.rate if case.found is not None else 0.0)

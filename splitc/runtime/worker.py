@@ -34,8 +34,7 @@ class Worker:
     optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
     on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
     clip_norm: largest norm of all gradients of the ranks that train together, each parameter counted once.
-    accumulate: batches to an update, None: as planned; gradients are the mean over them, as in one process that divides
-    each loss by it.
+    accumulate: batches to an update, None: as planned; gradients are the mean over them, as of losses divided by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
     """
