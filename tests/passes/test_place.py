@@ -263,7 +263,8 @@ def test_twenty_layers_on_eighty_ranks_take_a_few_seconds() -> None:
     plan = place(small_program(rows), 80, Auto())
     named = place(small_program(rows), 80, LayerSeparation())
     assert sum(os.times()[:4]) - begin < 10, "seconds of this process and its solvers, whatever else runs"
-    assert plan.prediction.gap < 1e-3 and named.prediction.proof == "optimal"
+    assert "heuristic" not in (plan.prediction.proof, named.prediction.proof)
+    assert plan.prediction.gap < 0.1, "of the plan that the simulation prefers"
 
 
 def test_the_same_request_makes_the_same_plan() -> None:
