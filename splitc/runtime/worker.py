@@ -1,4 +1,4 @@
-"""Train one rank: its stage, its optimizer, and the step that its generated program defines."""
+"""One rank of a run, as a user holds it: what it trains, the data it reads, its evaluation and its state."""
 
 from __future__ import annotations
 
@@ -7,132 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import data
 from .checkpoint import broadcast_state, in_memory
-from .clipping import finish_gradients
 from .errors import LaunchError
-from .evaluation import Evaluation
 from .files import StateFile, beside, load_run, save_run
-from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
-from .progress import GeneratedModule, Progress
-from .rank import Rank
-from .spec import Shard, StepContext
-from .stage_state import StageState
-from .transport.base import Transport
+from .training import Training
 
 
-class Worker:
-    """Trains one rank.  All ranks call the collective methods, in the same order; constructing it is collective too.
-
-    program: the rank's generated module.
-    weights: whole-model tensors by name, of which this rank copies what it holds, or its shards of them; on rank 0 also
-    those that no rank holds, for a whole state_dict.
-    keys: the keys of the model's state_dict; a mapping also gives the first key of the same tensor (`first_names`).
-    optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
-    on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
-    clip_norm: largest norm of all gradients of the ranks that train together, each parameter counted once.
-    accumulate: batches to an update, None: as planned; gradients are the mean over them, as of losses divided by it.
-    elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
-    tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
-    """
-
-    def __init__(
-        self,
-        program: GeneratedModule,
-        transport: Transport,
-        weights: Mapping[str, Tensor],
-        keys: Mapping[str, str] | Iterable[str],
-        optimizer: OptimizerFactory | None,
-        clip_norm: float | None = None,
-        accumulate: int | None = None,
-        seed: int = 0,
-        elementwise: bool = False,
-    ) -> None:
-        accumulate = program.rank.accumulate if accumulate is None else accumulate
-        if type(accumulate) is not int or accumulate < 1:
-            raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
-        self.rank = Rank(program.rank, transport, self._update)
-        self._program, self._transport = program, transport
-        plan = getattr(program, "PLAN", None)
-        self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
-        self.rank.require_equal(self._settings)
-        first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
-        self._state = StageState(self.rank, program.Stage, weights, first_names)
-        self.stage = self._state.stage
-        self._clip_norm, self._accumulate, self._seed = clip_norm, accumulate, seed
-        self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
-        self._sizes: tuple[int, ...] | None = None
-        self.batch_offsets = program.rank.batch_offsets
-        self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
-        self._round = Progress(program, self.rank, self.stage)
-        self._evaluation = Evaluation(self.rank, self._state, program.evaluate)
-        for comm in self.rank.comms:
-            comm.optimizer_state = partial(state_of, self._optimizers)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this rank's parameters; None where nothing is trained."""
-        return self._optimizers.get(STEP)
-
-    @property
-    def shards(self) -> Mapping[str, Shard]:
-        """Parameter -> the part of it that this rank holds; the whole of all others."""
-        return self._state.shards
-
-    @property
-    def data_rank(self) -> int | None:
-        """The position of this rank among those that read data; None where it reads none."""
-        return self.rank.spec.data_rank
-
-    @property
-    def data_world(self) -> int:
-        """How many ranks read data."""
-        return len(self.rank.spec.readers)
-
-    def step(self, *batch: Any) -> Tensor:
-        """Train on one global batch.  batch: this rank's examples, inputs, then targets; nothing where it reads none.
-
-        Nested inputs are given as the model takes them, or as their tensors in order.
-
-        Returns the global loss, the same on every rank; within a round that of the ranks that train together.
-        Collective.
-        Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
-        """
-        batch = self._checked(batch)
-        position = self._steps % self._accumulate
-        is_first, is_last = position == 0, position == self._accumulate - 1
-        if is_first:
-            for parameter in self._state.leaves:
-                parameter.grad = None
-            self._examples = 0
-        context = self._context(True, is_first, is_last, self._round.ends_with(is_last))
-        with self.rank.step(context) as comms:
-            self._round.begin(comms)
-            loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
-            self.rank.meanwhile.finish()
-            self.rank.finish()
-            if is_last:
-                finish_gradients(self._state, self._accumulate, self._clip_norm)
-        for buffer, value in context.stored:
-            buffer.copy_(value)
-        self._steps += 1
-        self._examples += self.batch_offsets[-1]
-        if is_last and self.optimizer is not None:
-            self.optimizer.step()
-        self._evaluation.keep(batch, context)
-        self._round.count(context)
-        return loss
-
-    def end_round(self) -> None:
-        """End a running round of local updates now: the ranks exchange what they trained.  Collective.
-
-        The plan's rounds end by themselves; so does one that is running when the state is saved, loaded or evaluated.
-        Raises LaunchError for subnets while accumulated batches wait for their update: their gradients are of slices.
-        """
-        self._round.end(self._context(training=True), self._steps % self._accumulate)
+class Worker(Training):
+    """Trains one rank, evaluates, and saves its state; `Training` says how it is made and steps."""
 
     def evaluate(self, *batch: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
@@ -184,17 +69,6 @@ class Worker:
             **loader,
         )
         return self._with_sizes(batches)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last update, of the parameters or parts of them (`shards`) that this rank updates.
-
-        A tied parameter's gradient stands under each of its names.
-        """
-        return self._state.gradients()
-
-    def use_sizes(self, sizes: Iterable[int] | None) -> None:
-        """Set how many examples each reader gives to the next steps; None: as compiled.  The same on every rank."""
-        self._sizes = None if sizes is None else tuple(sizes)
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state under its own keys, as copies on rank 0's CPU; None elsewhere.  Collective."""
@@ -250,36 +124,11 @@ class Worker:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _make_optimizers(self, factory: OptimizerFactory, elementwise: bool) -> dict[str, torch.optim.Optimizer]:
-        roles = self.rank.spec.roles
-        every = {role.role: role.updated_every_microbatch for role in roles if role.updated_every_microbatch}
-        if every and (self._accumulate > 1 or self._clip_norm is not None):
-            raise LaunchError("updates in every microbatch leave nothing to accumulate, and no global norm to clip")
-        if self.rank.spec.evaluated and not elementwise:
-            require_zero_start(factory, self._state.trained)
-        is_whole = elementwise or self._state.is_whole
-        return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
-
     def _run(self) -> dict[str, Any]:
         """All that this rank's next steps depend on: numbers, names, and tensors by name."""
         state = self._state.run(self._optimizers, self._steps % self._accumulate > 0)
         count = {"steps": self._steps, "examples": self._examples, "round": self._round.state_dict()}
         return {"settings": self._settings, **count, **state}
-
-    def _update(self, role: str) -> None:
-        """Update the parameters of a role that is updated after every microbatch."""
-        if (optimizer := self._optimizers.get(role)) is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def _context(
-        self, training: bool, is_first: bool = True, is_last: bool = True, ends_round: bool = False
-    ) -> StepContext:
-        """Of the next step, whose batch was checked."""
-        compiled = self.rank.spec.batch_offsets
-        number, before = self._steps // self._accumulate, self._examples if training else 0
-        own = self._seed, number, training, is_first, is_last, before
-        return StepContext(compiled, self.batch_offsets, *own, round=self._round.rounds, ends_round=ends_round)
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]
@@ -290,11 +139,3 @@ class Worker:
                 yield batch
         finally:
             self._sizes = before  # of a loop around this one
-
-    def _checked(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """The tensors of a batch, inputs first; note where the readers' examples begin in it.
-
-        Raises LaunchError when a step cannot take it.
-        """
-        self.batch_offsets = self.rank.batch_offsets(self._sizes)
-        return data.checked(batch, self.rank.spec, self.batch_offsets, self._transport.device)
