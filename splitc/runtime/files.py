@@ -1,24 +1,17 @@
-"""What ranks write on disk: the whole model's state in one file, and checkpoints of a run with a file for each rank.
-
-Either replaces what is there by a rename, so that a killed process leaves the old or the new one, whole.
-"""
+"""The whole model's state in one file."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.serialization import set_default_mmap_options, skip_data
 
-from .checkpoint import attempt, in_memory
-from .transport.base import Transport, describe
+from .whole_state import in_memory
 
 _MAPPED = 16 << 20  # bytes of tensors that are mapped and filled before the process gives the pages back
 
@@ -46,62 +39,6 @@ class StateFile:
                 self._mapped = torch.load(self._path, weights_only=True, mmap=True)
         self._nbytes += self._mapped[name].nbytes
         return self._mapped[name]
-
-
-def save_run(transport: Transport, folder: Path, run: Mapping[str, Any]) -> None:
-    """Write each rank's `run` into `folder`, in place of the checkpoint that may be there.  Collective.
-
-    Raises LaunchError, on every rank, when that fails; then the earlier checkpoint is still there.
-    """
-    aside, old = beside(folder, "partial"), beside(folder, "old")
-    title, path = f"{folder}: no checkpoint was written", aside / f"rank{transport.rank}.pt"
-
-    def write() -> None:
-        aside.mkdir(parents=True, exist_ok=True)
-        torch.save(dict(run), path)
-        torch.load(path, weights_only=True, mmap=True)  # so that what could not be read again is said now
-
-    def replace() -> None:
-        for name in os.listdir(folder) if folder.exists() else ():
-            if not re.fullmatch(r"rank\d+\.pt", name):
-                raise FileExistsError(f"{name} is no part of a checkpoint; give a folder of its own")
-        if len(os.listdir(aside)) < transport.world:
-            raise OSError("other ranks wrote elsewhere; give a folder on a file system that all of them share")
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-
-    attempt(transport, title, write)
-    attempt(transport, title, replace if transport.rank == 0 else lambda: None)
-
-
-def load_run(transport: Transport, folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of the checkpoint in `folder`, for a rank that is as `own`.  Collective.
-
-    Raises LaunchError, on every rank, that says what is missing or differs on any of them.
-    """
-    old, run = beside(folder, "old"), {}
-    source = old if old.exists() and not folder.exists() else folder  # where replacing it was broken off
-
-    def placed(storage: Any, place: str) -> Any:
-        return storage if place == "cpu" else storage.to(device=transport.device)
-
-    def read() -> Iterator[str]:
-        run.update(torch.load(source / f"rank{transport.rank}.pt", placed, weights_only=True))
-        was, now = _facts(run), _facts(own)
-        for name in (name for name in {**now, **was} if was.get(name) != now.get(name)):
-            yield f"rank {transport.rank}: {name}: the checkpoint has {was.get(name)}, this run {now.get(name)}"
-
-    attempt(transport, f"{folder}: training cannot go on from this checkpoint, and nothing was changed", read)
-    return run
-
-
-def _facts(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal in two runs of which one goes on with the other's state."""
-    optimizers = {f"optimizer {role}".strip(): each["of"] for role, each in run["optimizers"].items()}
-    return {**run["settings"], **optimizers, **{name: describe(tensor) for name, tensor in run["tensors"].items()}}
 
 
 def beside(path: Path, what: str) -> Path:

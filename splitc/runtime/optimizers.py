@@ -111,6 +111,23 @@ def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, A
     optimizer.state.update({parameter: saved["state"][name] for name, parameter in named if name in saved["state"]})
 
 
+class Schedule:
+    """The state of a learning-rate scheduler, for the optimizer of another rank too.
+
+    Lists with a number for each parameter group stay as they were made where the groups are others.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.state_dict, self._scheduler = scheduler.state_dict, scheduler
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of a scheduler of the same kind."""
+        own = self._scheduler.state_dict()
+        lists = [name for name, value in state.items() if isinstance(value, list) and isinstance(own.get(name), list)]
+        other = {name for name in lists if len(state[name]) != len(own[name])}
+        self._scheduler.load_state_dict({name: value for name, value in state.items() if name not in other})
+
+
 # -- trial -------------------------------------------------------------------------------------------------------------
 
 

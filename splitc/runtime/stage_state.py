@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
-from .checkpoint import gather_holders, gather_state
-from .optimizers import load_by_name, state_by_name
 from .rank import Rank
 from .spec import Shard
 from .weights import build, named_tensors, part_of
+from .whole_state import gather_holders, gather_state
 
 Weights = Mapping[str, Tensor]
 
@@ -42,6 +41,10 @@ class StageState:
         held = {name: self.shards.get(name) for name in named_tensors(self.stage) if name not in self._copies}
         self._holders = gather_holders(transport, held)
         self.first_names = first
+        self._own_names, self._buffers = held.keys(), dict(self.stage.named_buffers(remove_duplicate=False)).keys()
+        self._alias: dict[str, str] = {}  # first name of a tensor -> the first of its names under which ranks hold it
+        for name in [*(each for each in first if each in self._holders), *self._holders]:
+            self._alias.setdefault(self.first_name(name), name)
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
         self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
         transport.connect([*self.buffer_holders().values()])
@@ -96,6 +99,33 @@ class StageState:
         holders = self._holders[key][self.shards.get(key)] if key not in self._copies else ()
         return min((rank for rank in holders if rank in among), default=None) == self._rank
 
+    def first_name(self, name: str) -> str:
+        """The first of all names that a tensor has in the model."""
+        return self.first_names.get(name, name)
+
+    def part(self, name: str, built: bool = False) -> tuple[Shard | None, int]:
+        """The part of a tensor that this rank updates (built: has), and the size of the whole along its dim."""
+        shard = (self.built if built else self.shards).get(name)
+        return shard, max((each.last for each in self._holders.get(name, ()) if each is not None), default=0)
+
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """The rows that this rank serves of a tensor of its stage, the tensor where it serves none."""
+        return part_of(tensor, self._served.get(name))
+
+    def is_writer(self, name: str) -> bool:
+        """Whether this rank is the one that writes its part of a tensor into a checkpoint.
+
+        Of the names of tied tensors the first that any rank holds counts; of buffers, which replicas may have unlike,
+        the first replica's.
+        """
+        first = self.first_name(name)
+        alias = self._alias[first]
+        if name in self._copies or alias not in self._own_names:
+            return False
+        ranks = self._holders[alias][self.shards.get(alias)]
+        which = 0 if name in self._buffers else zlib.crc32(first.encode()) % len(ranks)
+        return ranks[which] == self._rank
+
     def buffer_holders(self) -> dict[str, tuple[int, ...]]:
         """Buffer -> all ranks that hold it."""
         return {key: self._holders[key][self.shards.get(key)] for key, _ in self.stage.named_buffers()}
@@ -108,23 +138,3 @@ class StageState:
         shards = {first[key]: shard for key, shard in self.shards.items() if key in first}
         tensors = {**{first[key]: tensor for key, tensor in self.unheld.items()}, **own}
         return gather_state(self.transport, tensors, shards, lambda likes: room({k: likes[first[k]] for k in first}))
-
-    def run(self, optimizers: Mapping[str, optim.Optimizer], accumulating: bool) -> dict[str, Any]:
-        """What the next steps depend on, by name: tensors, the optimizers' state, and gradients that accumulate."""
-        own = named_tensors(self.stage)
-        return {
-            "tensors": {name: tensor.detach() for name, tensor in {**self.unheld, **own}.items()},
-            "shards": {name: tuple(shard) for name, shard in self.built.items()},
-            "gradients": {name: t.grad for name, t in own.items() if accumulating and t.grad is not None},
-            "optimizers": {role: state_by_name(each, self.trained) for role, each in optimizers.items()},
-        }
-
-    def restore(self, run: Mapping[str, Any], optimizers: Mapping[str, optim.Optimizer]) -> None:
-        """Go on where another `run` was."""
-        with torch.no_grad():
-            for name, tensor in named_tensors(self.stage).items():
-                tensor.copy_(run["tensors"][name])
-                tensor.grad = run["gradients"].get(name)
-        self.unheld = {name: run["tensors"][name] for name in self.unheld}
-        for role, optimizer in optimizers.items():
-            load_by_name(optimizer, self.trained, run["optimizers"][role])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from . import data
-from .checkpoint import broadcast_state, in_memory
 from .errors import LaunchError
-from .files import StateFile, beside, load_run, save_run
+from .files import StateFile, beside
+from .optimizers import Schedule
 from .training import Training
+from .whole_state import broadcast_state, in_memory
+
+if TYPE_CHECKING:
+    from .checkpoints.run import Checkpoints
 
 
 class Worker(Training):
@@ -94,23 +100,61 @@ class Worker(Training):
             aside.replace(path)
         self._transport.barrier()
 
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint of the run: every rank its own part, into a folder that all ranks share.  Collective."""
-        self.recompute_statistics()
-        save_run(self._transport, Path(folder), self._run())
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """Averaged parameters of this rank, by name; none here."""
+        return {}
 
-    def resume(self, folder: str | Path) -> int:
-        """Go on from a checkpoint of the same plan, bit for bit; returns the steps made before it.  Collective.
+    @property
+    def steps(self) -> int:
+        """The batches that the run was trained on."""
+        return self._steps
 
-        Raises LaunchError, on every rank and before anything is changed, when the checkpoint is of another run.
+    def register(self, **objects: Any) -> None:
+        """Let checkpoints hold objects that have `state_dict` and `load_state_dict`, under these names.
+
+        What was resumed before is taken over at once.  All ranks register the same names in the same order.
+        """
+        for name, value in objects.items():
+            self._checkpoints.register(name, value)
+
+    def scheduler(self, make: Callable[[torch.optim.Optimizer], Any]) -> Any:
+        """The learning-rate scheduler that `make` returns for this rank's optimizer, held by checkpoints.
+
+        On a rank that trains nothing it is that of an empty optimizer, so every rank steps one.
+        """
+        scheduler = make(optimizer := self.optimizer or torch.optim.SGD([{"params": []}], lr=0.0, momentum=0.9))
+        if self.optimizer is None:
+            optimizer.step()  # a scheduler wants to see one
+        self.register(scheduler=Schedule(scheduler))
+        return scheduler
+
+    def save(self, folder: str | Path, keep: int = 2, asynchronous: bool = False) -> None:
+        """Write a checkpoint of the run, `folder/step-000020`, and remove all but the last `keep` there.  Collective.
+
+        On one disk that all ranks see it is written once; where ranks see disks of their own, each writes its files,
+        and a copy goes to another disk.  asynchronous: what it holds is copied now, and written while training goes on;
+        the next save, and `close`, wait for it.
         """
         self.recompute_statistics()
-        run = load_run(self._transport, Path(folder), self._run())
+        counts = {"steps": self._steps, "examples": self._examples}
+        self._checkpoints.save(Path(folder), counts, keep, asynchronous)
+
+    def resume(self, folder: str | Path) -> int:
+        """Go on from the newest checkpoint in a folder; returns the steps made before it.  Collective.
+
+        Under the same plan bit for bit; under another plan of the model, for any number of ranks, up to rounding.
+        Raises LaunchError, on every rank and before anything is changed, when training cannot go on from it.
+        """
+        self.recompute_statistics()
         self.rank.forget_ahead()
-        self._state.restore(run, self._optimizers)
-        self._round.load_state_dict(run["round"])
-        self._steps, self._examples = run["steps"], run["examples"]
+        counts = self._checkpoints.resume(Path(folder))
+        self._steps, self._examples = counts["steps"], counts["examples"]
         return self._steps
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written.  Raises its error.  Collective."""
+        self._checkpoints.wait()
 
     def recompute_statistics(self, batches: Iterable[tuple[Any, ...]] | None = None) -> None:
         """Compute the means and deviations of normalisations anew, which subnets know of their own neurons alone.
@@ -124,11 +168,13 @@ class Worker(Training):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> dict[str, Any]:
-        """All that this rank's next steps depend on: numbers, names, and tensors by name."""
-        state = self._state.run(self._optimizers, self._steps % self._accumulate > 0)
-        count = {"steps": self._steps, "examples": self._examples, "round": self._round.state_dict()}
-        return {"settings": self._settings, **count, **state}
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        """Loaded when it is used: torch.distributed.checkpoint takes most of a second."""
+        own = self.rank, self._state, self._optimizers, self._round, self._settings
+        contents = resolve_name(f"{__package__}.checkpoints.contents:Contents")(*own, lambda: self.averages)
+        made: Checkpoints = resolve_name(f"{__package__}.checkpoints.run:Checkpoints")(self._transport, contents)
+        return made
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint import scatter_state
 from ..errors import LaunchError
 from ..transport.base import Transport
+from ..whole_state import scatter_state
 
 _LOCK = threading.Lock()
 _PLAN = re.compile(r"""^PLAN = ["'](\w+)["']""", re.MULTILINE)

@@ -107,6 +107,7 @@ def open_worker(script: str, world: int, optimizer: OptimizerFactory, args: argp
     transport = init(world, args.backend)
     worker = load_worker(folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed)
     yield worker
+    worker.close()
     if isinstance(worker, MeasuredWorker):
         all_steps = transport.gather_objects(worker.recorder.steps)
         if all_steps is not None:

@@ -7,6 +7,8 @@ sides know the shape, so both leave the message out.
 Sums are not divided by the number of ranks.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -208,6 +210,13 @@ class Transport(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has called this."""
+
+    def aside(self) -> Transport | None:
+        """A transport of objects and messages on the CPU for another thread of each rank; None: none can have one.
+
+        Collective.
+        """
+        return None
 
     def close(self) -> None:
         """Close the connections that this transport made, if any, after all work is complete."""

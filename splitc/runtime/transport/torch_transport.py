@@ -36,16 +36,21 @@ class TorchTransport(Transport):
     staged: tensors are copied to the CPU before they travel, and back by `wait`.
     """
 
-    def __init__(self, device: torch.device, timeout: float, owns_process_group: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: float,
+        owns_process_group: bool,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.device = device
         self.staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())
         self._timeout = timeout
         self._owns_process_group = owns_process_group
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            tuple(range(self.world)): None  # torch's name for the default group
-        }
+        self._everyone = everyone  # None: the default group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world)): everyone}
         self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
         self._under_way = 0  # operations that nobody has waited for
         atexit.register(self._close_at_exit)
@@ -60,18 +65,22 @@ class TorchTransport(Transport):
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         values = [value]
         with self._losing_peers(f"broadcast_object from rank {src}"):
-            dist.broadcast_object_list(values, src)
+            dist.broadcast_object_list(values, src, self._everyone)
         return values[0]
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
         values: list[Any] | None = [None] * self.world if self.rank == dst else None
         with self._losing_peers(f"gather_objects to rank {dst}"):
-            dist.gather_object(value, values, dst)
+            dist.gather_object(value, values, dst, self._everyone)
         return values
 
     def barrier(self) -> None:
         with self._losing_peers("barrier"):
-            dist.barrier(device_ids=[self.device.index] if self.waits_hold_the_stream else None)
+            dist.barrier(self._everyone, device_ids=[self.device.index] if self.waits_hold_the_stream else None)
+
+    def aside(self) -> Transport | None:
+        group = self._new_group(tuple(range(self.world)), "gloo")
+        return TorchTransport(torch.device("cpu"), self._timeout, owns_process_group=False, everyone=group)
 
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
@@ -86,11 +95,11 @@ class TorchTransport(Transport):
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         flight = self._flight(f"isend {describe(tensor)} to rank {dst}, tag {tag}")
-        return flight.issue(dist.isend, as_bytes(flight.outgoing(tensor)), dst, tag=tag)
+        return flight.issue(dist.isend, as_bytes(flight.outgoing(tensor)), dst, self._everyone, tag=tag)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         flight = self._flight(f"irecv {describe(tensor)} from rank {src}, tag {tag}")
-        return flight.issue(dist.irecv, as_bytes(flight.incoming(tensor)), src, tag=tag)
+        return flight.issue(dist.irecv, as_bytes(flight.incoming(tensor)), src, self._everyone, tag=tag)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         flight = self._flight(f"all_reduce {describe(tensor)} over ranks {ranks}")
@@ -195,16 +204,18 @@ class TorchTransport(Transport):
         with groups of themselves alone.
         """
         if ranks not in self._groups:
-            highest = self._agree_on_highest(_count_groups(), ranks)
-            with self._losing_peers(f"connect ranks {ranks}"):
-                while _count_groups() < highest:
-                    dist.new_group([self.rank], use_local_synchronization=True)
-                self._groups[ranks] = dist.new_group(
-                    list(ranks),
-                    timeout=timedelta(seconds=self._timeout),
-                    use_local_synchronization=True,
-                )
+            self._groups[ranks] = self._new_group(ranks)
         return self._groups[ranks]
+
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+        highest = self._agree_on_highest(_count_groups(), ranks)
+        with self._losing_peers(f"connect ranks {ranks}"):
+            while _count_groups() < highest:
+                dist.new_group([self.rank], use_local_synchronization=True)
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks), timedelta(seconds=self._timeout), backend=backend, use_local_synchronization=True
+            )
+        return group
 
     def _agree_on_highest(self, number: int, ranks: tuple[int, ...]) -> int:
         """The highest of all members' numbers: asked and answered by the first of `ranks`.

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from splitc.compiled import CompiledProgram
 from splitc.runtime.worker import Worker
-from tests.runtime.test_files import after, assert_equal, copied, steps
+from tests.runtime.checkpoints.test_resume import after, assert_equal, steps
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, on_workers, part_of, sgd
+from tests.support.run_state import run_state
 from tests.support.sampling import sampled
 from tests.support.subnet_networks import CLASSES, INPUTS, Chain
 
@@ -81,11 +82,11 @@ def test_what_was_resumed_is_saved_again_as_it_was(strategy: str, tmp_path: Path
     def saved(worker: Worker) -> Any:
         steps(worker, [batch(program.plan.global_batch) for _ in range(5)])
         worker.save(tmp_path)
-        return copied(worker._run())
+        return run_state(worker)
 
     def again(worker: Worker) -> Any:
         worker.resume(tmp_path)
-        return copied(worker._run())
+        return run_state(worker)
 
     expected = on_workers(program, saved)
     assert_equal(on_workers(program, again), expected)

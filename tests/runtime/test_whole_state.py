@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoint import broadcast_state, gather_holders, gather_state, scatter_state
 from splitc.runtime.spec import Shard
 from splitc.runtime.transport.base import Transport
+from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state, scatter_state
 from tests.support.ranks import on_ranks
 
 DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.int64, "d": torch.bool}

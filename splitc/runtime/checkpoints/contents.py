@@ -1,0 +1,150 @@
+"""What a checkpoint holds of a rank.
+
+model.NAME                the whole model, under its own keys
+optimizer.NAME.KEY        the optimizer's tensors of a parameter
+averages.NAME             averaged parameters, where there are some
+run                       numbers and names that all ranks need
+ranks.N                   what only rank N of the same plan needs to go on bit for bit
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from ..optimizers import state_by_name
+from ..progress import Progress
+from ..rank import Rank
+from ..stage_state import StageState
+from ..weights import named_tensors
+from .piece import Piece, packed
+
+Counts = Mapping[str, int]
+"""The batches trained on, and the examples of those that wait for their update."""
+
+
+@dataclass
+class Contents:
+    """What the next steps of a rank depend on.
+
+    settings: that all ranks share.  averages: gives the averaged parameters by name.
+    objects: what else a user wants saved, by name.
+    """
+
+    rank: Rank
+    state: StageState
+    optimizers: Mapping[str, optim.Optimizer]
+    round: Progress
+    settings: Mapping[str, Any]
+    averages: Callable[[], Mapping[str, Tensor]]
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The classes of this rank's optimizers."""
+        return tuple(sorted({type(each).__name__ for each in self.optimizers.values()}))
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """The part of a tensor that this rank updates, of the parameter or of something in its shape."""
+        return Piece(tensor, *self.state.part(name))
+
+    def optimized(self) -> Iterator[tuple[optim.Optimizer, dict[str, Any], str, nn.Parameter]]:
+        """Optimizer, its options, name and parameter of all that this rank updates."""
+        names = {parameter: name for name, parameter in self.state.trained}
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                yield from ((optimizer, group, names[p], p) for p in group["params"])
+
+    # -- collect -------------------------------------------------------------------------------------------------------
+
+    def pieces(self, counts: Counts) -> dict[str, Any]:
+        """What this rank writes, in nested dicts by name.
+
+        Raises ValueError for what could not be read again without running code.
+        """
+        state = self.state
+        written = {name: t for name, t in named_tensors(state.stage).items() if t.numel() and state.is_writer(name)}
+        averages = {name: t for name, t in self.averages().items() if t.numel() and state.is_writer(name)}
+        unheld = {name: Piece(tensor) for name, tensor in state.unheld.items() if tensor.numel()}
+        return {
+            "model": {
+                **unheld,
+                **{state.first_name(n): self.piece(n, state.own_part(n, t)) for n, t in written.items()},
+            },
+            "optimizer": dict(self._optimizer_pieces()),
+            "averages": {state.first_name(name): self.piece(name, tensor) for name, tensor in averages.items()},
+            "ranks": {str(self.rank.index): Piece(packed(self._own(counts)))},
+        }
+
+    def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
+        for optimizer, _, name, parameter in self.optimized():
+            if self.state.is_writer(name):
+                tensors = {k: t for k, t in optimizer.state[parameter].items() if isinstance(t, Tensor) and t.numel()}
+                yield (
+                    self.state.first_name(name),
+                    {k: self.piece(name, t) if t.shape == parameter.shape else Piece(t) for k, t in tensors.items()},
+                )
+
+    def shared(self) -> tuple[Any, ...]:
+        """What this rank gives to what all need: kinds of optimizers, options and numbers by parameter, objects."""
+        options = {}
+        for optimizer, group, name, parameter in self.optimized():
+            if self.state.is_writer(name):
+                state = optimizer.state[parameter].items()
+                kept = {key: value.device.type if isinstance(value, Tensor) else (value,) for key, value in state}
+                options[self.state.first_name(name)] = {k: v for k, v in group.items() if k != "params"}, kept
+        return self.kinds, options, {name: each.state_dict() for name, each in self.objects.items()}
+
+    def run(self, given: list[tuple[Any, ...]], counts: Counts) -> dict[str, Any]:
+        """What all ranks need, of what all of them gave."""
+        trained = [(kinds, objects) for kinds, _, objects in given if kinds] or [((), given[0][2])]
+        return {
+            "settings": dict(self.settings),
+            "kinds": trained[0][0],
+            "options": {name: each for _, own, _ in given for name, each in own.items()},
+            "objects": trained[0][1],
+            "global_batch": self.rank.spec.batch_offsets[-1],
+            "rounds": self.rank.spec.rounds is not None,
+            **counts,
+        }
+
+    def _own(self, counts: Counts) -> dict[str, Any]:
+        """What this rank alone needs: where replicas may differ, and the random state of the process."""
+        tensors, rounds = named_tensors(self.state.stage), self.rank.spec.rounds is not None
+        buffers = dict(self.state.stage.named_buffers(remove_duplicate=False))
+        differ = [name for name in tensors if (rounds or name in buffers) and not self.state.is_writer(name)]
+        waiting = counts["steps"] % self.settings["accumulate"] > 0
+        by_name = {role: state_by_name(each, self.state.trained) for role, each in self.optimizers.items()}
+        return {
+            "tensors": {name: tensors[name].detach() for name in differ},
+            "gradients": {name: t.grad for name, t in tensors.items() if waiting and t.grad is not None},
+            "optimizers": by_name if rounds else {},
+            "groups": {role: each["param_groups"] for role, each in by_name.items()},
+            "round": self.round.state_dict(),
+            "objects": {name: each.state_dict() for name, each in self.objects.items()},
+            "random": random_state(),
+        }
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the process's generators, on which a dataset's own random numbers may depend."""
+    numpy = sys.modules.get("numpy")
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        name, words, *rest = numpy.random.get_state()
+        found["numpy"] = [name, words.tolist(), *rest]
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])

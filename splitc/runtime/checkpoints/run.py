@@ -1,0 +1,123 @@
+"""Save and resume the run of a worker."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchError
+from ..transport.base import Transport
+from ..whole_state import attempt
+from . import takeover
+from .contents import Contents, Counts
+from .folders import Disks, newest
+from .piece import Piece, packed
+from .storage import Saved, write
+
+
+class Checkpoints:
+    """The checkpoints of a rank; its methods are collective."""
+
+    def __init__(self, transport: Transport, contents: Contents) -> None:
+        self._transport, self._contents = transport, contents
+        self._aside: Transport | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._states: dict[str, Any] = {}  # of objects that are not registered yet
+
+    def register(self, name: str, value: Any) -> None:
+        """Let checkpoints hold an object; it takes over its state of the checkpoint that was resumed, if any."""
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise LaunchError(f"{name}: a {type(value).__name__} has no {method}, so no checkpoint can hold it")
+        free = next(each for k in range(1, 1000) if (each := name if k == 1 else f"{name}_{k}") not in self._names)
+        self._names[free] = value
+        if free in self._states:
+            value.load_state_dict(self._states.pop(free))
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return self._contents.objects
+
+    def save(self, folder: Path, counts: Counts, keep: int, asynchronous: bool) -> None:
+        """Write a checkpoint; asynchronous: what it holds is copied now, and written by a thread of its own."""
+        if type(keep) is not int or keep < 1:
+            raise LaunchError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
+        self.wait()
+        state = self._collected(folder, counts)
+        if asynchronous and self._writer is None:
+            self._aside, self._writer = self._transport.aside(), ThreadPoolExecutor(1, "checkpoint")
+        if not asynchronous or self._aside is None or self._writer is None:
+            write(self._transport, folder, counts["steps"], state, keep)
+            return
+        self._writing = self._writer.submit(write, self._aside, folder, counts["steps"], _copied(state), keep)
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written is complete.  Raises its error."""
+        if (writing := self._writing) is not None:
+            self._writing = None
+            writing.result()
+
+    def _collected(self, folder: Path, counts: Counts) -> dict[str, Any]:
+        """This rank's pieces; rank 0 also has what all need."""
+        title, state = f"{folder}: no checkpoint was written", dict[str, Any]()
+        attempt(self._transport, title, lambda: state.update(self._contents.pieces(counts)))
+        if (given := self._transport.gather_objects(self._contents.shared())) is not None:
+            run = self._contents.run(given, counts)
+        else:
+            run = None
+
+        def pack() -> None:
+            if run is not None:
+                state["run"] = Piece(packed(run))
+
+        attempt(self._transport, title, pack)
+        return state
+
+    def resume(self, folder: Path) -> Mapping[str, int]:
+        """Take over the newest checkpoint of a run, or that of one step if `folder` is one; returns its counts.
+
+        Raises LaunchError, on every rank and before anything is changed, when training cannot go on from it.
+        """
+        self.wait()
+        at = re.fullmatch(r"step-(\d+)", folder.name)
+        folder = folder.parent if at else folder
+        there = any(self._transport.all_gather_objects(folder.is_dir()))
+        path = newest(Disks(self._transport, folder), int(at[1]) if at else None) if there else None
+        if path is None:
+            raise LaunchError(f"{folder} has no checkpoint{f' after step {int(at[1])}' if at else ''}")
+        opened: list[Any] = []
+
+        def check() -> list[str]:
+            saved = Saved(path)
+            opened.extend([saved, saved.unpacked("run")])
+            return list(takeover.problems(self._contents, saved, opened[1]))
+
+        attempt(self._transport, f"{path}: training cannot go on from this checkpoint, and nothing was changed", check)
+        saved, run = opened
+        attempt(
+            self._transport,
+            f"{path}: the checkpoint could not be read, and the ranks have parts of it; start them again",
+            lambda: self._states.update(takeover.restore(self._contents, saved, run)),
+        )
+        self._warn(run)
+        for name in self._names.keys() & self._states.keys():
+            self._names[name].load_state_dict(self._states.pop(name))
+        return {name: run[name] for name in ("steps", "examples")}
+
+    def _warn(self, run: Mapping[str, Any]) -> None:
+        was, now = run["global_batch"], self._contents.rank.spec.batch_offsets[-1]
+        if was != now and self._transport.rank == 0:
+            warnings.warn(
+                f"the checkpoint was made with global batches of {was} examples, and this run has {now}: it goes on, "
+                f"but not as the run before would; compile with global_batch={was} for that",
+                stacklevel=4,
+            )
+
+
+def _copied(state: Any) -> Any:
+    return state.copied() if isinstance(state, Piece) else {name: _copied(each) for name, each in state.items()}

@@ -1,0 +1,124 @@
+"""How a rank, of the same plan or of another one, takes over what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optimizers import load_by_name
+from ..transport.base import describe
+from ..weights import named_tensors
+from .contents import Contents, set_random_state
+from .piece import Piece
+from .storage import Saved
+
+
+def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[str]:
+    """Why training cannot go on from a checkpoint."""
+    settings, accumulate = run["settings"], run["settings"]["accumulate"]
+    for name, was in settings.items():
+        if name != "the plan" and was != own.settings.get(name):
+            yield f"{name}: the checkpoint has {was}, this run {own.settings.get(name)}"
+    if not same_plan(own, run) and (run["rounds"] or own.rank.spec.rounds):
+        yield "rounds of local updates go on under their own plan only; worker.load_state_dict takes the weights alone"
+    if not same_plan(own, run) and run["steps"] % accumulate:
+        yield (
+            f"it was saved after {run['steps']} batches, of which {accumulate} make an update; another plan goes on "
+            f"between updates only"
+        )
+    if own.kinds and run["kinds"] and own.kinds != tuple(run["kinds"]):
+        yield f"optimizer: the checkpoint has {', '.join(run['kinds'])}, this run {', '.join(own.kinds)}"
+    for name, piece in _stage_pieces(own, None).items():
+        was, now = saved.like(f"model.{name}"), torch.empty(piece.whole, dtype=piece.tensor.dtype, device="meta")
+        if was is None or describe(was) != describe(now):
+            yield f"{name}: the checkpoint has {'none' if was is None else describe(was)}, this run {describe(now)}"
+
+
+def same_plan(own: Contents, run: Mapping[str, Any]) -> bool:
+    """Whether a run had this one's plan."""
+    return bool(run["settings"]["the plan"] == own.settings["the plan"])
+
+
+def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Go on where a run was; returns the states of its registered objects."""
+    state, alone = own.state, saved.unpacked(f"ranks.{own.rank.index}") if same_plan(own, run) else None
+    state.unheld = {name: tensor.clone() for name, tensor in state.unheld.items()}
+    saved.read({f"model.{name}": piece for name, piece in _stage_pieces(own, saved).items()})
+    averages = {name: tensor for name, tensor in own.averages().items() if tensor.numel()}
+    pieces = {f"averages.{state.first_name(name)}": own.piece(name, tensor) for name, tensor in averages.items()}
+    saved.read({name: piece for name, piece in pieces.items() if saved.like(name) is not None})
+    for tensor in named_tensors(state.stage).values():
+        tensor.grad = None
+    for optimizer in own.optimizers.values():
+        optimizer.state.clear()
+    for optimizer, group, name, parameter in list(own.optimized()):
+        options, kept = run["options"].get(state.first_name(name), ({}, {}))
+        group.update(options)
+        if kept:
+            optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept))
+    if alone is None:
+        return dict(run["objects"])
+    _restore_alone(own, alone)
+    return dict(alone["objects"])
+
+
+def _stage_pieces(own: Contents, saved: Saved | None) -> dict[str, Piece]:
+    """The pieces that fill this rank's stage, by first names.
+
+    saved: where to look for constants of the graph, which are no part of the model's state and may be missing.
+    """
+    state, found = own.state, dict[str, Piece]()
+    for name, tensor in named_tensors(state.stage).items():
+        first = state.first_name(name)
+        known = first in state.first_names or isinstance(tensor, nn.Parameter)
+        if tensor.numel() and (known or (saved is not None and saved.like(f"model.{first}") is not None)):
+            found[first] = Piece(tensor, *state.part(name, built=True))
+    return {**found, **{name: Piece(tensor) for name, tensor in state.unheld.items() if tensor.numel()}}
+
+
+def _optimizer_state(
+    own: Contents, saved: Saved, name: str, parameter: nn.Parameter, kept: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The state of a parameter; kept: its numbers, and where its tensors were.
+
+    What has the shape of the whole parameter is divided as that is; anything else is whole on every rank.
+    """
+    whole = own.piece(name, parameter).whole
+    for key, value in kept.items():
+        if not isinstance(value, str):
+            yield key, value[0]
+            continue
+        full = f"optimizer.{own.state.first_name(name)}.{key}"
+        if (like := saved.like(full)) is None:  # without elements
+            yield key, torch.zeros_like(parameter)
+            continue
+        device = parameter.device if value != "cpu" or like.shape == parameter.shape else torch.device("cpu")
+        divided = like.shape == whole and parameter.dim() > 0
+        tensor = torch.empty(parameter.shape if divided else like.shape, dtype=like.dtype, device=device)
+        if tensor.numel():
+            saved.read({full: own.piece(name, tensor) if divided else Piece(tensor)})
+        yield key, tensor
+
+
+def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
+    """Take over what only this rank of the same plan needs."""
+    tensors = named_tensors(own.state.stage)
+    with torch.no_grad():
+        for name, value in alone["tensors"].items():
+            tensors[name].copy_(value)
+    for name, value in alone["gradients"].items():
+        tensors[name].grad = _like(value, tensors[name])
+    for role, optimizer in own.optimizers.items():
+        if role in alone["optimizers"]:
+            load_by_name(optimizer, own.state.trained, alone["optimizers"][role])
+        for group, options in zip(optimizer.param_groups, alone["groups"][role], strict=True):
+            group.update({**options, "params": group["params"]})
+    own.round.load_state_dict(alone["round"])
+    set_random_state(alone["random"])
+
+
+def _like(value: Tensor, tensor: Tensor) -> Tensor:
+    return value.to(tensor.device)

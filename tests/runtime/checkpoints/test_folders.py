@@ -1,0 +1,143 @@
+"""Checkpoints on disks of the ranks' own: each file is on two of them, and a lost disk gets everything again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitc.errors import LaunchError
+from splitc.runtime.checkpoints.folders import Disks, steps_in
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.worker import Worker
+from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, small, steps
+from tests.support.ranks import on_ranks, on_workers
+from tests.support.run_state import run_state
+
+FOLDERS: dict[str, Callable[[Path, int], Path]] = {
+    "one disk": lambda path, rank: path / "run",
+    "two disks": lambda path, rank: path / f"host{rank // 2}" / "run",
+    "a disk each": lambda path, rank: path / f"host{rank}" / "run",
+}
+
+
+@pytest.mark.parametrize(("where", "disks"), [("one disk", 1), ("two disks", 2), ("a disk each", 3)])
+def test_ranks_that_see_the_same_folder_share_a_disk(where: str, disks: int, tmp_path: Path) -> None:
+    def run(transport: Transport) -> list[int]:
+        found = Disks(transport, FOLDERS[where](tmp_path, transport.rank))
+        transport.barrier()
+        assert not list(found.folder.iterdir())
+        return found.of
+
+    of = on_ranks(3, run)
+    assert of == [of[0]] * 3
+    assert len(set(of[0])) == disks
+
+
+@pytest.mark.parametrize("where", FOLDERS)
+@pytest.mark.parametrize("strategy", ["layer_separation(n_c=2, n_f=1)", "late_multiply"])
+@pytest.mark.parametrize("lost", range(3))
+def test_losing_a_disk_loses_nothing(where: str, strategy: str, lost: int, tmp_path: Path) -> None:
+    program = small(strategy, 3)
+    batches = batches_of(program, 4)
+    folder = FOLDERS[where]
+
+    def saved(worker: Worker) -> Any:
+        steps(worker, batches[:2])
+        worker.save(folder(tmp_path, worker.rank.index))
+        return steps(worker, batches[2:]), run_state(worker)
+
+    def resumed(worker: Worker) -> Any:
+        assert worker.resume(folder(tmp_path, worker.rank.index)) == 2
+        return steps(worker, batches[2:]), run_state(worker)
+
+    expected = on_workers(program, saved)
+    if where != "one disk":
+        shutil.rmtree(folder(tmp_path, lost))
+    assert_equal(on_workers(program, resumed), expected)
+    files = [sorted(path.name for path in folder(tmp_path, rank).glob("step-*/*")) for rank in range(3)]
+    assert all(each[-3:] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"] for each in files)
+
+
+def test_a_checkpoint_without_all_its_files_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    def run(worker: Worker) -> list[int]:
+        worker.save(tmp_path)
+        steps(worker, batches_of(small(), 1))
+        worker.save(tmp_path)
+        worker._transport.barrier()
+        if worker.rank.index == 0:
+            (tmp_path / "step-000001" / "__1_0.distcp").unlink()
+        worker._transport.barrier()
+        first = worker.resume(tmp_path)
+        if worker.rank.index == 0:
+            data = (tmp_path / "step-000000" / "__0_0.distcp").read_bytes()
+            (tmp_path / "step-000000" / "__0_0.distcp").write_bytes(data[:-200])
+        worker._transport.barrier()
+        with pytest.raises(LaunchError) as caught:
+            worker.resume(tmp_path)
+        assert str(caught.value).splitlines()[1:] == [
+            "  - step-000001 lacks __1_0.distcp",
+            "  - step-000000 lacks __0_0.distcp",
+        ]
+        return [first]
+
+    assert on_workers(small(), run) == [[0], [0]]
+
+
+def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_aside(tmp_path: Path) -> None:
+    def run(worker: Worker) -> None:
+        for _ in range(4):
+            steps(worker, batches_of(small(), 1))
+            worker.save(tmp_path, keep=3)
+        assert sorted(steps_in(tmp_path)) == [2, 3, 4]
+        assert worker.resume(tmp_path / "step-000002") == 2
+        steps(worker, batches_of(small(), 1))
+        worker.save(tmp_path, keep=2)
+        assert worker.resume(tmp_path) == 3
+        with pytest.raises(LaunchError, match="keep=0: give the number of checkpoints"):
+            worker.save(tmp_path, keep=0)
+
+    on_workers(small(), run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000004.superseded"]
+
+
+def test_a_full_disk_is_told_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def run(worker: Worker) -> str:
+        worker.save(tmp_path)
+        worker._transport.barrier()
+        monkeypatch.setattr(Path, "mkdir", full)
+        worker._transport.barrier()
+        with pytest.raises(LaunchError) as caught:
+            worker.save(tmp_path)
+        return str(caught.value)
+
+    for text in on_workers(small(), run):
+        assert "no folder for checkpoints" in text
+        assert "No space left on device" in text
+    assert sorted(steps_in(tmp_path)) == [0]
+
+
+def test_objects_without_a_state_or_with_one_that_is_code_are_refused_by_name(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> Any:
+            return {"layer": torch.nn.Linear(1, 1)}
+
+        def load_state_dict(self, state: Any) -> None:
+            return
+
+    def run(worker: Worker) -> str:
+        with pytest.raises(LaunchError, match="counter: a int has no state_dict"):
+            worker.register(counter=3)
+        worker.register(odd=Odd())
+        with pytest.raises(LaunchError) as caught:
+            worker.save(tmp_path / "run")
+        return str(caught.value)
+
+    assert all("Linear: a checkpoint holds numbers, texts" in text for text in on_workers(small(), run))
