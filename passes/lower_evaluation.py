@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.graph import copy_graph, info, update_info
-from splitc.ir.pass_manager import run_pass, run_passes
+from splitc.ir.pass_manager import Pass, run_pass, run_passes
 from splitc.ir.placements import Grouping
 from splitc.ir.plan import Plan
-from splitc.ir.program import LoweredProgram, Program, TensorSpec
+from splitc.ir.program import LoweredProgram, PlacedProgram, Program, TensorSpec
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.rewriting import ON_THE_GRAPH
 from splitc.passes.schedule import Schedule
@@ -57,15 +57,24 @@ def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
     for node in graph.nodes:
         if isinstance(spec := info(node).spec, TensorSpec):
             update_info(node, spec=replace(spec, requires_grad=False))
-    placed = replace(evaluation, graph=graph, costs=program.costs).placed(_plan_of(program.plan))
-    lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
+    placed = replace(evaluation, graph=graph, costs=program.costs).placed(plan_of(program.plan))
+    lowered = lowered_beside(program, placed, Schedule())
     for problem in _stale(program, lowered):
         raise PlacementError(problem)
-    stages = tuple(replace(stage, served=program.stage(stage.role).served) for stage in lowered.stages)
-    return run_pass(Schedule(), InsertPulls().run(replace(lowered, stages=stages)))
+    return lowered
 
 
-def _plan_of(plan: Plan) -> Plan:
+def lowered_beside(
+    program: LoweredProgram, placed: PlacedProgram, schedule: Pass[LoweredProgram, LoweredProgram]
+) -> LoweredProgram:
+    """Lower what is computed without gradients, of the parameters that `program` trains and serves."""
+    lowered = run_pass(SplitRanks(), run_passes(placed, ON_THE_GRAPH))
+    served = {stage.role: stage.served for stage in program.stages}
+    stages = tuple(replace(stage, served=served.get(stage.role, ())) for stage in lowered.stages)
+    return run_pass(schedule, InsertPulls().run(replace(lowered, stages=stages)))
+
+
+def plan_of(plan: Plan) -> Plan:
     """The plan by which the model is evaluated: subnets as shards of one group of all ranks, else the same."""
     if not plan.deals:
         return plan

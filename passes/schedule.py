@@ -28,7 +28,7 @@ from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action, RankProgram
+from splitc.ir.actions import FORWARD, Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
@@ -55,6 +55,19 @@ class Schedule(Pass[LoweredProgram, LoweredProgram]):
             replace(each, actions=tuple(_actions(program, each)), whole=tuple(_actions(whole, each)))
             for each in program.rank_programs
         )
+        return replace(program, rank_programs=tuple(scheduled))
+
+
+@dataclass(frozen=True)
+class ScheduleForward(Pass[LoweredProgram, LoweredProgram]):
+    """Schedule the forward of one batch alone, for what the model returns."""
+
+    requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
+    ensures: ClassVar[tuple[Check, ...]] = (sends_meet_receives, no_deadlock)
+
+    def run(self, program: LoweredProgram) -> LoweredProgram:
+        found = {each: tuple(a for a in _actions(program, each) if a.verb in FORWARD) for each in program.rank_programs}
+        scheduled = (replace(each, actions=actions, whole=actions) for each, actions in found.items())
         return replace(program, rank_programs=tuple(scheduled))
 
 

@@ -34,6 +34,7 @@ from splitc.ir.strategies import IndependentSubnets, parse_strategy
 from splitc.ir.strategy import Strategy
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
+from splitc.passes.lower_outputs import with_outputs
 from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
@@ -167,7 +168,7 @@ def _specialise(
         if cluster:
             now("simulating")
             lowered = run_pass(Predict(cluster), lowered, watch)
-        lowered = with_evaluation(lowered, program)
+        lowered = with_outputs(with_evaluation(lowered, program), program)
     require_batch_sizes(lowered)
     now("measuring the memory of")
     require_memory_on(lowered, cluster, settings.memory)

@@ -21,6 +21,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.group_layers import group_layers
 from splitc.capture.loss_terms import isolate_terms
 from splitc.capture.loss_value import total
+from splitc.capture.outputs import mark, outputs_of, taken
 from splitc.capture.patches import recorded
 from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
@@ -95,7 +96,9 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
             rename(graph, node, f"{node.name}_")
     set_specs(graph, tracer.values, tracer.evaluator.probes)
     locate_draws(graph)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node, root))
+    _without_dead_code(graph, root)
+    returned = taken(graph)
+    _without_dead_code(graph, root)
     reached = prune_gradients(graph, tracer.values)
     program = Program(
         name=name,
@@ -115,7 +118,8 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
     require_whole_batch(graph)
     _require_any_batch(program, tracer.evaluator.probes)
     known = () if training is None else tuple(layer.name for layer in training.layers)
-    return replace(program, **group_layers(program, known=known))
+    program = replace(program, **group_layers(program, known=known))
+    return replace(program, outputs=outputs_of(program, returned))
 
 
 def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, training: Program | None) -> None:
@@ -154,6 +158,7 @@ def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, 
             if example.loss is not None:
                 tracer.begin_loss()
             losses = example.losses_of(value, proxies)
+            mark(tracer.graph, value)
             tracer.output(total(losses))
         if len(losses) > 1:
             tracer.notes.append(f"The loss is the sum of {', '.join(losses)}.")
@@ -176,6 +181,10 @@ def _has_mode(node: fx.Node, root: nn.Module) -> bool:
     if node.target is comm_ops.dropout:
         return not isinstance(root.get_submodule(info(node).module), nn.modules.dropout._DropoutNd)
     return is_region(node) or node.target in NORMS
+
+
+def _without_dead_code(graph: fx.Graph, root: nn.Module) -> None:
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _has_side_effect(node, root))
 
 
 def _has_side_effect(node: fx.Node, root: nn.Module) -> bool:

@@ -40,7 +40,7 @@ def capture_evaluation(
                     raise CaptureError(f"{info(node).source}: {node.name} updates running statistics in evaluation too")
                 if node.target is comm_ops.dropout:
                     node.update_kwarg("evaluating", True)
-            if _operations(found) == _operations(program):
+            if _operations(found) == _operations(program) and _of_outputs(found) == _of_outputs(program):
                 return None
             known = [layer.name for layer in program.layers]
             found = gather_coupled(validated(found), known)
@@ -61,6 +61,10 @@ def _skip(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 def _only_trains(node: fx.Node) -> bool:
     return node.target is comm_ops.dropout and not node.kwargs.get("evaluating")
+
+
+def _of_outputs(program: Program) -> Any:
+    return program.outputs if isinstance(program.outputs, str) else _operations(program.outputs)
 
 
 def _operations(program: Program) -> list[tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from splitc import units
 from splitc.codegen.layout import Line
@@ -10,7 +10,6 @@ from splitc.codegen.stage_names import variables
 from splitc.errors import InternalError
 from splitc.ir.actions import ENTRY_VERBS, Action, RankProgram
 from splitc.ir.constructors import literal
-from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import COLLECTIVES, options_of
 from splitc.ir.wire import of_action
@@ -20,17 +19,23 @@ from splitc.runtime.collectives.layouts import Move, State, Transition
 class CutLines:
     """The variables that hold a cut on its way, and the lines that move it.
 
+    comms: the roles whose communicators the function takes.
     microbatched: the roles that run their stage once for each of several microbatches.  Where all roles do, values that
     one action leaves to a later one are kept by microbatch: `cut0[k]`.
     """
 
     def __init__(
-        self, program: LoweredProgram, rank_program: RankProgram, training: bool, microbatched: Collection[str]
+        self,
+        program: LoweredProgram,
+        rank_program: RankProgram,
+        training: bool,
+        microbatched: Collection[str],
+        comms: Sequence[str],
     ) -> None:
         self._program, self._rank_program = program, rank_program
         self._training, self._microbatched = training, microbatched
         self._in_pieces = bool(microbatched) and program.plan.microbatches > 1
-        self.comms = [role for role in rank_program.roles if role != SERVER] or [SERVER]
+        self.comms = comms
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""

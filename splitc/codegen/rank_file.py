@@ -45,6 +45,9 @@ _NOTES = {
     "averaged": "ranks of all units that average the same parameters",
     "rounds": "of local updates",
     "evaluated": "in evaluation the ranks are one group, which holds the whole model",
+    "predicts": "the inputs that worker.predict takes",
+    "no_outputs": "why worker.predict is refused",
+    "reader": "as one of the readers, to which the model's output comes",
     "recomputed": "statistics that evaluation computes of a sample of batches",
 }
 """The comments of a description's fields."""
@@ -70,7 +73,9 @@ def rank_file(program: LoweredProgram, rank: int) -> str:
 def idle_rank_file(program: LoweredProgram, rank: int) -> str:
     """The file of a rank that the plan gives no work."""
     title = f"Rank {rank} of {program.plan.world} of {program.name}: the plan {program.plan.strategy} gives it no work."
-    return _file(docstring(title), [f"from {IDLE} import Stage, evaluate, step"], program, rank_spec(program, rank))
+    return _file(
+        docstring(title), [f"from {IDLE} import Stage, evaluate, predict, step"], program, rank_spec(program, rank)
+    )
 
 
 def served_file(program: LoweredProgram) -> str:
@@ -164,7 +169,7 @@ def _file(head: list[str], modules: list[str], program: LoweredProgram, spec: Ra
 def _functions(spec: RankSpec) -> tuple[str, ...]:
     """The functions of a role's file that the worker calls."""
     turns = ("after_update",) if spec.rounds and spec.rounds.in_turns else ()
-    return (*turns, *(("begin_round", "end_round") if spec.rounds else ()), "evaluate", "step")
+    return (*turns, *(("begin_round", "end_round") if spec.rounds else ()), "evaluate", "predict", "step")
 
 
 def _value(value: Any, before: str = "") -> list[str]:

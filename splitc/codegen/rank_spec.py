@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from splitc.codegen.stage_names import receiving
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.server_wire import pieces
@@ -41,7 +42,20 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         tuple(_evaluated(program, stage, rank) for stage in stages) if plan.deals else (),
         tuple(name for stage in stages for name in _recomputed(program, stage)) if plan.deals else (),
         plan.accumulate,
+        *_predicting(program, rank),
     )
+
+
+def _predicting(program: LoweredProgram, rank: int) -> tuple[tuple[str, ...], str, RoleSpec | None]:
+    """The inputs that a rank gives to `predict`, why there is none, and its communicator as one that reads data."""
+    outputs = program.outputs
+    if not isinstance(outputs, LoweredProgram):
+        return (), outputs if isinstance(outputs, str) else "", None
+    stages = [outputs.stage(role) for role in outputs.plan.roles_of(rank)]
+    inputs = tuple(name for stage in stages for name in stage.inputs)
+    for stage in (stage for stage in stages if stage.role in receiving(outputs)):
+        return inputs, "", replace(_role(outputs, stage, rank, is_server=False), replicas=(rank,))
+    return inputs, "", None
 
 
 def served_buckets(program: LoweredProgram) -> Served:
@@ -65,6 +79,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
     plan, role = program.plan, stage.role
     group = plan.group(role, rank) if role in plan.groups else ()
     evaluated = [program.evaluation.stage(role)] if isinstance(program.evaluation, LoweredProgram) else []
+    outputs = program.outputs if isinstance(program.outputs, LoweredProgram) else program
+    evaluated += [each for each in outputs.stages if each.role == role]
     cuts = [c for each in (stage, *evaluated) for c in (*each.receives, *each.sends) if c.sent]
     together = {c.other(role): c.consumer for c in cuts if c.together()}
     owners = plan.owners(role, rank)
@@ -76,7 +92,9 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
         plan.interval(role, rank),
         plan.replicas(role, rank),
         {
-            other: tuple(Route(*route) for route in plan.routes(rank, role, other))
+            other: tuple(
+                Route(*route) for route in (plan if other in plan.roles else outputs.plan).routes(rank, role, other)
+            )
             for other in dict.fromkeys(c.other(role) for c in cuts)
         },
         group,
@@ -101,7 +119,8 @@ def _role(program: LoweredProgram, stage: Stage, rank: int, is_server: bool) -> 
 def _evaluated(program: LoweredProgram, stage: Stage, rank: int) -> RoleSpec:
     """What a rank does in a role when the whole model is evaluated, by another plan than that of training."""
     assert isinstance(program.evaluation, LoweredProgram)
-    return replace(_role(program.evaluation, program.evaluation.stage(stage.role), rank, is_server=False), shards={})
+    evaluation = replace(program.evaluation, outputs=program.outputs)
+    return replace(_role(evaluation, evaluation.stage(stage.role), rank, is_server=False), shards={})
 
 
 def _recomputed(program: LoweredProgram, stage: Stage) -> list[str]:

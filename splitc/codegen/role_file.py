@@ -12,7 +12,7 @@ from splitc.codegen.layout import docstring
 from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, shape_text, stage_class
 from splitc.codegen.stage_names import constant
-from splitc.codegen.step import step_functions
+from splitc.codegen.step_functions import step_functions
 from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER

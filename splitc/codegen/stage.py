@@ -15,10 +15,12 @@ from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.module_tree import ModuleTree
 from splitc.codegen.stage_names import (
     EVALUATING,
+    PREDICTING,
     computed_once,
     forward_inputs,
     method_name,
     own_evaluation,
+    own_outputs,
     returned_cuts,
     variables,
     weighed,
@@ -48,7 +50,8 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
     batches: role -> examples in the shape comments; None writes `b`, where the role's ranks differ.
     """
     evaluated = [own for stage in stages if (own := own_evaluation(program, stage)) is not None]
-    tree = ModuleTree(program, [*stages, *evaluated])
+    predicting = [own for stage in stages if (own := own_outputs(program, stage)) is not None]
+    tree = ModuleTree(program, [*stages, *evaluated, *predicting])
     lines = [
         f"class Stage({tree.base}):",
         '    """Parameter names are those of the original model, so its checkpoints load."""',
@@ -56,7 +59,7 @@ def stage_class(program: PlacedProgram, stages: Sequence[Stage], batches: Mappin
         f"    def __init__({', '.join(['self', *tree.parameters])}):",
         *(f"        {line}" for text in tree.lines() for line in _module_lines(text)),
     ]
-    for each, suffix in ((stages, ""), (evaluated, EVALUATING)):
+    for each, suffix in ((stages, ""), (evaluated, EVALUATING), (predicting, PREDICTING)):
         for stage in each:
             lines += _methods(program, stage, tree, (len(stages) == 1, suffix), batches.get(stage.role))
     return lines

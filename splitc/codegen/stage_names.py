@@ -16,6 +16,9 @@ from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage
 EVALUATING = "_evaluating"
 """Ends the name of a method that runs a stage in evaluation only."""
 
+PREDICTING = "_predicting"
+"""Ends the name of a method that runs a stage for the model's output only."""
+
 
 def own_evaluation(program: PlacedProgram, stage: Stage) -> Stage | None:
     """What the role of a stage runs in evaluation; None where that is the same."""
@@ -23,6 +26,38 @@ def own_evaluation(program: PlacedProgram, stage: Stage) -> Stage | None:
         return None
     evaluated = program.evaluation.stage(stage.role)
     return None if str(evaluated.graph) == str(stage.graph) else evaluated
+
+
+def own_outputs(program: PlacedProgram, stage: Stage) -> Stage | None:
+    """What the role of a stage runs for the model's output; None where it is a stage of training or evaluation."""
+    if not isinstance(program.outputs, LoweredProgram):
+        return None
+    found = next((each for each in program.outputs.stages if each.role == stage.role), None)
+    return found if found is not None and predicting_by(program, found) == PREDICTING else None
+
+
+def predicting_by(program: PlacedProgram, stage: Stage) -> str:
+    """What ends the name of the method that runs a stage of outputs: of training, of evaluation, or of its own."""
+    for suffix, other in (("", program), (EVALUATING, program.evaluation)):
+        known = other.stages if isinstance(other, LoweredProgram) else ()
+        if any(each.role == stage.role and _computed(each) == _computed(stage) for each in known):
+            return suffix
+    return PREDICTING
+
+
+def _computed(stage: Stage) -> list[str]:
+    """What a stage's forward computes and returns, without the inputs that it does not read or only passes on."""
+    marks = (comm_ops.all_reduce, comm_ops.push)
+    passed = {node for node in stage.graph.nodes if node.target is comm_ops.send and node.args[0].op == "placeholder"}
+    nodes = [node for node in stage.graph.nodes if node not in passed and node.target not in marks]
+    read = {value for node in nodes for value in node.all_input_nodes}
+    kept = [node for node in nodes if node in read or node.op not in ("placeholder", "get_attr")]
+    return [f"{n.name} {n.op} {n.target} {n.args} {n.kwargs if n.target is not comm_ops.send else ''}" for n in kept]
+
+
+def receiving(outputs: LoweredProgram) -> list[str]:
+    """The role of the readers, if what the model returns travels to it."""
+    return [stage.role for stage in outputs.stages if stage.has_loss and any(cut.sent for cut in stage.receives)]
 
 
 def method_name(program: Program, stage: Stage, alone: bool, suffix: str = "", verb: str = "forward") -> str:

@@ -1,26 +1,27 @@
-"""Write `step` and `evaluate` of the ranks of one rank program: one line for each action."""
+"""Write a function of the ranks of one rank program: one line for each action."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from splitc import units
 from splitc.codegen.cut_lines import CutLines
+from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
 from splitc.codegen.stage_names import (
-    EVALUATING,
     computed_once,
     constant,
     forward_inputs,
     method_name,
-    own_evaluation,
+    receiving,
     returned_cuts,
     variables,
     weighed,
 )
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, VERBS, Action, RankProgram
+from splitc.ir import comm_ops
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, FORWARD, VERBS, Action, RankProgram
 from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
@@ -28,7 +29,6 @@ from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
 
-_EVALUATED = ("send", "recv", "weigh", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
 _NOTES = {
     "deal": "this rank's slices arrive",
     "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
@@ -38,68 +38,43 @@ _NOTES = {
 }
 
 
-def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
-    """The lines of both functions."""
-    train = _StepWriter(program, rank_program)
-    if not train.stages:
-        step = "Send parameters to the workers and leave the sum of their gradients in `.grad`."
-        loss = "Send parameters to the workers, which compute the loss of one batch."
-    else:
-        step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
-        loss = "The loss of one batch, forward only."
-    lines = train.function("step", step)
-    if program.plan.rounds:
-        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
-        lines += ["", "", *train.after_update(program.plan.rounds)] if program.plan.rounds.in_turns else []
-        lines += ["", "", *train.round_function("end_round", "At the end of a round, and of training.", END_ROUND)]
-    return [*lines, "", "", *_evaluate(program, rank_program, loss)]
-
-
-def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
-    """The lines of `evaluate`."""
-    if isinstance(program.evaluation, str):
-        return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
-    evaluated = program.evaluation if isinstance(program.evaluation, LoweredProgram) else program
-    own = {stage.role for stage in program.stages if own_evaluation(program, stage) is not None}
-    return _StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), own).function("evaluate", doc)
-
-
-def _where(stages: Sequence[Stage]) -> str:
-    """Where a step leaves the gradients."""
-    summed = ", summed" if any(stage.buckets for stage in stages) else ""
-    if any(stage.served for stage in stages):
-        return f"are left in `.grad`{summed}, or go to the servers" if summed else "go to the servers"
-    return f"are left in `.grad`{summed}"
-
-
-class _StepWriter:
+class StepWriter:
     """Writes one function of a rank program, from its actions.
 
-    evaluated: of evaluation, the roles that run another stage in it than in training; None: of training.
+    suffixes: of evaluation, what ends the names of the methods that roles run in it; None: of training.
+    trained: of outputs, the rank program of training, whose `Stage` and communicators they use.
     """
 
     def __init__(
-        self, program: LoweredProgram, rank_program: RankProgram, evaluated: Collection[str] | None = None
+        self,
+        program: LoweredProgram,
+        rank_program: RankProgram,
+        suffixes: Mapping[str, str] | None = None,
+        trained: RankProgram | None = None,
     ) -> None:
         self._program, self._plan, self._rank_program = program, program.plan, rank_program
-        self._training, self._evaluated = evaluated is None, evaluated or ()
+        self._training, self._suffixes = suffixes is None, suffixes or {}
+        roles = [role for role in (trained or rank_program).roles if role != SERVER]
+        self._alone = len(roles) == 1
+        comms = [*(roles or [SERVER]), *(set(rank_program.roles) & set(receiving(program)) if trained else ())]
         self.stages = [program.stage(role) for role in rank_program.roles if role != SERVER]
         self._microbatched = {
             stage.role for stage in self.stages if self._training and program.num_microbatches(stage) > 1
         }
         self._first_tied = next((a.value for a in rank_program.actions if a.verb == "all_reduce_tied"), "")
-        self._cuts = CutLines(program, rank_program, self._training, self._microbatched)
+        self._cuts = CutLines(program, rank_program, self._training, self._microbatched, comms)
         lossy = {stage.role for stage in self.stages if stage.has_loss}
         follows = pairwise(rank_program.actions)  # a receive may stand between, where the stage communicates
         self._waits = any(a.verb == "forward" and a.role in lossy and b.verb != "backward" for a, b in follows)
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
-        verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else _EVALUATED
+        verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else FORWARD
         actions = self._rank_program.actions if self._training else self._rank_program.whole
-        actions = tuple(a for a in actions if a.verb in verbs)
+        actions = tuple(a for a in actions if a.verb in verbs and (name, a.verb) != ("predict", "sum_loss"))
         loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
-        body = [*self._body(actions), (f"return {loss}", "")]
+        result = self._returned() if name == "predict" else loss
+        body = [*self._body(actions), (f"return {result}", "")]
         return self._function(name, self._inputs(), doc, body)
 
     def _function(self, name: str, inputs: Sequence[str], doc: str, body: Sequence[Line]) -> list[str]:
@@ -169,9 +144,17 @@ class _StepWriter:
                 return [(f"{comm}.update()", "unlike one process, in every microbatch")]
         return [self._cuts.line(stage, action)]
 
+    def _returned(self) -> str:
+        """What the model returns, of the values that came to this rank; None where it reads no data."""
+        for stage in (stage for stage in self.stages if stage.has_loss):
+            marked = stage.graph.output_node().all_input_nodes[0]
+            names = {node: self._cuts.received(cut_of(node)) for node in marked.all_input_nodes if info(node).cut}
+            names |= {node: name for node, name in variables(stage.graph).items() if node.op == "placeholder"}
+            return Emitter(names, str, str).value(marked.args[0])
+        return "None"
+
     def _method(self, stage: Stage, verb: str) -> str:
-        suffix = EVALUATING if stage.role in self._evaluated else ""
-        return method_name(self._program, stage, len(self.stages) == 1, suffix, verb)
+        return method_name(self._program, stage, self._alone, self._suffixes.get(stage.role, ""), verb)
 
     def _weigh(self, stage: Stage, comm: str) -> Line:
         method = self._method(stage, "weigh")
@@ -182,6 +165,8 @@ class _StepWriter:
         return f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by"
 
     def _forward(self, stage: Stage, comm: str) -> list[Line]:
+        if stage.graph.output_node().args[0] is not None and self._program.loss.target is comm_ops.returned:
+            return []
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
         method = self._method(stage, "forward")
         called = "stage" if method == "forward" else f"stage.{method}"

@@ -58,6 +58,8 @@ BEGIN_UPDATE = ("pull", "send_parameters")
 """What a rank does in the first of the batches that are accumulated to an update."""
 END_UPDATE = ("all_reduce", "all_reduce_tied", "push", "reduce_gradients")
 """What it does in the last."""
+FORWARD = ("send", "recv", "weigh", *ENTRY_VERBS, "forward", "sum_loss", "send_parameters", "pull")
+"""What a rank does in evaluation."""
 PRODUCER_VERBS = ("send", "recv_grad")
 """What the producer of a cut does."""
 

@@ -173,6 +173,7 @@ class Program:
     notes: sentences for the report, such as what could not be checked.
     guards: the batch sizes for which the branches of the trace hold.
     evaluation: the program of evaluation mode, where it is another one; a text: why there is none.
+    outputs: the program of what the model returns, in place of the loss; a text: why there is none.
     reads_mode: whether it may be another one, since Python asks whether the model trains.
     """
 
@@ -192,6 +193,7 @@ class Program:
     autocast: torch.dtype | None = None
     guards: tuple[BatchGuard, ...] = ()
     evaluation: Program | str | None = None
+    outputs: Program | str = ""
     reads_mode: bool = True
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The loss in evaluation mode, and the statistics of normalisations that it reads."""
+"""The loss and the model's output in evaluation mode, and the statistics of normalisations that it reads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import LaunchError
+from .nested import named
 from .rank import Rank
 from .spec import StepContext
 from .stage_state import StageState
@@ -25,13 +27,15 @@ _SAMPLE = 8
 class Evaluation:
     """Evaluates batches on a rank's stage.
 
-    run: the generated function.  A rank whose spec names normalisations to be recomputed keeps the last batches that it
-    trained on: subnets know the statistics of their own neurons alone, so those of the whole model are computed anew of
-    a sample of training data (IST 3.3).
+    run, predict: the generated functions.  A rank whose spec names normalisations to be recomputed keeps the last
+    batches that it trained on: subnets know the statistics of their own neurons alone, so those of the whole model are
+    computed anew of a sample of training data (IST 3.3).
     """
 
-    def __init__(self, rank: Rank, state: StageState, run: Callable[..., Tensor]) -> None:
-        self._rank, self._state, self._run = rank, state, run
+    def __init__(
+        self, rank: Rank, state: StageState, run: Callable[..., Tensor], predict: Callable[..., Any] | None
+    ) -> None:
+        self._rank, self._state, self._run, self._predict = rank, state, run, predict
         self._norms: list[Any] = [state.stage.get_submodule(path) for path in rank.spec.recomputed]
         self._sample: deque[Batch] = deque(maxlen=_SAMPLE)
 
@@ -41,6 +45,21 @@ class Evaluation:
         with evaluating(stage), torch.no_grad(), self._rank.step(context) as comms:
             self._broadcast_buffers()
             return self._run(*comms, stage, *self._rank.on_device(batch))
+
+    def require_output(self) -> Callable[..., Any]:
+        """The generated `predict`.  Raises LaunchError where the model's output could not be compiled."""
+        if why := self._rank.spec.no_outputs:
+            raise LaunchError(f"the model's output cannot be predicted: {why}")
+        if self._predict is None:
+            raise LaunchError("this build was written before there was worker.predict; compile the model again")
+        return self._predict
+
+    def output(self, batch: tuple[Tensor, ...], context: StepContext) -> Any:
+        """What the model returns for this rank's examples; None where it reads no data.  Collective."""
+        predict, stage = self.require_output(), self._state.stage
+        with evaluating(stage), torch.no_grad(), self._rank.step(context, predicts=True) as comms:
+            self._broadcast_buffers()
+            return named(predict(*comms, stage, *self._rank.on_device(batch)))
 
     def keep(self, batch: tuple[Tensor, ...], context: StepContext) -> None:
         """Keep a batch that was trained on for the next sample."""

@@ -68,3 +68,19 @@ def with_parts(value: Any, made: Mapping[str, Any]) -> Any:
         else:
             object.__setattr__(copied, key, made[key])
     return copied
+
+
+class Output(dict[str, Any]):
+    """What a model returned as a dict or an object: its parts by key, and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the model returned {', '.join(map(str, self))}, no {name}")
+
+
+def named(value: Any) -> Any:
+    """A nested value in which each dict is an `Output`."""
+    if isinstance(value, dict):
+        return Output({key: named(part) for key, part in value.items()})
+    return type(value)(map(named, value)) if isinstance(value, (list, tuple)) else value

@@ -25,6 +25,7 @@ class GeneratedModule(Protocol):
     Stage: Any
     step: Any
     evaluate: Any
+    predict: Any
     begin_round: Any
     end_round: Any
     after_update: Any

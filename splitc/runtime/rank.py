@@ -44,10 +44,12 @@ class Rank:
 
         def comm(role: RoleSpec) -> RoleComm:
             own = {rank: examples for (rank, name), examples in self._examples.items() if name == role.role}
+            own = own or {self.index: role.examples}
             return RoleComm(role, self._messages, first, own, update, self.meanwhile)
 
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
+        self._predicting = (*self._evaluating, *map(comm, (spec.reader,) if spec.reader else ()))
         self._in_step = False
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -154,7 +156,7 @@ class Rank:
         self._messages.finish()
 
     @contextmanager
-    def step(self, context: StepContext) -> Iterator[tuple[RoleComm, ...]]:
+    def step(self, context: StepContext, predicts: bool = False) -> Iterator[tuple[RoleComm, ...]]:
         """Around all that a step issues; gives the communicators.  On leaving, every send is complete.
 
         Raises LaunchError when an earlier step raised inside: the other ranks have sent and received something else.
@@ -165,7 +167,7 @@ class Rank:
                 f"on its way; start all ranks again"
             )
         self._in_step = True
-        comms = self.comms if context.training else self._evaluating
+        comms = self.comms if context.training else self._predicting if predicts else self._evaluating
         for comm in comms:
             comm.begin(context)
         yield comms

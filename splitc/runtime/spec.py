@@ -194,6 +194,8 @@ class RankSpec:
     evaluated: what the rank does in each of its roles in evaluation, where that is not what it does in training.
     recomputed: normalisations whose statistics are computed anew, of a sample of batches, before they are read.
     accumulate: batches to an update.
+    predicts: the inputs that its `predict` takes.  no_outputs: why the ranks cannot predict, if they cannot.
+    reader: what it does as one of the readers, to which the model's output travels; None where it does not.
     """
 
     index: int
@@ -209,6 +211,9 @@ class RankSpec:
     evaluated: tuple[RoleSpec, ...] = ()
     recomputed: tuple[str, ...] = ()
     accumulate: int = 1
+    predicts: tuple[str, ...] = ()
+    no_outputs: str = ""
+    reader: RoleSpec | None = None
 
     @property
     def role(self) -> str:

@@ -67,7 +67,7 @@ class Training:
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
         self._round = Progress(program, self.rank, self.stage)
-        self._evaluation = Evaluation(self.rank, self._state, program.evaluate)
+        self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
         for comm in self.rank.comms:
             comm.optimizer_state = partial(state_of, self._optimizers)
 

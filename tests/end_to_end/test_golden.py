@@ -135,7 +135,9 @@ def test_ranks_of_one_role_differ_only_in_what_is_their_own() -> None:
     files = made("alexnet_3_1").files
     a, b = files["rank0.py"].splitlines(), files["rank1.py"].splitlines()
     differing = [x.split("=")[0].strip() for x, y in zip(a, b, strict=True) if x != y]
-    assert differing[0].startswith('"""Rank 0') and differing[1:] == ["index", "examples", '"fc": (Route(peer']
+    own = ["index", "examples", '"fc": (Route(peer']
+    reader = ["examples", "replicas", '"fc": (Route(peer']
+    assert differing[0].startswith('"""Rank 0') and differing[1:] == [*own, *reader]
 
 
 def test_a_plan_reads_back_as_it_was_written() -> None:

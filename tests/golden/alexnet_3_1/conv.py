@@ -65,3 +65,11 @@ def evaluate(comm, stage, images, target):
     comm.send(cut0, "fc")                   # -> fc  1.04 MB
     total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()
+
+
+def predict(conv, readers, stage, images):
+    """The model's output for this rank's examples, forward only."""
+    cut0 = stage(conv, images)
+    conv.send(cut0, "fc")                                         # -> fc  1.04 MB
+    cut1_readers = readers.recv("fc", (-1, 1000), torch.float32)  # <- fc  32.0 kB
+    return cut1_readers

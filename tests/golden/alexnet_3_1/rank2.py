@@ -9,11 +9,11 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from conv import Stage, evaluate, step
+from conv import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Route
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "6656c422ce12"
 
@@ -38,4 +38,15 @@ rank = RankSpec(
         "images": Input(shape=(-1, 3, 224, 224), dtype="float32"),
         "target": Input(shape=(-1,), dtype="int64", high=1000),
     },
+    predicts=("images",),             # the inputs that worker.predict takes
+    # as one of the readers, to which the model's output comes
+    reader=RoleSpec(
+        role="readers",
+        examples=(16, 24),                # this rank's examples of the global batch: first, one past the last
+        replicas=(2,),                    # ranks that hold the same parameters and sum their gradients
+        # ranks of other roles, and the examples exchanged with each
+        routes={
+            "fc": (Route(peer=3, first=16, last=24),),
+        },
+    ),
 )

@@ -7,11 +7,11 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from fc import Stage, evaluate, step
+from fc import Stage, evaluate, predict, step
 
 from splitc.runtime import RankSpec, RoleSpec, Route
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "6656c422ce12"
 
@@ -26,6 +26,10 @@ rank = RankSpec(
             # ranks of other roles, and the examples exchanged with each
             routes={
                 "conv": (
+                    Route(peer=0, first=0, last=8), Route(peer=1, first=8, last=16),
+                    Route(peer=2, first=16, last=24)
+                ),
+                "readers": (
                     Route(peer=0, first=0, last=8), Route(peer=1, first=8, last=16),
                     Route(peer=2, first=16, last=24)
                 ),

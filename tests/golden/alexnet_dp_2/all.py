@@ -52,6 +52,23 @@ class Stage(nn.Module):
         loss = cross_entropy / cross_entropy_weight.wait()                      # ()
         return loss
 
+    def forward_predicting(self, comm, images):
+        features_1 = F.relu(self.features["0"](images))                  # (8, 64, 55, 55)   alexnet.py:50
+        features_2 = F.max_pool2d(features_1, 3, stride=2)               # (8, 64, 27, 27)
+        features_4 = F.relu(self.features["3"](features_2))              # (8, 192, 27, 27)
+        features_5 = F.max_pool2d(features_4, 3, stride=2)               # (8, 192, 13, 13)
+        features_7 = F.relu(self.features["6"](features_5))              # (8, 384, 13, 13)
+        features_9 = F.relu(self.features["8"](features_7))              # (8, 256, 13, 13)
+        features_11 = F.relu(self.features["10"](features_9))            # (8, 256, 13, 13)
+        features_12 = F.max_pool2d(features_11, 3, stride=2)             # (8, 256, 6, 6)
+        flatten = F.adaptive_avg_pool2d(features_12, (6, 6)).flatten(1)  # (8, 9216)         alexnet.py:51
+        classifier_0 = comm.dropout(flatten, 0.5, draw=0)                # (8, 9216)
+        classifier_2 = F.relu(self.classifier["1"](classifier_0))        # (8, 4096)
+        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1)           # (8, 4096)
+        classifier_5 = F.relu(self.classifier["4"](classifier_3))        # (8, 4096)
+        classifier_6 = self.classifier["6"](classifier_5)                # (8, 1000)
+        return classifier_6
+
 
 BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 16.4 MB
@@ -97,3 +114,9 @@ def evaluate(comm, stage, images, target):
     loss = stage(comm, images, target)
     total = comm.sum_loss(loss)  # the global loss
     return total.wait()
+
+
+def predict(comm, stage, images):
+    """The model's output for this rank's examples, forward only."""
+    cut0 = stage.forward_predicting(comm, images)
+    return cut0

@@ -7,11 +7,11 @@ run      torchrun --nproc-per-node 2 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from all import Stage, evaluate, step
+from all import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "6049038bc16c"
 
@@ -32,4 +32,5 @@ rank = RankSpec(
         "images": Input(shape=(-1, 3, 224, 224), dtype="float32"),
         "target": Input(shape=(-1,), dtype="int64", high=1000),
     },
+    predicts=("images",),             # the inputs that worker.predict takes
 )

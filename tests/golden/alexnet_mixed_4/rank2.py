@@ -11,11 +11,11 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from stage0_stage1_stage2 import Stage, evaluate, step
+from stage0_stage1_stage2 import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Route, Shard
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "7bf8a28fdc87"
 
@@ -60,4 +60,15 @@ rank = RankSpec(
         "images": Input(shape=(-1, 3, 64, 64), dtype="float32"),
         "target": Input(shape=(-1,), dtype="int64", high=10),
     },
+    predicts=("images",),             # the inputs that worker.predict takes
+    # as one of the readers, to which the model's output comes
+    reader=RoleSpec(
+        role="readers",
+        examples=(8, 12),                 # this rank's examples of the global batch: first, one past the last
+        replicas=(2,),                    # ranks that hold the same parameters and sum their gradients
+        # ranks of other roles, and the examples exchanged with each
+        routes={
+            "stage3": (Route(peer=0, first=8, last=12),),
+        },
+    ),
 )

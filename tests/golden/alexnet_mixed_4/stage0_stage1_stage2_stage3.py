@@ -69,6 +69,17 @@ class Stage(nn.Module):
         cross_entropy = F.cross_entropy(self.classifier["6"](cut2), target)  # ()  loss
         return cross_entropy
 
+    def forward_stage1_predicting(self, comm, cut0):
+        classifier_2 = F.relu(self.classifier["1"](cut0))                      # (8, 1024/2)  alexnet.py:51
+        classifier_3 = comm.dropout(classifier_2, 0.5, draw=1, features=1024)  # (8, 1024/2)
+        # (4, 1024)    features -> batch, 8.19 kB
+        classifier_3_own = comm.all_to_all(classifier_3, to="batch", features=1024)
+        return classifier_3_own
+
+    def forward_stage3_predicting(self, comm, cut2):
+        classifier_6 = self.classifier["6"](cut2)  # (16, 10)  alexnet.py:51
+        return classifier_6
+
 
 STAGE0_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 369 kB
@@ -139,3 +150,17 @@ def evaluate(stage0, stage1, stage2, stage3, stage, images, target):
     loss = stage.forward_stage3(stage3, target_stage3, cut2_stage3)
     total = stage3.sum_loss(loss)                                   # the global loss
     return total.wait()
+
+
+def predict(stage0, stage1, stage2, stage3, readers, stage, images):
+    """The model's output for this rank's examples, forward only."""
+    cut0 = stage.forward_stage0(stage0, images)
+    cut0_group = stage1.modulo(cut0)                                # all-gather: the examples of all ranks of the group
+    cut1 = stage.forward_stage1_predicting(stage1, cut0_group)
+    cut2 = stage.forward_stage2(stage2, cut1)
+    stage2.send(cut2, "stage3")                                     # -> stage3  16.4 kB
+    cut2_stage3 = stage3.recv("stage2", (-1, 1024), torch.float32)  # <- stage2  65.5 kB
+    cut3 = stage.forward_stage3_predicting(stage3, cut2_stage3)
+    stage3.send(cut3, "readers")                                    # -> readers  640 B
+    cut3_readers = readers.recv("stage3", (-1, 10), torch.float32)  # <- stage3  160 B
+    return cut3_readers

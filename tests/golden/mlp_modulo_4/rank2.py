@@ -9,11 +9,11 @@ run      torchrun --nproc-per-node 4 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from trunk_head import Stage, evaluate, step
+from trunk_head import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Shard
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "476557b6e413"
 
@@ -48,4 +48,5 @@ rank = RankSpec(
         "images": Input(shape=(-1, 20), dtype="float32"),
         "target": Input(shape=(-1,), dtype="int64", high=10),
     },
+    predicts=("images",),             # the inputs that worker.predict takes
 )

@@ -45,6 +45,13 @@ class Stage(nn.Module):
         loss_1 = loss / loss_weight                                              # ()
         return loss_1
 
+    def forward_head_predicting(self, comm, cut0):
+        relu_1 = F.relu(self.hidden["1"](cut0))                       # (4, 33/2)  mlp.py:31
+        output_part = F.linear(relu_1, self.output.weight)            # (4, 10)    mlp.py:32
+        output_sum = comm.reduce_from_group(output_part)              # (4, 10)    partial -> replicate, 160 B
+        output_own = comm.slice_batch(output_sum + self.output.bias)  # (4, 10)    replicate -> batch
+        return output_own
+
 
 TRUNK_BUCKETS = (  # gradients all-reduced together, in the order of backward
     (  # 1.34 kB
@@ -93,3 +100,11 @@ def evaluate(trunk, head, stage, images, target):
     loss = stage.forward_head(head, target_group, cut0_group, loss_weight)
     total = head.sum_loss(loss)                   # the global loss
     return total.wait()
+
+
+def predict(trunk, head, stage, images):
+    """The model's output for this rank's examples, forward only."""
+    cut0 = stage.forward_trunk(trunk, images)
+    cut0_group = head.modulo(cut0)  # all-gather: the examples of all ranks of the group
+    cut1 = stage.forward_head_predicting(head, cut0_group)
+    return cut1

@@ -8,11 +8,11 @@ remake   splitc compile <model file> --plan plan.json
 """
 
 from served import SERVED
-from worker import Stage, evaluate, step
+from worker import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "db4f632aa5bc"
 
@@ -34,4 +34,5 @@ rank = RankSpec(
         "target": Input(shape=(-1,), dtype="int64", high=10),
     },
     served=SERVED,                    # the parameters that servers hold
+    predicts=("images",),             # the inputs that worker.predict takes
 )

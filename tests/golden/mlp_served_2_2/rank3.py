@@ -6,11 +6,11 @@ remake   splitc compile <model file> --plan plan.json
 """
 
 from served import SERVED
-from server import Stage, evaluate, step
+from server import Stage, evaluate, predict, step
 
 from splitc.runtime import RankSpec, RoleSpec, Shard
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "db4f632aa5bc"
 

@@ -49,3 +49,9 @@ def evaluate(comm, stage):
     comm.send_parameters(stage, SERVED)     # to the workers
     total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()
+
+
+def predict(comm, stage):
+    """Send parameters to the workers, which compute the model's output."""
+    comm.send_parameters(stage, SERVED)  # to the workers
+    return None

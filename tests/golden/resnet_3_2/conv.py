@@ -227,3 +227,11 @@ def evaluate(comm, stage, images, target):
     comm.send(cut0, "fc")                   # -> fc  128 B an example
     total = comm.sum_loss(torch.zeros(()))  # the loss is computed on other ranks
     return total.wait()
+
+
+def predict(conv, readers, stage, images):
+    """The model's output for this rank's examples, forward only."""
+    cut0 = stage(conv, images)
+    conv.send(cut0, "fc")                                       # -> fc  128 B an example
+    cut1_readers = readers.recv("fc", (-1, 10), torch.float32)  # <- fc  40 B an example
+    return cut1_readers

@@ -9,11 +9,11 @@ run      torchrun --nproc-per-node 5 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from conv import Stage, evaluate, step
+from conv import Stage, evaluate, predict, step
 
 from splitc.runtime import Input, RankSpec, RoleSpec, Route
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "8646523e69cc"
 
@@ -38,4 +38,15 @@ rank = RankSpec(
         "images": Input(shape=(-1, 3, 32, 32), dtype="float32"),
         "target": Input(shape=(-1,), dtype="int64", high=10),
     },
+    predicts=("images",),             # the inputs that worker.predict takes
+    # as one of the readers, to which the model's output comes
+    reader=RoleSpec(
+        role="readers",
+        examples=(8, 11),                 # this rank's examples of the global batch: first, one past the last
+        replicas=(2,),                    # ranks that hold the same parameters and sum their gradients
+        # ranks of other roles, and the examples exchanged with each
+        routes={
+            "fc": (Route(peer=4, first=8, last=11),),
+        },
+    ),
 )

@@ -7,11 +7,11 @@ run      torchrun --nproc-per-node 5 launch.py
 remake   splitc compile <model file> --plan plan.json
 """
 
-from fc import Stage, evaluate, step
+from fc import Stage, evaluate, predict, step
 
 from splitc.runtime import RankSpec, RoleSpec, Route
 
-__all__ = ["Stage", "evaluate", "rank", "step"]
+__all__ = ["Stage", "evaluate", "predict", "rank", "step"]
 
 PLAN = "8646523e69cc"
 
@@ -26,6 +26,7 @@ rank = RankSpec(
             # ranks of other roles, and the examples exchanged with each
             routes={
                 "conv": (Route(peer=2, first=8, last=11),),
+                "readers": (Route(peer=2, first=8, last=11),),
             },
         ),
     ),

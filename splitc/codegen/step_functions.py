@@ -1,0 +1,60 @@
+"""Write `step`, `evaluate` and `predict` of the ranks of one rank program, and what begins and ends their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitc.codegen.stage_names import EVALUATING, own_evaluation, predicting_by
+from splitc.codegen.step import StepWriter
+from splitc.ir.actions import BEGIN_ROUND, END_ROUND, RankProgram
+from splitc.ir.program import LoweredProgram, Stage
+
+
+def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
+    """The lines of all functions."""
+    train = StepWriter(program, rank_program)
+    if not train.stages:
+        step = "Send parameters to the workers and leave the sum of their gradients in `.grad`."
+        loss = "Send parameters to the workers, which compute the loss of one batch."
+    else:
+        step = f"Forward and backward of one batch; the gradients {_where(train.stages)}."
+        loss = "The loss of one batch, forward only."
+    lines = train.function("step", step)
+    if program.plan.rounds:
+        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
+        lines += ["", "", *train.after_update(program.plan.rounds)] if program.plan.rounds.in_turns else []
+        lines += ["", "", *train.round_function("end_round", "At the end of a round, and of training.", END_ROUND)]
+    return [*lines, "", "", *_evaluate(program, rank_program, loss), "", "", *_predict(program, rank_program)]
+
+
+def _evaluate(program: LoweredProgram, rank_program: RankProgram, doc: str) -> list[str]:
+    """The lines of `evaluate`."""
+    if isinstance(program.evaluation, str):
+        return ["def evaluate(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
+    evaluated = program.evaluation if isinstance(program.evaluation, LoweredProgram) else program
+    own = {stage.role: EVALUATING for stage in program.stages if own_evaluation(program, stage) is not None}
+    return StepWriter(evaluated, evaluated.rank_program(rank_program.ranks[0]), own).function("evaluate", doc)
+
+
+def _predict(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
+    """The lines of `predict`."""
+    if not isinstance(program.outputs, LoweredProgram):
+        return ["def predict(*_):", '    """Refused; rankN.py says why."""', "    raise NotImplementedError"]
+    predicting = program.outputs.rank_program(rank_program.ranks[0])
+    suffixes = {stage.role: suffix for stage in program.outputs.stages for suffix in [predicting_by(program, stage)]}
+    writer = StepWriter(program.outputs, predicting, suffixes, rank_program)
+    if any(stage.has_loss for stage in writer.stages):
+        doc = "The model's output for this rank's examples, forward only."
+    elif writer.stages:
+        doc = "This rank's part of the model's output, which the readers receive."
+    else:
+        doc = "Send parameters to the workers, which compute the model's output."
+    return writer.function("predict", doc)
+
+
+def _where(stages: Sequence[Stage]) -> str:
+    """Where a step leaves the gradients."""
+    summed = ", summed" if any(stage.buckets for stage in stages) else ""
+    if any(stage.served for stage in stages):
+        return f"are left in `.grad`{summed}, or go to the servers" if summed else "go to the servers"
+    return f"are left in `.grad`{summed}"

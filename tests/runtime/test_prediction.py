@@ -1,0 +1,217 @@
+"""What `worker.predict` gives: the model's output in evaluation mode for a reader's examples, as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from splitc.compiled import CompiledProgram
+from splitc.errors import LaunchError
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.worker import Worker
+from tests.support.compiled import compiled, with_files
+from tests.support.every_strategy import Asked, analysed, everywhere, images, planned
+from tests.support.models import CLASSES, labels, made, vectors
+from tests.support.ranks import on_workers, part_of
+from tests.support.subnet_networks import INPUTS, normed
+
+
+def predicted(
+    program: CompiledProgram, batch: Sequence[Tensor], sizes: Sequence[int], steps: int = 0
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """What each reader predicts of a batch after some steps, and the state that it was predicted with."""
+
+    def run(worker: Worker) -> tuple[Any, dict[str, Tensor] | None]:
+        worker.use_sizes(sizes)
+        own = part_of(worker, batch, sizes)
+        for _ in range(steps):
+            worker.step(*own)
+        return worker.predict(*own), worker.state_dict()
+
+    found = on_workers(program, run)
+    state = found[0][1]
+    assert state is not None
+    outputs = [output for output, _ in found]
+    assert [k for k, output in enumerate(outputs) if output is None] == [
+        k for k in range(program.plan.world) if k not in program.plan.roles[program.plan.reader]
+    ]
+    return [output for output in outputs if output is not None], state
+
+
+def smaller(program: CompiledProgram) -> list[int]:
+    """Sizes of a last batch: a reader has one example less than compiled, where it has several."""
+    first, *rest = program.plan.local_batches
+    return [first - (first > 2), *rest]
+
+
+@pytest.mark.parametrize(("world", "asked"), everywhere(2, 3, 4, one_in=4))
+def test_every_strategy_predicts_what_the_model_returns(world: int, asked: Asked) -> None:
+    program = planned(world, asked)
+    sizes = smaller(program)
+    batch = images(sum(sizes))
+    outputs, _ = predicted(program, batch, sizes)
+    model, _ = analysed()
+    torch.testing.assert_close(torch.cat(outputs), copy.deepcopy(model).eval()(batch[0]), rtol=1e-6, atol=1e-6)
+
+
+@dataclass
+class Returned:
+    """Like an output of transformers."""
+
+    loss: Tensor
+    logits: Tensor
+    hidden: tuple[Any, ...]
+    layers: int = 3
+
+
+class ReturnsItsLoss(nn.Module):
+    """Dropout and BatchNorm, nested outputs, and one of a layer on which the loss does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()
+        self.b, self.c, self.apart = nn.Linear(8, 6), nn.Linear(6, CLASSES), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Returned:
+        first = self.drop(self.norm(self.a(x)))
+        second = torch.relu(self.b(first))
+        scores = self.c(second)
+        loss = F.cross_entropy(scores, labels)
+        return Returned(loss, scores, (first, {"second": second, "apart": self.apart(second)}, scores.mean()))
+
+
+NESTED = {
+    "data_parallel": 2,
+    "layer_separation(ranks=1+1+1)": 3,
+    "layer_separation(microbatches=2)": 3,
+    "modulo_shard(scheme=B/K)": 4,
+    "modulo_shard(microbatches=2)": 4,
+    "parameter_server": 3,
+    "single_device": 2,
+    "local_sgd": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=[pytest.mark.slow] if k % 3 else []) for k, s in enumerate(NESTED)]
+)
+def test_nested_outputs_come_back_as_the_model_gives_them(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = ReturnsItsLoss()
+    x, y = torch.randn(6, 8), torch.randint(CLASSES, (6,))
+    program = compiled(model, {"x": x, "labels": y}, None, None, NESTED[strategy], strategy)
+    sizes = program.plan.local_batches
+    batch = torch.randn(sum(sizes), 8), torch.randint(CLASSES, (sum(sizes),))
+    outputs, state = predicted(program, batch, sizes, steps=1)
+    model.load_state_dict(state)
+    expected = model.eval()(*batch)
+    for got, wanted in (
+        ([each.logits for each in outputs], expected.logits),
+        ([each["hidden"][0] for each in outputs], expected.hidden[0]),
+        ([each.hidden[1].second for each in outputs], expected.hidden[1]["second"]),
+    ):
+        torch.testing.assert_close(torch.cat(got), wanted, rtol=1e-6, atol=1e-6)
+    first = outputs[0]
+    assert first.loss is None and first.hidden[2] is None  # no batch dimension
+    assert first.hidden[1].apart is None  # no rank has its parameters
+    assert first.layers == 3
+    with pytest.raises(AttributeError, match="the model returned loss, logits, hidden, layers, no scores"):
+        _ = first.scores
+
+
+def scores_in_evaluation(m: Any, x: Tensor) -> Any:
+    h = m.fc(m.b(m.a(x)))
+    return h if m.training else h.softmax(1)
+
+
+def another_layer(m: Any, x: Tensor) -> Any:
+    h = m.b(m.a(x))
+    return m.fc(h) if m.training else m.own(m.fc(2 * h))
+
+
+@pytest.mark.parametrize("strategy", ["layer_separation", "modulo_shard"])
+@pytest.mark.parametrize("run", [scores_in_evaluation, another_layer], ids=lambda run: run.__name__)
+def test_a_model_that_is_another_one_in_evaluation_predicts_as_that(run: Any, strategy: str) -> None:
+    torch.manual_seed(0)
+    children = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "fc": nn.Linear(8, CLASSES)}
+    model = made(run, **children, own=nn.Linear(CLASSES, CLASSES))
+    program = compiled(model, vectors()(), labels()(), F.cross_entropy, 4, strategy)
+    sizes = smaller(program)
+    batch = torch.randn(sum(sizes), 8), torch.randint(CLASSES, (sum(sizes),))
+    outputs, _ = predicted(program, batch, sizes)
+    torch.testing.assert_close(torch.cat(outputs), copy.deepcopy(model).eval()(batch[0]), rtol=1e-6, atol=1e-6)
+
+
+def test_subnets_predict_as_the_whole_model_with_its_recomputed_statistics() -> None:
+    torch.manual_seed(0)
+    model = normed(7).model
+    x, y = torch.randn(4, INPUTS), torch.randint(0, 3, (4,))
+    program = compiled(model, (x,), y, F.cross_entropy, 2, "independent_subnets(local_steps=2)")
+    batch = torch.randn(8, INPUTS), torch.randint(0, 3, (8,))
+    outputs, state = predicted(program, batch, [4, 4], steps=2)
+    model.load_state_dict(state)
+    torch.testing.assert_close(torch.cat(outputs), model.eval()(batch[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_the_targets_may_be_left_out_and_other_tensors_are_refused_before_anything_travels() -> None:
+    program = planned(3, "layer_separation(n_c=2, n_f=1)")
+    sizes = program.plan.local_batches
+    batch = images(sum(sizes))
+
+    def run(worker: Worker) -> tuple[Any, Any]:
+        own = part_of(worker, batch, sizes)
+        if own:
+            with pytest.raises(LaunchError, match=r"images is \(1, 1, 8, 8\) torch.float32, this step needs \(4, 1"):
+                worker.predict(own[0][:1])
+            with pytest.raises(LaunchError, match=r"takes 1 tensors \(images\), got 0"):
+                worker.predict()
+        return worker.predict(*own), worker.predict(*own[:1])
+
+    for both, alone in on_workers(program, run):
+        assert (both is None and alone is None) or torch.equal(both, alone)
+
+
+class OnlyLoss(nn.Module):
+    """Returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.b(torch.relu(self.a(x))), labels)
+
+
+def test_where_the_model_returns_its_loss_alone_predict_says_so_and_training_goes_on() -> None:
+    x, y = torch.randn(4, 8), torch.randint(CLASSES, (4,))
+    program = compiled(OnlyLoss(), {"x": x, "labels": y}, None, None, 2, "data_parallel")
+
+    def run(worker: Worker) -> float:
+        with pytest.raises(LaunchError, match="output cannot be predicted: the model returns nothing but its loss"):
+            worker.predict(x)
+        return float(worker.step(x, y))
+
+    assert min(on_workers(program, run)) > 0
+
+
+def test_a_build_from_before_predict_trains_and_refuses_to_predict() -> None:
+    program = with_files(planned(2, "data_parallel"), all=("def predict(", "def _predict("))
+    for rank in range(2):
+        name = f"rank{rank}.py"
+        program.files[name] = program.files[name].replace("predict, ", "").replace('"predict", ', "")
+    assert not hasattr(load_rank(program.files, 0), "predict")
+    batch = images(4)
+
+    def run(worker: Worker) -> float:
+        with pytest.raises(LaunchError, match=r"written before there was worker.predict; compile the model again"):
+            worker.predict(*batch)
+        return float(worker.step(*batch))
+
+    assert min(on_workers(program, run)) > 0
