@@ -16,12 +16,12 @@ import torch
 from splitc.cost_models.calibration.calibrate import calibrate_one_process, cores
 from splitc.cost_models.calibration.devices import cpu_model
 from splitc.cost_models.calibration.rank_timer import no_progress
+from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.errors import CostError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import parse_cluster, to_toml
 from splitc.ir.disk_cache import cache_folder, write_cache
 
-THIS_MACHINE = "this-machine"
 _FORMAT = 3  # of the cache; a higher one measures again
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from splitc.cost_models.clusters.named import known_clusters, load_cluster
-from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
+from splitc.cost_models.clusters.files import THIS_MACHINE, known_clusters
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.clusters.this_machine import measured_before
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import to_data, to_toml
 from splitc.report.text import rank_list

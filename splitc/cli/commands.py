@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import textwrap
 from pathlib import Path
 from pkgutil import resolve_name
 
+from splitc.cli.names import check_names, require_build
 from splitc.cli.progress import Step
-from splitc.errors import LaunchError
+from splitc.codegen.build_folder import require_writable
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that the options name; returns the exit code."""
+    check_names(args)
     return int(resolve_name(f"splitc.cli.{_FUNCTIONS[args.command]}")(args))
 
 
@@ -49,15 +50,12 @@ def inspect(args: argparse.Namespace) -> int:
 def compile(args: argparse.Namespace) -> int:
     """Write a build."""
     folder = Path(args.output)
-    _require_writable(folder)
+    require_writable(folder)
     from splitc.cli.compiling import compiled, listed
 
     program = compiled(args)
-    try:
-        with Step(f"writing {folder}", args.quiet):
-            program.save(folder, standalone=args.standalone)
-    except OSError as error:
-        raise LaunchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from error
+    with Step(f"writing {folder}", args.quiet):
+        program.save(folder, standalone=args.standalone)
     plan = program.plan
     how = f"{plan.strategy}{', approximate' * (not plan.exact)}"
     print(f"{program.program.name} on {plan.world} rank{'s' * (plan.world > 1)}: {how}, plan {plan.hash}")
@@ -69,23 +67,9 @@ def compile(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_writable(folder: Path) -> None:
-    """Raise LaunchError when a build cannot be written there, before minutes of tracing."""
-    if folder.exists() and not folder.is_dir():
-        raise LaunchError(f"{folder} is a file; give a folder for the build: -o build")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "is not a folder" if not there.is_dir() else "cannot be written to"
-        raise LaunchError(f"cannot write {folder}: {there} {what}; give another folder with -o")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "weights.pt").is_file():
-        raise LaunchError(
-            f"{folder} is not empty and is no build of splitc, or lost its weights.pt, which tells what splitc wrote; "
-            f"give another folder, nothing was written"
-        )
-
-
 def run_build(args: argparse.Namespace) -> int:
     """Train a build under torchrun."""
+    require_build(Path(args.build))
     from splitc.cli.launching import launch
 
     return launch(Path(args.build), args.arguments)

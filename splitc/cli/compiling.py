@@ -24,11 +24,12 @@ from splitc.cli.alone import runs_alone
 from splitc.cli.model_file import ModelFile, load_model
 from splitc.cli.plan_file import read_plan_file
 from splitc.cli.progress import Step
-from splitc.codegen.save import WEIGHTS
+from splitc.codegen.build_folder import WEIGHTS
 from splitc.compiled import CompiledProgram, Settings, inserts_norm, specialise
 from splitc.cost_models.calibration.rank_timer import Progress
+from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.clusters.this_machine import THIS_MACHINE, measured_before
+from splitc.cost_models.clusters.this_machine import measured_before
 from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
 from splitc.ir.autocast import autocast_for, require_autocast

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from splitc.cli.files import check_writable, write_file
 from splitc.cost_models.calibration.correction import Factors, corrected
-from splitc.cost_models.clusters.named import known_clusters, load_cluster
-from splitc.cost_models.clusters.this_machine import THIS_MACHINE
+from splitc.cost_models.clusters.files import THIS_MACHINE, known_clusters
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import CostError, LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.cluster_file import digest, to_toml

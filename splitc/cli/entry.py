@@ -5,8 +5,10 @@ Exit codes: 0 done; 1 a run failed, a verification does not hold, or a bug of sp
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -15,6 +17,9 @@ from splitc.cli.options import parse
 from splitc.errors import InternalError, RanksFailed, SplitcError
 
 _REPORT = "this is a bug of splitc, not of your input; please report it with the command and the text above"
+
+_NEEDED = ("torch", "numpy", "networkx", "pulp", "tabulate", "tomli_w")
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _is_transport_error(error):
             return _say(_with_notes(error), 1)
+        if (problem := _of_this_machine(error)) is not None:
+            return _say(problem, 1)
         if verbose:
             raise
         return _say(_bug(error), 1)
@@ -59,6 +66,22 @@ def _is_transport_error(error: Exception) -> bool:
     return any(kind.__module__ == "splitc.runtime.transport.base" for kind in type(error).__mro__)
 
 
+def _of_this_machine(error: Exception) -> str | None:
+    """What this machine lacks, a dependency or room on a disk; None where the error is of another kind."""
+    if isinstance(error, OSError) and error.errno in _MACHINE:
+        return f"cannot write {error.filename or 'a file'}: {error.strerror}"
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    importing = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED else None
+    broken = next((name for name in importing if name in _NEEDED and isinstance(error, ImportError | OSError)), None)
+    if missing is None and broken is None:
+        return None
+    return (
+        f"{sys.executable} cannot import {missing or broken}, which splitc needs ({type(error).__name__}: {error}); "
+        f"install it there: python -m pip install {missing or broken}"
+    )
+
+
 def _bug(error: Exception) -> str:
     kind = "" if isinstance(error, InternalError) else f"{type(error).__name__}: "
     where = _where(error.__traceback__)
@@ -66,13 +89,13 @@ def _bug(error: Exception) -> str:
     return f"{kind}{_with_notes(error)}{at}\n{_REPORT}"
 
 
-def _where(traceback: TracebackType | None) -> str | None:
+def _where(at: TracebackType | None) -> str | None:
     """The innermost line of splitc: `splitc/capture/capture.py:120 in capture`."""
     found = None
-    while traceback is not None:
-        frame = traceback.tb_frame
+    while at is not None:
+        frame = at.tb_frame
         if str(frame.f_globals.get("__name__", "")).split(".")[0] == "splitc":
             path = frame.f_globals["__name__"].replace(".", "/")
-            found = f"{path}.py:{traceback.tb_lineno} in {frame.f_code.co_name}"
-        traceback = traceback.tb_next
+            found = f"{path}.py:{at.tb_lineno} in {frame.f_code.co_name}"
+        at = at.tb_next
     return found

@@ -36,11 +36,6 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
 
 def _checked(folder: Path) -> Plan:
     """Read the plan of a build, and check that all its files exist and were written from that plan."""
-    if not (folder / "plan.json").is_file() or not (folder / "launch.py").is_file():
-        raise LaunchError(
-            f"{folder} is no build of splitc (it has no plan.json and launch.py); "
-            f"make one with: splitc compile MODEL --world N -o {folder}"
-        )
     plan = read_plan_file(folder / "plan.json")
     ranks = [f"rank{rank}.py" for rank in range(plan.world)]
     parts = [f"{'_'.join(roles)}.py" for roles in plan.ranks_by_roles]

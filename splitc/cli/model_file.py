@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import nn
 
 from splitc.capture.example import Example
 from splitc.cli.example_input import check_example, check_target, evaluated, parse_sizes, resized, rows, takes_batch
+from splitc.cli.names import FORM, model_name
 from splitc.errors import CaptureError
 from splitc.ir.names import near_name
 
@@ -26,7 +26,6 @@ _OFFERS = (
     "it should offer `model` (a Module or a function without arguments that returns one), "
     "and may offer `loss`, `example`, `target`"
 )
-_FORM = "a model is given as path/model.py[:name] or package.module:name"
 _TAKEN = (*sys.stdlib_module_names, "torch", "numpy", "splitc")
 
 
@@ -131,14 +130,9 @@ def _title(model: nn.Module, module: ModuleType) -> str:
 
 def _import(argument: str) -> tuple[ModuleType, str, str]:
     """The module, the name of the model in it, and its name in errors."""
-    in_file = re.fullmatch(r"(.*\.py)(?::(\w*))?", argument)
-    if in_file is not None:
-        return _from_file(Path(in_file[1])), in_file[2] or "model", in_file[1]
-    name, colon, attribute = argument.rpartition(":")
-    if not colon or not name or not attribute:
-        beside = Path(f"{name or argument}.py")
-        hint = f"did you mean {beside}? " if beside.is_file() else ""
-        raise CaptureError(f"{argument!r} names no model; {hint}{_FORM}")
+    file, name, attribute = model_name(argument)
+    if file is not None:
+        return _from_file(file), attribute, name
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
@@ -148,10 +142,6 @@ def _import(argument: str) -> tuple[ModuleType, str, str]:
 
 
 def _from_file(file: Path) -> ModuleType:
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "there is no such file"
-        there = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise CaptureError(f"{file}: {what}; {near_name(file.name, there)}{_FORM}")
     name = file.stem if file.stem not in _TAKEN else f"{file.stem}_file"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -189,7 +179,7 @@ def _import_problem(error: BaseException, where: str) -> str:
         return f"{type(error).__name__} in {Path(error.filename or where).name}:{error.lineno}{line}: {error.msg}"
     absent = error.name if isinstance(error, ModuleNotFoundError) else None
     if absent is not None and absent.split(".")[0] == where.split(".")[0]:
-        return f"there is no module {absent} here or among the installed packages; {_FORM}"
+        return f"there is no module {absent} here or among the installed packages; {FORM}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     own = [f for f in frames if f.filename != __file__ and not f.filename.startswith(_IMPORTING)]
     at = f" in {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from splitc.codegen.build_folder import WEIGHTS, replaced, require_writable
 from splitc.errors import LaunchError, bullets
 from splitc.ir.program import Program
 from splitc.ir.regions import regions
-
-WEIGHTS = "weights.pt"
 
 
 def save_build(
@@ -23,19 +21,21 @@ def save_build(
     """Write a build; the same inputs give the same bytes.  An unedited earlier build is replaced.
 
     weights.pt holds the weights, and digests of the files to detect edited ones.
-    Raises LaunchError, and writes nothing, when the folder holds something that splitc did not write.
+    Raises LaunchError, and changes nothing, when the folder holds something that splitc did not write, or the disk is
+    full.
     """
-    texts = {**files, **(_runtime() if standalone else {})}
-    if folder.exists() and not folder.is_dir():
-        raise LaunchError(f"{folder} is a file; give a folder for the build")
+    texts = {name: text.encode() for name, text in {**files, **(_runtime() if standalone else {})}.items()}
+    require_writable(folder)
     if folder.is_dir() and any(folder.iterdir()):
-        _clear(folder)
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        _require_unedited(folder)
     tensors = {kind: {k: v.cpu().contiguous() for k, v in part.items()} for kind, part in weights.items()}
-    torch.save({**tensors, "files": {name: _digest(text.encode()) for name, text in texts.items()}}, folder / WEIGHTS)
+    nbytes = sum(map(len, texts.values())) + sum(v.nbytes for part in tensors.values() for v in part.values())
+    with replaced(folder, nbytes) as new:
+        for name, text in texts.items():
+            path = new / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+        torch.save({**tensors, "files": {name: _digest(text) for name, text in texts.items()}}, new / WEIGHTS)
     return folder
 
 
@@ -50,8 +50,8 @@ def require_importable(program: Program, what: str) -> None:
         raise LaunchError(bullets(title, list(dict.fromkeys(problems))))
 
 
-def _clear(folder: Path) -> None:
-    """Remove an earlier build.  Raises LaunchError, and removes nothing, when a file was added or edited."""
+def _require_unedited(folder: Path) -> None:
+    """Raise LaunchError when a file was added to an earlier build, or edited."""
     try:
         written: Mapping[str, str] = torch.load(folder / WEIGHTS, weights_only=True, mmap=True)["files"]
     except Exception as error:
@@ -70,10 +70,6 @@ def _clear(folder: Path) -> None:
     if problems:
         title = f"{folder} holds more than a build; give another folder or move these, nothing was written:"
         raise LaunchError(bullets(title, problems))
-    for path in there:
-        path.unlink()
-    for kept in (folder / "splitc", folder / "__pycache__"):
-        shutil.rmtree(kept, ignore_errors=True)
 
 
 def _runtime() -> dict[str, str]:

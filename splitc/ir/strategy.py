@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from splitc.errors import PlacementError
 from splitc.ir.placements import ALL_REDUCES, SCHEDULES
-from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
 
@@ -123,3 +122,23 @@ def in_microbatches(strategy: Strategy, number: Any) -> Strategy:
 def options_of(strategy: Strategy | type[Strategy]) -> list[Field[Any]]:
     """A strategy's own options first, then those of all."""
     return sorted(fields(strategy), key=lambda f: bool(f.kw_only))
+
+
+def rounds_problems(rounds: Rounds) -> Iterator[str]:
+    """Yield a line for each number that makes no sense."""
+    if rounds.steps < 1:
+        yield f"a round has {rounds.steps} updates; it must have at least 1"
+    if not rounds.outer_lr > 0:
+        yield f"outer_lr is {rounds.outer_lr:g}; it must be more than 0"
+    if not 0 <= rounds.outer_momentum < 1:
+        yield f"outer_momentum is {rounds.outer_momentum:g}; it must be at least 0 and less than 1"
+    if rounds.nesterov and not rounds.outer_momentum:
+        yield "nesterov is a rule for momentum, but outer_momentum is 0"
+    if not 1 <= rounds.fragments <= max(rounds.steps, 1):
+        yield f"{rounds.fragments} fragments cannot take turns in {rounds.steps} updates; take 1 to {rounds.steps}"
+    if not 0 <= rounds.delay < max(rounds.steps, 1):
+        yield f"delay is {rounds.delay}, but a fragment arrives before it leaves again, {rounds.steps} updates later"
+    if rounds.through not in ("peers", "server"):
+        yield f"through is {rounds.through!r}; it must be peers or server"
+    if not 0 <= rounds.mixing <= 1 or (rounds.mixing and not rounds.delay):
+        yield f"mixing is {rounds.mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"

@@ -17,7 +17,8 @@ import pytest
 from splitc.cli.compiling import listed, parse_pins
 from splitc.cli.options import memory, parse
 from splitc.cli.progress import Step
-from splitc.cost_models.clusters.named import known_clusters, load_cluster
+from splitc.cost_models.clusters.files import known_clusters
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.cluster_file import from_data, parse_cluster
 from splitc.ir.placements import Placement
 from tests import ROOT
@@ -67,6 +68,26 @@ def test_help_and_the_import_of_splitc_are_quick_since_they_load_no_torch() -> N
     for code in ("import splitc", "from splitc.cli import main; main(['--help'])", "import splitc.cli.commands"):
         text = f"import sys; {code}; assert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("inspect examples/alexnett.py --world 4", "there is no such file; did you mean alexnet.py?"),
+        ("explain examples --world 4", "'examples' names no model"),
+        ("compile examples/mlp.py --world 4 --cluster v100-10gb", "did you mean v100-10gbe?"),
+        ("verify examples/mlp.py --world 4 --cluster mine.toml", "mine.toml: there is no such file"),
+        ("inspect examples/mlp.py --world 4 --strategy late_multiplie", "did you mean late_multiply?"),
+        ("simulate examples/nlp.py --world 4", "did you mean mlp.py?"),
+        ("run nosuch", "nosuch is no build of splitc"),
+        ("inspect nlp.py --world 4 --strategy lat --cluster v", "this cannot be started:"),
+    ],
+)
+def test_a_wrong_name_is_found_before_torch_is_loaded(command: str, text: str) -> None:
+    code = f"import sys; from splitc.cli import main; code = main({command.split()}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert text in " ".join(done.stderr.split())
+    assert done.returncode == 0
 
 
 def test_the_version_is_printed(capsys: Capture) -> None:

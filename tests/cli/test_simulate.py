@@ -131,9 +131,10 @@ def test_the_command_prints_tables_json_and_a_trace(capsys: pytest.CaptureFixtur
     ],
 )
 def test_what_cannot_be_simulated_is_said_before_a_model_is_traced(
-    capsys: pytest.CaptureFixture[str], arguments: str, said: str
+    capsys: pytest.CaptureFixture[str], arguments: str, said: str, tmp_path: Path
 ) -> None:
-    done = splitc(capsys, f"simulate examples/none.py {arguments}")
+    (tmp_path / "none.py").write_text("raise SystemExit")
+    done = splitc(capsys, f"simulate {tmp_path}/none.py {arguments}")
     assert done.code == 2
     assert said in done.err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -488,6 +489,30 @@ def test_a_bug_of_ours_says_so_and_asks_for_a_report(capsys: Capture, monkeypatc
     done = splitc(capsys, "inspect net.py --world 2")
     assert done.code == 1
     assert "KeyError: 'NONE'" in done.err and "at splitc/cli/compiling.py:" in done.err and "-v shows more" in done.err
+
+
+def test_a_dependency_that_is_missing_or_broken_is_named_and_is_no_bug_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    (tmp_path / "none" / "networkx.py").write_text("raise ModuleNotFoundError(name='networkx')")
+    for name, code in (("torch", "torch"), ("networkx", "networkx")):
+        paths = {**os.environ, "PYTHONPATH": f"{tmp_path / 'none'}{os.pathsep}{ROOT}"}
+        command = f"import sys; from splitc.cli import entry; entry.run = lambda _: __import__('{code}'); "
+        command += "sys.exit(entry.main(['clusters']))"
+        done = subprocess.run([sys.executable, "-c", command], env=paths, capture_output=True, text=True, check=False)
+        assert f"cannot import {name}, which splitc needs" in done.stderr and "bug" not in done.stderr
+        assert f"install it there: python -m pip install {name}" in done.stderr and done.returncode == 1
+
+
+def test_a_full_disk_is_no_bug_of_ours(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from splitc.cli import entry
+
+    def full(_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "trace.json")
+
+    monkeypatch.setattr(entry, "run", full)
+    done = splitc(capsys, "inspect net.py --world 2")
+    assert (done.code, done.err) == (1, "splitc: cannot write trace.json: No space left on device\n")
 
 
 @pytest.mark.slow

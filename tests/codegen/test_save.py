@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,3 +161,78 @@ def test_a_standalone_build_loads_its_own_runtime_and_nothing_else_of_splitc(tmp
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str((folder / "splitc").resolve()), "[]"]
+
+
+def break_off(error: BaseException) -> Callable[..., None]:
+    def save(*_: object) -> None:
+        raise error
+
+    return save
+
+
+STOPS = [
+    (KeyboardInterrupt(), "^$"),
+    (OSError(errno.ENOSPC, "No space left on device"), r"build, which needs [\d.]+ kB: No space left on device"),
+    (RuntimeError("PytorchStreamWriter failed writing file data/0"), "failed writing file"),
+]
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+@pytest.mark.parametrize(("error", "text"), STOPS, ids=["ctrl-c", "full disk", "torch's writer"])
+def test_what_breaks_off_while_a_build_is_written_leaves_the_earlier_one_or_none(
+    error: BaseException, text: str, earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "build"
+    if earlier:
+        program().save(folder)
+    before = contents(tmp_path)
+    monkeypatch.setattr(torch, "save", break_off(error))
+    with pytest.raises(KeyboardInterrupt if text == "^$" else LaunchError, match=text):
+        program(1).save(folder)
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["build"] * earlier
+
+
+def test_an_earlier_build_is_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = program().save(tmp_path / "build")
+    before, rename = contents(tmp_path), Path.rename
+
+    def refuse_the_new(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new)
+    with pytest.raises(LaunchError, match="Operation not permitted; what was there is left as it was"):
+        program(1).save(folder)
+    assert contents(tmp_path) == before
+
+
+def test_a_disk_without_room_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(LaunchError, match=r"cannot write .*build, which needs .* kB: the disk is full, it has 1.00 kB"):
+        program().save(tmp_path / "build")
+    assert contents(tmp_path) == {}
+
+
+def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".build.partial" / "new"
+    left.mkdir(parents=True)
+    (left / "conv.py").write_text("half")
+    folder = program().save(tmp_path / "build")
+    assert [path.name for path in tmp_path.iterdir()] == ["build"]
+    assert set(contents(folder)) == {*program().files, "weights.pt"}
+
+
+def test_the_working_directory_is_refused_since_a_build_takes_its_folders_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        LaunchError, match=r"is the working directory, and a build .* give a folder inside it: -o build"
+    ):
+        program().save(".")

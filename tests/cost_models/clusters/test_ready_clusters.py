@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from splitc.cost_models.clusters.named import known_clusters, load_cluster
+from splitc.cost_models.clusters.files import known_clusters
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import CostError
 from splitc.ir.cluster_file import parse_cluster
 from splitc.ir.strategies import DataParallel, LayerSeparation

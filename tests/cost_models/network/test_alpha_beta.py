@@ -9,7 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from splitc.cost_models.clusters.named import known_clusters, load_cluster
+from splitc.cost_models.clusters.files import known_clusters
+from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network.alpha_beta import (
     all_gather,
     concurrent,

@@ -1,0 +1,69 @@
+"""Find a name that does not exist before anything is loaded: a model file, a strategy, a cluster.  Loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from splitc.cost_models.clusters.files import THIS_MACHINE, cluster_files
+from splitc.errors import CaptureError, LaunchError, SplitcError, bullets
+from splitc.ir.names import near_name
+from splitc.ir.strategies import parse_strategy
+
+FORM = "a model is given as path/model.py[:name] or package.module:name"
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Raise for names that do not exist, where no other option can be wrong that needs torch to be understood."""
+    asked = vars(args)
+    models = asked.get("models") or [asked["model"]] if {"model", "models"} & asked.keys() else []
+    if not models or asked.get("pin") or asked.get("autocast"):
+        return
+    problems: list[SplitcError] = []
+
+    def attempt(check: Callable[[], object]) -> None:
+        try:
+            check()
+        except SplitcError as error:
+            problems.append(error)
+
+    if "strategy" in asked:
+        attempt(lambda: parse_strategy(args.strategy))
+    if args.cluster not in (None, THIS_MACHINE):
+        attempt(lambda: cluster_files(args.cluster))
+    for model in models:
+        attempt(partial(model_name, model))
+    if len(problems) > 1:
+        raise LaunchError(bullets("this cannot be started:", map(str, problems)))
+    if problems:
+        raise problems[0]
+
+
+def model_name(argument: str) -> tuple[Path | None, str, str]:
+    """The file, or None for a module; its name; the model's name in it.  Raises CaptureError where there is none."""
+    in_file = re.fullmatch(r"(.*\.py)(?::(\w*))?", argument)
+    if in_file is None:
+        name, colon, attribute = argument.rpartition(":")
+        if colon and name and attribute:
+            return None, name, attribute
+        beside = Path(f"{name or argument}.py")
+        hint = f"did you mean {beside}? " if beside.is_file() else ""
+        raise CaptureError(f"{argument!r} names no model; {hint}{FORM}")
+    file = Path(in_file[1])
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "there is no such file"
+        there = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise CaptureError(f"{file}: {what}; {near_name(file.name, there)}{FORM}")
+    return file, in_file[1], in_file[2] or "model"
+
+
+def require_build(folder: Path) -> None:
+    """Raise LaunchError where there is no build."""
+    if not (folder / "plan.json").is_file() or not (folder / "launch.py").is_file():
+        raise LaunchError(
+            f"{folder} is no build of splitc (it has no plan.json and launch.py); "
+            f"make one with: splitc compile MODEL --world N -o {folder}"
+        )
