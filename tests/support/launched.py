@@ -98,7 +98,13 @@ def main(folder: Path) -> None:
 
 
 def train(worker: Worker | DeferredWorker, path: Path, batch: int) -> None:
-    losses = [float(worker.step(*part)) for part in worker.shard(Examples(), batch, shuffle=False)]
+    losses = []
+    for part in worker.shard(Examples(), batch, shuffle=False):
+        losses.append(float(worker.step(*part)))
+        worker.save(path.with_suffix(""), asynchronous=True)
+    state = worker.state_dict()
+    worker.load_state_dict(state and {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    assert worker.resume(path.with_suffix("")) == len(losses)
     state = worker.state_dict()
     if state is not None:
         torch.save({**state, "losses": torch.tensor(losses, dtype=torch.float64)}, path)

@@ -51,6 +51,7 @@ class TorchTransport(Transport):
         self._owns_process_group = owns_process_group
         self._everyone = everyone  # None: the default group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world)): everyone}
+        self._asides: list[TorchTransport] = []
         self._met: set[tuple[int, ...]] = set()  # NCCL communicators that are known to exist
         self._under_way = 0  # operations that nobody has waited for
         atexit.register(self._close_at_exit)
@@ -80,7 +81,8 @@ class TorchTransport(Transport):
 
     def aside(self) -> Transport | None:
         group = self._new_group(tuple(range(self.world)), "gloo")
-        return TorchTransport(torch.device("cpu"), self._timeout, owns_process_group=False, everyone=group)
+        self._asides.append(TorchTransport(torch.device("cpu"), self._timeout, False, everyone=group))
+        return self._asides[-1]
 
     def _close_at_exit(self) -> None:
         """Close a transport that a program left open, unless that could wait for other ranks."""
@@ -89,6 +91,9 @@ class TorchTransport(Transport):
 
     def close(self) -> None:
         atexit.unregister(self._close_at_exit)
+        for aside in self._asides:
+            aside.close()
+        self._everyone = None
         self._groups.clear()  # else their threads may outlive the interpreter, which then aborts
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
