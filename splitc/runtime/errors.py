@@ -1,4 +1,6 @@
-"""The errors of running ranks that a user can catch.  They import nothing, so that messages come quickly."""
+"""The errors of running ranks that a user can catch.  They import nothing heavy, so that messages come quickly."""
+
+from collections.abc import Iterable
 
 
 class SplitcError(Exception):
@@ -11,3 +13,8 @@ class LaunchError(SplitcError):
 
 class RanksFailed(LaunchError):
     """Ranks were started, and one of them failed; its own error is in the text."""
+
+
+def listed(title: str, lines: Iterable[str]) -> str:
+    """A title, and each line below it once."""
+    return "\n".join([f"{title}:", *(f"  - {line}" for line in dict.fromkeys(lines))])

@@ -135,16 +135,19 @@ class Contents:
 def random_state() -> dict[str, Any]:
     """The state of the process's generators, on which a dataset's own random numbers may depend."""
     numpy = sys.modules.get("numpy")
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    version, words, normal = random.getstate()
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(words), normal]}
     if numpy is not None:
-        name, words, *rest = numpy.random.get_state()
-        found["numpy"] = [name, words.tolist(), *rest]
+        name, state, *rest = numpy.random.get_state()
+        found["numpy"] = [name, torch.from_numpy(state.astype("int64")), *rest]
     return found
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Set what `random_state` returned."""
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words.tolist()), normal))
     if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
-        numpy.random.set_state(state["numpy"])
+        name, values, *rest = state["numpy"]
+        numpy.random.set_state((name, values.numpy(), *rest))

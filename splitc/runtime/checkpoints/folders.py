@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints, on every disk that its ranks write to.
 
     run/step-000020/            a checkpoint: a folder of torch.distributed.checkpoint
-    run/step-000030.partial/    one that is being written, or was when its process was killed
+    run/step-000030.*.partial/  one that is being written, or was when its process was killed
 
 Ranks that see the same folder share a disk.  A checkpoint gets its name when all disks have their files.  Where there
 are several disks, each file is on two of them, so that losing a disk loses nothing (Stanza 5.3).
@@ -13,20 +13,21 @@ import random
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ..errors import LaunchError
+from ..errors import LaunchError, listed
 from ..transport.base import Transport
 from ..whole_state import attempt
 
 METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{6,})(?:\.old)?")
-_OURS = re.compile(r"step-\d{6,}(\.old|\.partial|\.superseded)?|\.disk-\w+")
+_REMOVED = re.compile(rf"{_STEP.pattern}|step-\d+\.\w+\.partial")
+_OURS = re.compile(rf"{_REMOVED.pattern}|step-\d+\.superseded|\.disk-\w+")
 
 
 def named(step: int) -> str:
@@ -35,38 +36,67 @@ def named(step: int) -> str:
 
 
 class Disks:
-    """Which ranks see the same folder.  Making it is collective, and makes the folder where there is none.
+    """Which ranks see the same folder for checkpoints.
 
-    of: rank -> the rank that stands for its disk.
-    Raises LaunchError, on every rank, where the folder cannot be written to, or holds something else.
+    of: rank -> the rank that stands for its disk.  token: of this run, in the names of what it has not completed.
     """
 
-    def __init__(self, transport: Transport, folder: Path) -> None:
-        self.transport, self.folder = transport, folder
-        mark = folder / f".disk-{transport.broadcast_object(uuid.uuid4().hex)}"
-
-        def claim() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
-                raise FileExistsError(f"{others[0]} is no checkpoint of a run; give a folder of its own")
-            with suppress(FileExistsError), mark.open("x") as file:
-                file.write(str(transport.rank))
-
-        attempt(transport, f"{folder}: no folder for checkpoints", claim)
-        self.of: list[int] = transport.all_gather_objects(int(mark.read_text()))
+    def __init__(self, transport: Transport, folder: Path, of: Sequence[int], token: str) -> None:
+        self.transport, self.folder, self.of, self._token = transport, folder, of, token
         self.stands = self.of[transport.rank] == transport.rank
-        if self.stands:
-            mark.unlink()
+
+    def through(self, transport: Transport) -> Disks:
+        """The same disks, with another transport of the ranks."""
+        return Disks(transport, self.folder, self.of, self._token)
 
     @property
     def stand(self) -> list[int]:
         """The ranks that stand for a disk each."""
         return sorted(set(self.of))
 
-    def partner(self, rank: int, step: int) -> int | None:
+    def _partner(self, rank: int, step: int) -> int | None:
         """A rank of another disk, chosen at random, that keeps a copy of a rank's file; None where there is none."""
         others = [other for other, disk in enumerate(self.of) if disk != self.of[rank]]
         return random.Random(f"{step} {rank}").choice(others) if others else None
+
+    def partial(self, step: int) -> Path:
+        """The folder of a checkpoint that is being written."""
+        return self.folder / f"{named(step)}.{self._token}.partial"
+
+    def copy(self, path: Path, step: int) -> None:
+        """Copy each rank's file to another disk, and what describes them to all, if there are several.  Collective."""
+        if len(self.stand) > 1:
+            for rank in self.stand:
+                if rank != self.of[0]:
+                    self.send(path / METADATA, 0, rank)
+            for rank in range(self.transport.world):
+                if (partner := self._partner(rank, step)) is not None:
+                    self.send(path / f"__{rank}_0.distcp", rank, partner)
+            self.transport.barrier()
+
+    def complete(self, step: int, keep: int) -> None:
+        """Give a checkpoint its name, then remove all but the last `keep`.  Collective.
+
+        Those of later steps, which the run gave up when it went on from an earlier one, are renamed.
+        """
+        path, old = self.folder / named(step), self.folder / f"{named(step)}.old"
+
+        def rename() -> None:
+            if self.stands:
+                if path.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    path.rename(old)
+                self.partial(step).rename(path)
+
+        attempt(self.transport, f"{self.folder}: no checkpoint was written", rename)
+        if self.stands:
+            steps = steps_in(self.folder)
+            for later in (each for each in steps if each > step):
+                steps[later].rename(self.folder / f"{named(later)}.superseded")
+            kept = {named(each) for each in sorted(each for each in steps if each <= step)[-keep:]}
+            for other in self.folder.iterdir():
+                if other.name not in kept and _REMOVED.fullmatch(other.name):
+                    shutil.rmtree(other, ignore_errors=True)
 
     def send(self, path: Path, src: int, dst: int) -> None:
         """Copy a file from one rank's disk to that of another, to the path that this one gives.  Others do nothing."""
@@ -83,45 +113,26 @@ class Disks:
             aside.replace(path)
 
 
-def begin(disks: Disks, step: int) -> Path:
-    """Make an empty folder for a checkpoint to be written.  Collective."""
-    path = disks.folder / f"{named(step)}.partial"
+def find_disks(transport: Transport, folder: Path) -> Disks:
+    """Find which ranks share a folder, which is made where there is none.  Collective.
 
-    def make() -> None:
-        if disks.stands:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
-
-    attempt(disks.transport, f"{disks.folder}: no checkpoint was written", make)
-    return path
-
-
-def complete(disks: Disks, step: int, keep: int) -> None:
-    """Give a checkpoint its name, then remove all but the last `keep`.  Collective.
-
-    Those of later steps, which the run gave up when it went on from an earlier one, are renamed.
+    Raises LaunchError, on every rank, where the folder cannot be written to, or holds something else.
     """
-    path, old = disks.folder / named(step), disks.folder / f"{named(step)}.old"
+    token = transport.broadcast_object(uuid.uuid4().hex[:8])
+    mark = folder / f".disk-{token}"
 
-    def rename() -> None:
-        if disks.stands:
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                path.rename(old)
-            path.with_name(f"{path.name}.partial").rename(path)
+    def claim() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
+            raise FileExistsError(f"{others[0]} is no checkpoint of a run; give a folder of its own")
+        with suppress(FileExistsError), mark.open("x") as file:
+            file.write(str(transport.rank))
 
-    def remove() -> None:
-        if disks.stands:
-            steps = steps_in(disks.folder)
-            for later in (each for each in steps if each > step):
-                steps[later].rename(disks.folder / f"{named(later)}.superseded")
-            kept = {named(each) for each in sorted(each for each in steps if each <= step)[-keep:]}
-            for other in disks.folder.iterdir():
-                if _STEP.fullmatch(other.name) and other.name not in kept:
-                    shutil.rmtree(other, ignore_errors=True)
-
-    attempt(disks.transport, f"{disks.folder}: no checkpoint was written", rename)
-    attempt(disks.transport, f"{disks.folder}: earlier checkpoints were not removed", remove)
+    attempt(transport, f"{folder}: no folder for checkpoints", claim)
+    found = Disks(transport, folder, transport.all_gather_objects(int(mark.read_text())), token)
+    if found.stands:
+        mark.unlink()
+    return found
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
@@ -143,9 +154,9 @@ def newest(disks: Disks, at: int | None = None) -> Path | None:
         path = own.get(step, disks.folder / named(step))
         if not (missing := _gathered(disks, path)):
             return path
-        problems.append(f"  - {path.name} lacks {', '.join(missing)}")
+        problems.append(f"{path.name} lacks {', '.join(missing)}")
     if problems:
-        raise LaunchError("\n".join([f"{disks.folder}: no checkpoint has all its files on these disks:", *problems]))
+        raise LaunchError(listed(f"{disks.folder}: no checkpoint has all its files on these disks", problems))
     return None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from ..transport.base import Transport
 from ..whole_state import attempt
 from . import takeover
 from .contents import Contents, Counts
-from .folders import Disks, newest
-from .piece import Piece, packed
-from .storage import Saved, write
+from .folders import Disks, find_disks, newest
+from .piece import Piece
+from .storage import Collect, Collected, Saved, write
 
 
 class Checkpoints:
@@ -27,6 +29,7 @@ class Checkpoints:
         self._aside: Transport | None = None
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
+        self._disks: dict[Path, Disks] = {}
         self._states: dict[str, Any] = {}  # of objects that are not registered yet
 
     def register(self, name: str, value: Any) -> None:
@@ -48,35 +51,26 @@ class Checkpoints:
         if type(keep) is not int or keep < 1:
             raise LaunchError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
         self.wait()
-        state = self._collected(folder, counts)
         if asynchronous and self._writer is None:
             self._aside, self._writer = self._transport.aside(), ThreadPoolExecutor(1, "checkpoint")
+        disks = self._disks.get(folder) or find_disks(self._transport, folder)
+        self._disks[folder] = disks
+
+        def collect() -> Collected:
+            return Collected(self._contents.pieces(counts), self._contents.shared())
+
+        combine = partial(self._contents.run, counts=counts)
         if not asynchronous or self._aside is None or self._writer is None:
-            write(self._transport, folder, counts["steps"], state, keep)
+            write(disks, counts["steps"], collect, combine, keep)
             return
-        self._writing = self._writer.submit(write, self._aside, folder, counts["steps"], _copied(state), keep)
+        taken = _taken(collect)
+        self._writing = self._writer.submit(write, disks.through(self._aside), counts["steps"], taken, combine, keep)
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.  Raises its error."""
         if (writing := self._writing) is not None:
             self._writing = None
             writing.result()
-
-    def _collected(self, folder: Path, counts: Counts) -> dict[str, Any]:
-        """This rank's pieces; rank 0 also has what all need."""
-        title, state = f"{folder}: no checkpoint was written", dict[str, Any]()
-        attempt(self._transport, title, lambda: state.update(self._contents.pieces(counts)))
-        if (given := self._transport.gather_objects(self._contents.shared())) is not None:
-            run = self._contents.run(given, counts)
-        else:
-            run = None
-
-        def pack() -> None:
-            if run is not None:
-                state["run"] = Piece(packed(run))
-
-        attempt(self._transport, title, pack)
-        return state
 
     def resume(self, folder: Path) -> Mapping[str, int]:
         """Take over the newest checkpoint of a run, or that of one step if `folder` is one; returns its counts.
@@ -87,7 +81,7 @@ class Checkpoints:
         at = re.fullmatch(r"step-(\d+)", folder.name)
         folder = folder.parent if at else folder
         there = any(self._transport.all_gather_objects(folder.is_dir()))
-        path = newest(Disks(self._transport, folder), int(at[1]) if at else None) if there else None
+        path = newest(find_disks(self._transport, folder), int(at[1]) if at else None) if there else None
         if path is None:
             raise LaunchError(f"{folder} has no checkpoint{f' after step {int(at[1])}' if at else ''}")
         opened: list[Any] = []
@@ -119,5 +113,20 @@ class Checkpoints:
             )
 
 
-def _copied(state: Any) -> Any:
-    return state.copied() if isinstance(state, Piece) else {name: _copied(each) for name, each in state.items()}
+def _taken(collect: Collect) -> Collect:
+    """What `collect` gives now, as copies, for another thread; the error that it raises is raised there."""
+    try:
+        now = collect()
+        copied = Collected(_copied(now.pieces), copy.deepcopy(now.shared))
+    except Exception as error:
+        failure = error
+
+        def fail() -> Collected:
+            raise failure
+
+        return fail
+    return lambda: copied
+
+
+def _copied(pieces: Any) -> Any:
+    return pieces.copied() if isinstance(pieces, Piece) else {name: _copied(each) for name, each in pieces.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
-from ..transport.base import Transport
-from ..whole_state import attempt
-from .folders import METADATA, Disks, begin, complete
-from .piece import Piece, unpacked
+from ..errors import LaunchError, listed
+from .folders import Disks
+from .piece import Piece, packed, unpacked
+
+Result = TypeVar("Result")
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -39,39 +42,61 @@ class _LoadPlanner(DefaultLoadPlanner):
         return piece.tensor
 
 
-def write(transport: Transport, folder: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
-    """Write each rank's own pieces of `state`, nested dicts by name, as the checkpoint after `step`.  Collective.
+@dataclass(frozen=True)
+class Collected:
+    """What a rank gives to a checkpoint: its pieces, nested by name, and what rank 0 makes one item for all of."""
 
-    Raises LaunchError, on every rank, when that fails; then the earlier checkpoints are still there.
+    pieces: dict[str, Any]
+    shared: Any
+
+
+Collect = Callable[[], Collected]
+Combine = Callable[[list[Any]], Any]
+
+
+def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int) -> None:
+    """Write the checkpoint after `step`, each rank what it collects, and as `run` what rank 0 combines.  Collective.
+
+    Raises LaunchError, on every rank, when that fails on any; then the earlier checkpoints are still there.
     """
-    disks = Disks(transport, folder)
-    path, title = begin(disks, step), f"{folder}: no checkpoint was written"
-    planner, writer = _SavePlanner(), FileSystemWriter(path)
-    made: list[Any] = []
+    transport, path = disks.transport, disks.partial(step)
+    collected, problem = _tried(transport.rank, collect)
+    shared = transport.gather_objects(collected and collected.shared)
 
-    def write_own() -> None:
-        planner.set_up_planner(dict(state))
+    def write_own() -> tuple[SavePlan, list[WriteResult]]:
+        pieces = dict(collected.pieces) if collected else {}
+        if shared is not None and all(each is not None for each in shared):
+            pieces["run"] = Piece(packed(combine(shared)))
+        path.mkdir(parents=True, exist_ok=True)
+        planner.set_up_planner(pieces)
         writer.set_up_storage_writer(transport.rank == 0)
         others = [SavePlan([])] * transport.rank
         plan = writer.prepare_global_plan([*others, planner.create_local_plan()])[-1]  # which names the rank's file
-        made.append((plan, writer.write_data(planner.finish_plan(plan), planner).value()))
+        return plan, writer.write_data(planner.finish_plan(plan), planner).value()
 
-    def write_metadata() -> None:
-        if every is not None:
-            metadata = planner.create_global_plan([plan for plan, _ in every])[1]  # checks that the pieces are wholes
-            writer.finish(metadata, [results for _, results in every])
+    planner, writer = _SavePlanner(), FileSystemWriter(path)
+    written, problem = _tried(transport.rank, write_own) if not problem else (None, problem)
+    every = transport.gather_objects((written, problem))
+    problems = [each for _, each in every or () if each]
+    if every is not None and not problems:
 
-    attempt(transport, title, write_own)
-    every = transport.gather_objects(made[0])
-    attempt(transport, title, write_metadata)
-    for rank in disks.stand:
-        if rank != disks.of[0]:
-            disks.send(path / METADATA, 0, rank)
-    for rank in range(transport.world):
-        if (partner := disks.partner(rank, step)) is not None:
-            disks.send(path / f"__{rank}_0.distcp", rank, partner)
-    transport.barrier()
-    complete(disks, step, keep)
+        def write_metadata() -> None:
+            metadata = planner.create_global_plan([plan for (plan, _), _ in every])[1]  # checks that pieces make wholes
+            writer.finish(metadata, [results for (_, results), _ in every])
+
+        problems = [each for _, each in [_tried(0, write_metadata)] if each]
+    if problems := transport.broadcast_object(problems):
+        raise LaunchError(listed(f"{disks.folder}: no checkpoint was written", problems))
+    disks.copy(path, step)
+    disks.complete(step, keep)
+
+
+def _tried(rank: int, call: Callable[[], Result]) -> tuple[Result | None, str]:
+    """What a call returns, and the error that it raised, or ""."""
+    try:
+        return call(), ""
+    except Exception as error:
+        return None, f"rank {rank}: {type(error).__name__}: {error}"
 
 
 class Saved:

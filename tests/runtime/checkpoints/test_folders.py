@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitc.errors import LaunchError
-from splitc.runtime.checkpoints.folders import Disks, steps_in
+from splitc.runtime.checkpoints.folders import find_disks, steps_in
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, small, steps
@@ -28,10 +28,10 @@ FOLDERS: dict[str, Callable[[Path, int], Path]] = {
 @pytest.mark.parametrize(("where", "disks"), [("one disk", 1), ("two disks", 2), ("a disk each", 3)])
 def test_ranks_that_see_the_same_folder_share_a_disk(where: str, disks: int, tmp_path: Path) -> None:
     def run(transport: Transport) -> list[int]:
-        found = Disks(transport, FOLDERS[where](tmp_path, transport.rank))
+        found = find_disks(transport, FOLDERS[where](tmp_path, transport.rank))
         transport.barrier()
         assert not list(found.folder.iterdir())
-        return found.of
+        return list(found.of)
 
     of = on_ranks(3, run)
     assert of == [of[0]] * 3
@@ -93,6 +93,7 @@ def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_
         for _ in range(4):
             steps(worker, batches_of(small(), 1))
             worker.save(tmp_path, keep=3)
+        worker._transport.barrier()
         assert sorted(steps_in(tmp_path)) == [2, 3, 4]
         assert worker.resume(tmp_path / "step-000002") == 2
         steps(worker, batches_of(small(), 1))
@@ -119,7 +120,7 @@ def test_a_full_disk_is_told_on_every_rank(tmp_path: Path, monkeypatch: pytest.M
         return str(caught.value)
 
     for text in on_workers(small(), run):
-        assert "no folder for checkpoints" in text
+        assert "no checkpoint was written" in text
         assert "No space left on device" in text
     assert sorted(steps_in(tmp_path)) == [0]
 
