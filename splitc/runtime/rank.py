@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from .collectives.gradients import all_reduce_tied
 from .collectives.meanwhile import Meanwhile
 from .errors import LaunchError
 from .pieces import Pieces, pieces_of
@@ -154,6 +155,12 @@ class Rank:
     def finish(self) -> None:
         """Wait for the sums of gradients that a step in microbatches has begun."""
         self._messages.finish()
+
+    def sum_added(self, stage: nn.Module, added: Mapping[str, tuple[int, ...]]) -> None:
+        """Sum the gradients of parameters that are in no bucket over the ranks that hold them."""
+        summed = {parameter for comm in self.comms for parameter in comm.summed(stage)}
+        own = {name: ranks for name, ranks in added.items() if stage.get_parameter(name) not in summed}
+        all_reduce_tied(self._messages, stage, {name: ranks for name, ranks in own.items() if len(ranks) > 1})
 
     @contextmanager
     def step(self, context: StepContext, predicts: bool = False) -> Iterator[tuple[RoleComm, ...]]:

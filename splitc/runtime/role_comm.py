@@ -212,6 +212,10 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
             self._messages.at_end(self._gradient_sums[stage].finish)
         self._messages.count(self._gradient_sums[stage].sent_bytes(self._transport.rank, ranks))
 
+    def summed(self, stage: nn.Module) -> set[nn.Parameter]:
+        """The parameters whose gradients buckets sum."""
+        return self._gradient_sums[stage].parameters if stage in self._gradient_sums else set()
+
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
         """Sum the gradients of parameters that several roles use over all ranks that hold a copy of them."""
         if self._context.is_last:

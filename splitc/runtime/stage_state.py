@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from .errors import LaunchError
 from .rank import Rank
 from .spec import Shard
 from .weights import build, named_tensors, part_of
@@ -22,6 +24,7 @@ class StageState:
     first: key of the model's state_dict -> the first key of the same tensor.
     shards: parameter -> the part of it that this rank holds or serves; the whole of all others.
     together: the ranks that train together, which are all without rounds.
+    added: parameters that the user added to a stage, which `weights` do not have -> the ranks that hold them.
     unheld: on rank 0, tensors of the model that no rank holds.
 
     Constructing it is collective.  What servers hold is theirs: a server holds its rows of a parameter, and a worker
@@ -40,6 +43,7 @@ class StageState:
         self._copies = self._pulled_copies(rank)
         held = {name: self.shards.get(name) for name in named_tensors(self.stage) if name not in self._copies}
         self._holders = gather_holders(transport, held)
+        first = self._with_added(rank, weights, first)
         self.first_names = first
         self._own_names, self._buffers = held.keys(), dict(self.stage.named_buffers(remove_duplicate=False)).keys()
         self._alias: dict[str, str] = {}  # first name of a tensor -> the first of its names under which ranks hold it
@@ -47,7 +51,29 @@ class StageState:
             self._alias.setdefault(self.first_name(name), name)
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
         self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
-        transport.connect([*self.buffer_holders().values()])
+        transport.connect([*self.buffer_holders().values(), *self.added.values()])
+
+    def _with_added(self, rank: Rank, weights: Weights, first: Mapping[str, str]) -> Mapping[str, str]:
+        """Find what the user added to stages; returns `first` with its keys.  Collective.
+
+        Raises LaunchError, on every rank, where it cannot be known over which ranks its gradients are to be summed.
+        """
+        own = [name for name in self.stage.state_dict() if name not in weights]
+        whole = rank.spec.rounds is None and not rank.spec.served and all(len(r.group) < 2 for r in rank.spec.roles)
+        stage = "_".join(role.role for role in rank.spec.roles)
+        tables = self.transport.all_gather_objects((own, whole, stage))
+        if wrong := sorted({f"{name} of {stage}.py" for names, whole, stage in tables for name in names if not whole}):
+            raise LaunchError(
+                f"weights.pt has no {', '.join(wrong)}; a layer may be added by hand where ranks hold whole layers and "
+                f"train together, but not to groups, rounds or parameters on servers: add it to the model, and compile "
+                f"that again"
+            )
+        self.added = {n: self._holders[n][None] for n, _ in self.stage.named_parameters() if n in own}
+        keys = {name: stage for names, _, stage in tables for name in names}
+        if keys and rank.index == 0:
+            listed = ", ".join(f"{name} of {stage}.py" for name, stage in keys.items())
+            warnings.warn(f"weights.pt has no {listed}: initialised by reset_parameters()", stacklevel=2)
+        return {**first, **{name: name for name in keys if name not in first}}
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under each of their names."""

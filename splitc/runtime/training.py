@@ -114,6 +114,7 @@ class Training:
             self.rank.meanwhile.finish()
             self.rank.finish()
             if is_last:
+                self.rank.sum_added(self.stage, self._state.added)
                 finish_gradients(self._state, self._accumulate, self._clip_norm)
         for buffer, value in context.stored:
             buffer.copy_(value)

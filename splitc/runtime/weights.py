@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,12 +42,14 @@ def build(
     """Construct a stage on `device` with copies of its `weights`, in their dtypes; tied parameters stay tied.
 
     shards: weight -> the part of it that the stage gets, if `weights` do not have that alone; the whole of all others.
-    The stage is constructed on the meta device first, so that no weight is initialised before it is copied.
+    The stage is constructed on the meta device first, so that no weight is initialised before it is copied.  A module
+    of which `weights` have nothing initialises itself, by its name alike on all ranks.
     Raises LaunchError that lists the weights that are missing or have another shape.
     """
     with torch.device("meta"):
         stage: nn.Module = stage_class()
     needed, shards = named_tensors(stage), shards or {}
+    weights = {**weights, **_initialised(stage, needed, weights)}
     if problems := _misfits(needed, weights, shards):
         raise LaunchError("\n".join(["the weights do not fit this stage:", *(f"  - {p}" for p in problems)]))
     made: dict[Tensor, Tensor] = {}
@@ -69,6 +73,23 @@ def _misfits(needed: Mapping[str, Tensor], weights: Mapping[str, Tensor], shards
             has = "missing" if value is None else f"has {tuple(value.shape)}"
             problems.setdefault(tensor, f"{name}: needs shape {tuple(tensor.shape)}, {has}")
     return list(problems.values())
+
+
+def _initialised(stage: nn.Module, needed: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of modules that have a `reset_parameters`, and of whose tensors `weights` have none."""
+    given = {tensor: name for name, tensor in needed.items() if name in weights}
+    made = {name: weights[given[t]] for name, t in needed.items() if t in given and name not in weights}
+    for path, module in stage.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        reset = "reset_parameters" if hasattr(module, "reset_parameters") else "_reset_parameters"  # of attention
+        if not own or not given.keys().isdisjoint(own) or not hasattr(module, reset):
+            continue
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(path.encode()))
+            fresh = copy.deepcopy(module).to_empty(device="cpu")
+            getattr(fresh, reset)()
+        made |= {f"{path}.{name}": tensor.detach() for name, tensor in named_tensors(fresh).items() if "." not in name}
+    return made
 
 
 def first_names(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -82,8 +82,8 @@ def test_tied_parameters_stay_tied_and_are_copied_once() -> None:
     assert stage.get_parameter("head.weight") is stage.get_parameter("embed.weight")
     assert torch.equal(stage.get_parameter("head.weight"), values)
     with pytest.raises(LaunchError) as caught:
-        build(Tied, {}, CPU)
-    assert str(caught.value).count("missing") == 1
+        build(Tied, {"embed.weight": values[:2], "head.weight": values[:2]}, CPU)
+    assert str(caught.value).count("has (2, 3)") == 1
 
 
 class Recurrent(nn.Module):
@@ -160,3 +160,38 @@ def test_tied_parameters_of_which_a_stage_has_a_part_stay_tied() -> None:
     stage = build(Tied, given, CPU, {"embed.weight": share, "head.weight": share})
     assert stage.get_parameter("head.weight") is stage.get_parameter("embed.weight")
     assert torch.equal(stage.get_parameter("head.weight"), values[2:])
+
+
+class Extended(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.MultiheadAttention(3, 1))
+        self.extra.tied = nn.Linear(3, 4)
+        self.extra.tied.weight = self.body.get_parameter("0.weight")
+
+
+def test_a_layer_that_the_weights_do_not_have_initialises_itself_alike_each_time_and_draws_nothing() -> None:
+    given, before = {**weights(), "extra.tied.bias": torch.ones(4)}, torch.get_rng_state()
+    stage, again = build(Extended, given, CPU), build(Extended, given, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, tensor in stage.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert tensor.isfinite().all(), name
+    for name, tensor in given.items():
+        if name != "elsewhere.weight" and name in stage.state_dict():
+            assert torch.equal(stage.state_dict()[name], tensor), name
+    drawn = stage.get_parameter("extra.0.weight")
+    assert drawn.requires_grad and 0 < float(drawn.detach().abs().max()) < 2**-0.5 and drawn.unique().numel() == 6
+    assert bool((stage.get_buffer("extra.1.running_var") == 1).all()) and stage.training
+    assert stage.get_parameter("extra.tied.weight") is stage.get_parameter("body.0.weight")
+
+
+class Raw(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_whose_module_cannot_initialise_it_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"scale: needs shape \(3,\), missing"):
+        build(Raw, weights(), CPU)

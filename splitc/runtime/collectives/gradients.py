@@ -27,6 +27,7 @@ class GradientSum:
         self._algorithm = algorithm
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [[parameters[name] for name in bucket] for bucket in buckets]
+        self.parameters = {parameter for bucket in self._buckets for parameter in bucket}
         self._awaited: list[set[nn.Parameter]] = []
         self._started: list[tuple[Tensor, Work]] = []
         self._call: tuple[Transport, Sequence[tuple[int, ...]]] | None = None
