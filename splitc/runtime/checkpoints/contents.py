@@ -54,6 +54,10 @@ class Contents:
         """The part of a tensor that this rank updates, of the parameter or of something in its shape."""
         return Piece(tensor, *self.state.part(name))
 
+    def section(self, name: str) -> str:
+        """Where a checkpoint has a tensor of a stage."""
+        return "model" if self.state.first_name(name) in self.state.first_names else "other"
+
     def optimized(self) -> Iterator[tuple[optim.Optimizer, dict[str, Any], str, nn.Parameter]]:
         """Optimizer, its options, name and parameter of all that this rank updates."""
         names = {parameter: name for name, parameter in self.state.trained}
@@ -68,19 +72,18 @@ class Contents:
 
         Raises ValueError for what could not be read again without running code.
         """
-        state = self.state
-        written = {name: t for name, t in named_tensors(state.stage).items() if t.numel() and state.is_writer(name)}
-        averages = {name: t for name, t in self.averages().items() if t.numel() and state.is_writer(name)}
-        unheld = {name: Piece(tensor) for name, tensor in state.unheld.items() if tensor.numel()}
-        return {
-            "model": {
-                **unheld,
-                **{state.first_name(n): self.piece(n, state.own_part(n, t)) for n, t in written.items()},
-            },
-            "optimizer": dict(self._optimizer_pieces()),
-            "averages": {state.first_name(name): self.piece(name, tensor) for name, tensor in averages.items()},
-            "ranks": {str(self.rank.index): Piece(packed(self._own(counts)))},
-        }
+        state, made = self.state, dict[str, Any](model={}, other={}, averages={})
+        for name, tensor in state.unheld.items():
+            made[self.section(name)][name] = Piece(tensor)
+        for name, tensor in named_tensors(state.stage).items():
+            if state.is_writer(name):
+                made[self.section(name)][state.first_name(name)] = self.piece(name, state.own_part(name, tensor))
+        for name, tensor in self.averages().items():
+            if state.is_writer(name):
+                made["averages"][state.first_name(name)] = self.piece(name, tensor)
+        full = {part: {name: p for name, p in own.items() if p.tensor.numel()} for part, own in made.items()}
+        own = {str(self.rank.index): Piece(packed(self._own(counts)))}
+        return {**full, "optimizer": dict(self._optimizer_pieces()), "ranks": own}
 
     def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
         for optimizer, _, name, parameter in self.optimized():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..optimizers import load_by_name
 from ..transport.base import describe
@@ -31,10 +31,13 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
         )
     if own.kinds and run["kinds"] and own.kinds != tuple(run["kinds"]):
         yield f"optimizer: the checkpoint has {', '.join(run['kinds'])}, this run {', '.join(own.kinds)}"
-    for name, piece in _stage_pieces(own, None).items():
-        was, now = saved.like(f"model.{name}"), torch.empty(piece.whole, dtype=piece.tensor.dtype, device="meta")
+    for name, piece in _stage_pieces(own).items():
+        was, now = saved.like(name), torch.empty(piece.whole, dtype=piece.tensor.dtype, device="meta")
+        if was is None and not name.startswith("model."):
+            continue  # a constant, which this run's graph has
         if was is None or describe(was) != describe(now):
-            yield f"{name}: the checkpoint has {'none' if was is None else describe(was)}, this run {describe(now)}"
+            has = "none" if was is None else describe(was)
+            yield f"{name.partition('.')[2]}: the checkpoint has {has}, this run {describe(now)}"
 
 
 def same_plan(own: Contents, run: Mapping[str, Any]) -> bool:
@@ -46,10 +49,13 @@ def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str,
     """Go on where a run was; returns the states of its registered objects."""
     state, alone = own.state, saved.unpacked(f"ranks.{own.rank.index}") if same_plan(own, run) else None
     state.unheld = {name: tensor.clone() for name, tensor in state.unheld.items()}
-    saved.read({f"model.{name}": piece for name, piece in _stage_pieces(own, saved).items()})
-    averages = {name: tensor for name, tensor in own.averages().items() if tensor.numel()}
+    averages, trained = own.averages(), dict(state.trained)
     pieces = {f"averages.{state.first_name(name)}": own.piece(name, tensor) for name, tensor in averages.items()}
+    pieces |= _stage_pieces(own)
     saved.read({name: piece for name, piece in pieces.items() if saved.like(name) is not None})
+    for name, tensor in averages.items():
+        if saved.like(f"averages.{state.first_name(name)}") is None:  # they begin here
+            tensor.copy_(trained[name].detach())
     for tensor in named_tensors(state.stage).values():
         tensor.grad = None
     for optimizer in own.optimizers.values():
@@ -65,18 +71,13 @@ def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str,
     return dict(alone["objects"])
 
 
-def _stage_pieces(own: Contents, saved: Saved | None) -> dict[str, Piece]:
-    """The pieces that fill this rank's stage, by first names.
-
-    saved: where to look for constants of the graph, which are no part of the model's state and may be missing.
-    """
-    state, found = own.state, dict[str, Piece]()
+def _stage_pieces(own: Contents) -> dict[str, Piece]:
+    """The pieces that fill this rank's stage, by full names."""
+    state = own.state
+    found = {f"{own.section(name)}.{name}": Piece(tensor) for name, tensor in state.unheld.items()}
     for name, tensor in named_tensors(state.stage).items():
-        first = state.first_name(name)
-        known = first in state.first_names or isinstance(tensor, nn.Parameter)
-        if tensor.numel() and (known or (saved is not None and saved.like(f"model.{first}") is not None)):
-            found[first] = Piece(tensor, *state.part(name, built=True))
-    return {**found, **{name: Piece(tensor) for name, tensor in state.unheld.items() if tensor.numel()}}
+        found[f"{own.section(name)}.{state.first_name(name)}"] = Piece(tensor, *state.part(name, built=True))
+    return {name: piece for name, piece in found.items() if piece.tensor.numel()}
 
 
 def _optimizer_state(
@@ -110,7 +111,7 @@ def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
         for name, value in alone["tensors"].items():
             tensors[name].copy_(value)
     for name, value in alone["gradients"].items():
-        tensors[name].grad = _like(value, tensors[name])
+        tensors[name].grad = value.to(tensors[name].device)
     for role, optimizer in own.optimizers.items():
         if role in alone["optimizers"]:
             load_by_name(optimizer, own.state.trained, alone["optimizers"][role])
@@ -118,7 +119,3 @@ def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
             group.update({**options, "params": group["params"]})
     own.round.load_state_dict(alone["round"])
     set_random_state(alone["random"])
-
-
-def _like(value: Tensor, tensor: Tensor) -> Tensor:
-    return value.to(tensor.device)
