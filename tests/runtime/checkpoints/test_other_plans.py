@@ -18,6 +18,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images
 from tests.support.ranks import assert_same, on_workers, part_of
+from tests.support.sampling import sampled
 
 EXAMPLES = 24
 """The fixed global batch."""
@@ -47,7 +48,7 @@ def program(strategy: str) -> CompiledProgram:
 @cache
 def batches() -> list[tuple[Tensor, ...]]:
     torch.manual_seed(9)
-    return [images(EXAMPLES) for _ in range(12)]
+    return [images(EXAMPLES) for _ in range(20)]
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -89,6 +90,18 @@ def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -
     )
     assert all(losses == found[0][0] for losses, _ in found)
     return found[0]
+
+
+@pytest.mark.parametrize("half", [10, pytest.param(9, id="a batch waits for its update")])
+@sampled("strategy", list(PLANS), everyday=list(PLANS)[1:5:3])
+def test_twenty_batches_are_ten_a_checkpoint_and_ten_bit_for_bit(strategy: str, half: int, tmp_path: Path) -> None:
+    losses, state = run(strategy, 0, 20)
+    first, _ = run(strategy, 0, half, tmp_path / "run")
+    second, last = run(strategy, half, 20, tmp_path / "run", resumed=True)
+    assert first + second == losses
+    assert state is not None
+    assert last is not None
+    assert all(torch.equal(last[name], state[name]) for name in state)
 
 
 CHAINS = [
