@@ -58,7 +58,7 @@ def compile(
     memory: bytes that a rank may use, in place of the cluster's.
     microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
     values travel; "auto": as the strategy says, else 1.
-    autocast: torch.bfloat16 runs every forward under torch.autocast, and parameters stay in float32.
+    autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
     costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
     that the cluster has.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or

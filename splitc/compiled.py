@@ -266,7 +266,7 @@ class CompiledProgram:
         accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
-        elementwise: bool = False,
+        **options: Any,
     ) -> Worker:
         """Make the worker of this process, inside torchrun.  Collective: all use the programs and weights of rank 0.
 
@@ -276,7 +276,7 @@ class CompiledProgram:
         files, held = of_rank_0(transport, lambda: (self.files, self.parts()))
         keys = transport.broadcast_object(first_names(self._model.state_dict()))
         program = load_rank(files, transport.rank, self.own)
-        return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, elementwise=elementwise)
+        return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, **options)
 
     @property
     def own(self) -> dict[str, Any]:

@@ -55,11 +55,11 @@ class DeferredProgram:
         accumulate: int | None = None,
         seed: int = 0,
         backend: str | None = None,
-        elementwise: bool = False,
+        **options: Any,
     ) -> DeferredWorker:
         """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
         transport = init(self._settings.world, backend)
-        options: dict[str, Any] = {"clip_norm": clip_norm, "accumulate": accumulate, "elementwise": elementwise}
+        options |= {"clip_norm": clip_norm, "accumulate": accumulate}
         make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, seed=seed, **options)
         return DeferredWorker(self, transport, make)
 

@@ -6,13 +6,14 @@ Subclasses of SplitcError are about the input; InternalError is a bug of splitc.
 
 from collections.abc import Iterable
 
-from splitc.runtime.errors import LaunchError, RanksFailed, SplitcError
+from splitc.runtime.errors import LaunchError, NonFiniteError, RanksFailed, SplitcError
 
 __all__ = [
     "CaptureError",
     "CostError",
     "InternalError",
     "LaunchError",
+    "NonFiniteError",
     "PlacementError",
     "RanksFailed",
     "SplitcError",

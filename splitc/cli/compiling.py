@@ -223,12 +223,12 @@ def listed(files: Collection[str], standalone: bool = False) -> str:
 
 
 def parse_autocast(name: str | None) -> torch.dtype | None:
-    """The dtype by name.  Raises LaunchError unless it is bfloat16."""
+    """The dtype by name.  Raises LaunchError unless it is bfloat16 or float16."""
     if name is None:
         return None
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise LaunchError(f"--autocast {name}: there is bfloat16")
+        raise LaunchError(f"--autocast {name}: there are bfloat16 and float16")
     require_autocast(dtype)
     return dtype
 

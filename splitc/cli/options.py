@@ -210,7 +210,11 @@ def _model_options(add: Add, plan: bool = True) -> None:
     add("--accumulate", type=positive, default=1, metavar="N", help="batches to an update, at most (default: 1)")
     _global_batch(add)
     add("--memory", type=memory, metavar="SIZE", help="memory of a rank, in place of the cluster's: 16GB, 40GiB")
-    add("--autocast", metavar="DTYPE", help="mixed precision: bfloat16 runs every forward under torch.autocast")
+    add(
+        "--autocast",
+        metavar="DTYPE",
+        help="mixed precision: bfloat16 or float16 runs every forward under torch.autocast",
+    )
     add(
         "--costs",
         choices=("counted", "measured"),

@@ -48,6 +48,7 @@ _NOTES = {
     "predicts": "the inputs that worker.predict takes",
     "no_outputs": "why worker.predict is refused",
     "reader": "as one of the readers, to which the model's output comes",
+    "scales_loss": "backward begins with the loss times the scale of float16",
     "recomputed": "statistics that evaluation computes of a sample of batches",
 }
 """The comments of a description's fields."""

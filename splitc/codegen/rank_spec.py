@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splitc.codegen.stage_names import receiving
@@ -43,6 +44,7 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         tuple(name for stage in stages for name in _recomputed(program, stage)) if plan.deals else (),
         plan.accumulate,
         *_predicting(program, rank),
+        program.autocast == torch.float16,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
+import torch
+
 from splitc import units
 from splitc.codegen.cut_lines import CutLines
 from splitc.codegen.emit import Emitter
@@ -222,7 +224,9 @@ class StepWriter:
         outputs = [
             (self._cuts.last(cut.name), self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
         ]
-        outputs += [(self._cuts.last("loss") if self._waits else "loss", "")] if stage.has_loss else []
+        if stage.has_loss:
+            loss = self._cuts.last("loss") if self._waits else "loss"
+            outputs.append((f"{comm}.scaled({loss})" if self._program.autocast == torch.float16 else loss, ""))
         if len(outputs) == 1:
             ((value, gradient),) = outputs
             call = f"{value}.backward({gradient})"

@@ -21,21 +21,19 @@ def under_autocast(root: nn.Module, dtype: torch.dtype | None) -> torch.autocast
 
 
 def require_autocast(dtype: torch.dtype | None) -> None:
-    """Raise LaunchError for a dtype other than bfloat16."""
-    if dtype == torch.float16:
-        raise LaunchError(
-            "autocast=torch.float16 needs a loss scaler, which splitc does not have: gradients below 6e-8 would be "
-            "lost; use torch.bfloat16, which has the range of float32"
-        )
-    if dtype not in (None, torch.bfloat16):
-        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16, or leave it out")
+    """Raise LaunchError for a dtype that no forward runs in."""
+    if dtype not in (None, *_DTYPES):
+        raise LaunchError(f"autocast={dtype!r}: give torch.bfloat16 or torch.float16, or leave it out")
+
+
+_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def autocast_for(asked: torch.dtype | None, plan: Plan | None) -> torch.dtype | None:
     """The autocast of a plan, or the one asked for without a plan.  Raises LaunchError when the two differ."""
     if plan is None or not plan.model:
         return asked
-    made = torch.bfloat16 if plan.model.endswith("-bfloat16") else None
+    made = next((dtype for dtype in _DTYPES if plan.model.endswith(f"-{str(dtype).removeprefix('torch.')}")), None)
     if asked not in (None, made):
         raise LaunchError(f"the plan was made without autocast={asked}; leave that out, or compile without the plan")
     return made

@@ -15,6 +15,10 @@ class RanksFailed(LaunchError):
     """Ranks were started, and one of them failed; its own error is in the text."""
 
 
+class NonFiniteError(SplitcError):
+    """The loss or a gradient of a step is infinite or not a number."""
+
+
 def listed(title: str, lines: Iterable[str]) -> str:
     """A title, and each line below it once."""
     return "\n".join([f"{title}:", *(f"  - {line}" for line in dict.fromkeys(lines))])

@@ -116,8 +116,6 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         """Rows that come from each member of the group."""
         return self._rows_of(self.members, rows)
 
-    # -- microbatches --------------------------------------------------------------------------------------------------
-
     def microbatches(self) -> list[int]:
         """Those of a step in which this rank's group has examples."""
         return self._busy
@@ -135,8 +133,6 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
     def _is_last(self) -> bool:
         """Whether no microbatch of this rank comes after this one."""
         return self._piece in (None, *self._busy[-1:])
-
-    # -- within the group ----------------------------------------------------------------------------------------------
 
     def modulo(self, value: Tensor, partial: bool = True, dim: int = 0, rows: int = 1) -> Tensor:
         """The microbatch's examples of all ranks of the group; partial: in backward their gradients are summed."""
@@ -274,11 +270,13 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         """Let a buffer have `value` after the step; all microbatches and roles of a rank compute the same one."""
         self._context.stored.append((buffer, value.detach()))
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that backward begins with, in float16."""
+        return loss * self._context.loss_scale
+
     def autocast(self, dtype: torch.dtype) -> torch.autocast:
         """Around a stage's forward: the mixed precision that the program was captured with."""
         return torch.autocast(self._transport.device.type, dtype)
-
-    # -- with all ranks ------------------------------------------------------------------------------------------------
 
     def sum_loss(self, contribution: Tensor, own: bool = False) -> Arriving:
         """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.

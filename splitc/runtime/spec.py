@@ -196,6 +196,7 @@ class RankSpec:
     recomputed: normalisations whose statistics are computed anew, of a sample of batches, before they are read.
     accumulate: batches to an update.
     predicts: the inputs that its `predict` takes.  no_outputs: why the ranks cannot predict, if they cannot.
+    scales_loss: whether backward begins with the scaled loss, since the program runs in float16.
     reader: what it does as one of the readers, to which the model's output travels; None where it does not.
     """
 
@@ -215,6 +216,7 @@ class RankSpec:
     predicts: tuple[str, ...] = ()
     no_outputs: str = ""
     reader: RoleSpec | None = None
+    scales_loss: bool = False
 
     @property
     def role(self) -> str:
@@ -246,6 +248,7 @@ class StepContext:
     round: its number.  ends_round: whether it ends after this step.
     shares: for each fragment of what is averaged, the fraction of the examples since it last was that this rank's unit
     had; 0 where there were none.
+    loss_scale: what the loss is multiplied by before backward.
     """
 
     compiled_offsets: tuple[int, ...]
@@ -260,6 +263,7 @@ class StepContext:
     round: int = 0
     ends_round: bool = False
     shares: tuple[float, ...] = (1.0,)
+    loss_scale: float = 1.0
 
     def interval(self, examples: tuple[int, int]) -> tuple[int, int]:
         """Where an interval of the compiled batch lies in this step's batch."""

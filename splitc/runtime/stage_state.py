@@ -37,7 +37,7 @@ class StageState:
         self._served = {name: rows for role in rank.spec.roles for name, rows in role.served_rows.items()}
         self.shards: dict[str, Shard] = {**self.built, **self._served}
         self.stage = build(stage_class, weights, transport.device, self.built)
-        self._rank, self._world = rank.index, rank.everyone
+        self._rank, self.everyone = rank.index, rank.everyone
         self.together = rank.spec.roles[0].unit or rank.everyone
         self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}
         self._copies = self._pulled_copies(rank)
@@ -160,7 +160,7 @@ class StageState:
         """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
         first, state = self.first_names, self.stage.state_dict()
         counted = {key: part_of(tensor, self._served.get(key)) for key, tensor in state.items() if key in first}
-        own = {first[key]: tensor for key, tensor in counted.items() if self.is_first_holder(key, self._world)}
+        own = {first[key]: tensor for key, tensor in counted.items() if self.is_first_holder(key, self.everyone)}
         shards = {first[key]: shard for key, shard in self.shards.items() if key in first}
         tensors = {**{first[key]: tensor for key, tensor in self.unheld.items()}, **own}
         return gather_state(self.transport, tensors, shards, lambda likes: room({k: likes[first[k]] for k in first}))

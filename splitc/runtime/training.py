@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import data
-from .clipping import finish_gradients
+from .averages import MovingAverages
 from .errors import LaunchError
 from .evaluation import Evaluation
 from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
@@ -19,6 +20,7 @@ from .rank import Rank
 from .spec import Shard, StepContext
 from .stage_state import StageState
 from .transport.base import Transport
+from .updates import DYNAMIC, LossScale, Updates
 
 
 class Training:
@@ -36,6 +38,9 @@ class Training:
     accumulate: batches to an update, None: as planned; gradients are the mean over them, as of losses divided by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
     tried on small tensors where a rank has a part of the model, and the factory is called for each trial too.
+    check_finite: a step whose loss or gradients are not finite updates nothing, and raises NonFiniteError everywhere.
+    ema: the weight of `averages` beside a new update, exponential moving ones of the parameters; None: none.
+    loss_scale: of a program in float16, a number or "dynamic", which None is too; see `LossScale`.
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Training:
         accumulate: int | None = None,
         seed: int = 0,
         elementwise: bool = False,
+        check_finite: bool = False,
+        ema: float | None = None,
+        loss_scale: float | str | None = None,
     ) -> None:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         if type(accumulate) is not int or accumulate < 1:
@@ -57,15 +65,18 @@ class Training:
         self._program, self._transport = program, transport
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
-        self.rank.require_equal(self._settings)
+        others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale}
+        self.rank.require_equal({**self._settings, **others})
         first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
         self._state = StageState(self.rank, program.Stage, weights, first_names)
         self.stage = self._state.stage
-        self._clip_norm, self._accumulate, self._seed = clip_norm, accumulate, seed
+        self._accumulate, self._seed = accumulate, seed
+        self._updates = Updates(self._state, accumulate, clip_norm, check_finite, self._loss_scale(loss_scale))
         self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
         self._sizes: tuple[int, ...] | None = None
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
+        self._averages = None if ema is None else self._moving_averages(ema)
         self._round = Progress(program, self.rank, self.stage)
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
         for comm in self.rank.comms:
@@ -115,13 +126,19 @@ class Training:
             self.rank.finish()
             if is_last:
                 self.rank.sum_added(self.stage, self._state.added)
-                finish_gradients(self._state, self._accumulate, self._clip_norm)
+            is_wrong = self._updates.finish(loss, is_last)
+        if is_wrong:
+            self._steps -= position  # the update begins anew
+            raise self._updates.error(self._steps + position + 1, loss)
         for buffer, value in context.stored:
             buffer.copy_(value)
         self._steps += 1
         self._examples += self.batch_offsets[-1]
-        if is_last and self.optimizer is not None:
-            self.optimizer.step()
+        if is_last and not self._updates.overflow:
+            if self.optimizer is not None:
+                self.optimizer.step()
+            if self._averages is not None:
+                self._averages.update()
         self._evaluation.keep(batch, context)
         self._round.count(context)
         return loss
@@ -141,6 +158,38 @@ class Training:
         """
         return self._state.gradients()
 
+    def grad_norm(self) -> Tensor:
+        """The norm of the last update's gradients, over the ranks that train together and before clipping.  Collective.
+
+        Each parameter counts once.  It is computed where it is asked for, or with `clip_norm`.
+        """
+        return self._updates.norm()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; 1 where it is not scaled."""
+        return self._updates.loss_scale
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        """The averages of the parameters, or parts of them, that this rank updates, by name; none without `ema`."""
+        return {} if self._averages is None else self._averages.tensors
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While this holds, the parameters are their averages: to evaluate, predict, export or read the state.
+
+        Raises LaunchError without `ema`, or while accumulated batches wait for their update.
+        """
+        if self._averages is None:
+            raise LaunchError("there are no averages: give ema=0.999, say, to the worker")
+        if self._steps % self._accumulate:
+            raise LaunchError(
+                f"{self._steps % self._accumulate} accumulated batches wait for their update; take averages after it"
+            )
+        with self._averages.in_use():
+            yield
+
     def use_sizes(self, sizes: Iterable[int] | None) -> None:
         """Set how many examples each reader gives to the next steps; None: as compiled.  The same on every rank."""
         self._sizes = None if sizes is None else tuple(sizes)
@@ -150,12 +199,28 @@ class Training:
     def _make_optimizers(self, factory: OptimizerFactory, elementwise: bool) -> dict[str, torch.optim.Optimizer]:
         roles = self.rank.spec.roles
         every = {role.role: role.updated_every_microbatch for role in roles if role.updated_every_microbatch}
-        if every and (self._accumulate > 1 or self._clip_norm is not None):
+        if every and (self._accumulate > 1 or self._updates.clip_norm is not None):
             raise LaunchError("updates in every microbatch leave nothing to accumulate, and no global norm to clip")
+        if every and (self._updates.check_finite or self._updates.scale):
+            raise LaunchError("updates in every microbatch are made before it is known whether the step is finite")
         if self.rank.spec.evaluated and not elementwise:
             require_zero_start(factory, self._state.trained)
         is_whole = elementwise or self._state.is_whole
         return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
+
+    def _loss_scale(self, given: float | str | None) -> LossScale | None:
+        if self.rank.spec.scales_loss:
+            return LossScale(DYNAMIC if given is None else given)
+        if given is not None:
+            raise LaunchError(
+                f"loss_scale={given!r}: the program does not run in float16; compile with autocast=torch.float16"
+            )
+        return None
+
+    def _moving_averages(self, decay: float) -> MovingAverages:
+        if self.rank.spec.rounds is not None:
+            raise LaunchError("ema: in rounds of local updates each unit has parameters of its own; leave it out")
+        return MovingAverages(decay, self._state.trained)
 
     def _update(self, role: str) -> None:
         """Update the parameters of a role that is updated after every microbatch."""
@@ -170,7 +235,8 @@ class Training:
         compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
         own = self._seed, number, training, is_first, is_last, before
-        return StepContext(compiled, self.batch_offsets, *own, round=self._round.rounds, ends_round=ends_round)
+        rounds: dict[str, Any] = {"round": self._round.rounds, "ends_round": ends_round}
+        return StepContext(compiled, self.batch_offsets, *own, **rounds, loss_scale=self.loss_scale)
 
     def _checked(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The tensors of a batch, inputs first; note where the readers' examples begin in it.

@@ -111,6 +111,8 @@ class Worker(Training):
         self.rank.forget_ahead()
         own = self._state
         own.unheld.update(broadcast_state(self._transport, self.stage, state, own.first_names, own.built))
+        if self._averages is not None:
+            self._averages.restart()
 
     def export(self, path: str | Path) -> None:
         """Write the whole model's state into a file for torch.load, while no rank holds the whole.  Collective."""
@@ -119,11 +121,6 @@ class Worker(Training):
         if self._state.gather(partial(StateFile, aside)) is not None:
             aside.replace(path)
         self._transport.barrier()
-
-    @property
-    def averages(self) -> dict[str, Tensor]:
-        """Averaged parameters of this rank, by name; none here."""
-        return {}
 
     @property
     def steps(self) -> int:
@@ -194,6 +191,8 @@ class Worker(Training):
         own = self.rank, self._state, self._optimizers, self._round, self._settings
         contents = resolve_name(f"{__package__}.checkpoints.contents:Contents")(*own, lambda: self.averages)
         made: Checkpoints = resolve_name(f"{__package__}.checkpoints.run:Checkpoints")(self._transport, contents)
+        if self._updates.scale is not None:
+            made.register("loss_scale", self._updates.scale)
         return made
 
     def _with_sizes(

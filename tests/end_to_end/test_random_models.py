@@ -41,6 +41,6 @@ def test_a_seed_gives_the_same_model_loss_and_data() -> None:
 
 
 def test_training_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.clipping.clip", lambda *arguments: None)
+    monkeypatch.setattr("splitc.runtime.updates.clip", lambda *arguments: None)
     clipped = next(seed for seed in range(100) if (run := outcome(seed).run) is not None and run.clip_norm is not None)
     assert any(line.startswith("gradient of ") for line in outcome(clipped).wrong)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.program import Program
-from splitc.runtime.clipping import clip
+from splitc.runtime.clipping import clip, norm
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.flight import Flight, as_bytes
 from tests.support.compiled import analyse, compiled
@@ -71,7 +71,7 @@ def test_complex_parameters_train_as_in_one_process(strategy: str, world: int, o
 def test_the_norm_counts_the_imaginary_part() -> None:
     def run(transport: Transport) -> Tensor:
         gradient = torch.tensor([3 + 4j, 0])
-        clip(transport, [gradient], [gradient] if transport.rank == 0 else [], 1.0, (0, 1))
+        clip([gradient], norm(transport, [gradient] if transport.rank == 0 else [], (0, 1)), 1.0)
         return gradient
 
     for gradient in on_ranks(2, run):

@@ -63,7 +63,9 @@ def run_trial(
         return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
 
     tensors, keys = {**weights["state"], **weights["extra"]}, first_names(weights["state"])
-    worker = Worker(load_rank(source, transport.rank, own), transport, tensors, keys, optimizer, accumulate=1)
+    program = load_rank(source, transport.rank, own)
+    scale = 1024.0 if program.rank.scales_loss else None  # none is skipped for an overflow
+    worker = Worker(program, transport, tensors, keys, optimizer, accumulate=1, loss_scale=scale)
     worker.use_sizes(sizes)
     trial = Trial(shards=dict(worker.shards))
     for step, feed in enumerate(feeds, 1):

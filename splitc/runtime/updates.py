@@ -1,0 +1,122 @@
+"""What happens to a rank's gradients between the last backward and the optimizer: unscale, average, check, clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .clipping import clip, norm
+from .errors import LaunchError, NonFiniteError
+from .stage_state import StageState
+
+DYNAMIC = "dynamic"
+
+
+class LossScale:
+    """What the loss is multiplied by before backward, so that gradients in float16 do not become zero.
+
+    given: a number, or "dynamic": as torch.amp.GradScaler, half as much after an overflow, twice as much after 2,000
+    updates without one.  Ranks know of each other's overflows, so all have the same.
+    """
+
+    def __init__(self, given: float | str) -> None:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if given != DYNAMIC and not (is_number and 0 < float(given) < math.inf):
+            raise LaunchError(f'loss_scale={given!r}: give "dynamic" or a number above 0')
+        self.is_dynamic = given == DYNAMIC
+        self.value = 65536.0 if given == DYNAMIC else float(given)
+        self._updates = 0
+
+    def count(self, overflow: bool) -> None:
+        """Count an update."""
+        if not self.is_dynamic:
+            return
+        self._updates = 0 if overflow else self._updates + 1
+        self.value *= 0.5 if overflow else 2.0 if self._updates == 2000 else 1.0
+        self._updates %= 2000
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and the updates since it changed."""
+        return {"value": self.value, "updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the scale of another run."""
+        self.value, self._updates = state["value"], state["updates"]
+
+
+@dataclass
+class Updates:
+    """The gradients of a rank's updates.
+
+    clip_norm: None leaves them.  check_finite: raise for what is not finite.  scale: of programs in float16.
+    total: their norm before they were clipped, where it is known.  overflow: whether some are not finite on any rank,
+    where that is checked or the loss is scaled.
+    """
+
+    state: StageState
+    accumulate: int
+    clip_norm: float | None
+    check_finite: bool
+    scale: LossScale | None
+    total: Tensor | None = None
+    overflow: bool = False
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
+
+    def finish(self, loss: Tensor, is_last: bool) -> bool:
+        """Make of the gradients of accumulated batches, after the last one, those of the update.  Collective.
+
+        Returns whether the step is to raise `error`.  An overflow that a dynamic scale answers is no reason.
+        """
+        gradients = [gradient for _, gradient in self.state.trained_gradients()] if is_last else []
+        for divisor in (self.accumulate, self.loss_scale):
+            for gradient in gradients if divisor != 1 else ():
+                gradient /= divisor
+        self.total, wrong = None, False
+        if self.check_finite or (self.scale and is_last):
+            flags = torch.stack([~loss.isfinite().to(self.state.transport.device), self._overflows(gradients)]).float()
+            self.state.transport.all_reduce(flags, self.state.everyone, maximum=True).wait()
+            loss_overflows, self.overflow = flags.bool().tolist()
+            answered = self.scale is not None and self.scale.is_dynamic
+            wrong = self.check_finite and (loss_overflows or (self.overflow and not answered))
+        if is_last and self.scale is not None:
+            self.scale.count(self.overflow)
+        if is_last and self.clip_norm is not None:
+            clip(gradients, self.norm(), self.clip_norm)
+        return wrong
+
+    def _overflows(self, gradients: list[Tensor]) -> Tensor:
+        found = [~gradient.isfinite().all() for gradient in gradients]
+        return torch.stack(found).any() if found else torch.tensor(False, device=self.state.transport.device)
+
+    def norm(self) -> Tensor:
+        """The norm of the last update's gradients, before they were clipped.  Collective where it is not known."""
+        if self.total is None:
+            own = self.state.trained_gradients()
+            counted = [gradient for name, gradient in own if self.state.is_first_holder(name, self.state.together)]
+            self.total = norm(self.state.transport, counted, self.state.together)
+        return self.total
+
+    def error(self, step: int, loss: Tensor) -> NonFiniteError:
+        """What is not finite, by the name of its first layer in the model and a rank that has it.  Collective."""
+        found = [name for name, gradient in self.state.trained_gradients() if not gradient.isfinite().all()]
+        every = self.state.transport.all_gather_objects(found)
+        layers: dict[str, int] = {}
+        for rank, names in enumerate(every):
+            for name in names:
+                layers.setdefault(self.state.first_name(name).rpartition(".")[0] or name, rank)
+        order = [name.rpartition(".")[0] or name for name in self.state.first_names.values()]
+        first = min(layers, key=lambda layer: order.index(layer) if layer in order else len(order), default="")
+        more = f" and of {len(layers) - 1} more layers" if len(layers) > 1 else ""
+        gradients = f", the gradients of {first} on rank {layers[first]}{more} are not finite" if layers else ""
+        return NonFiniteError(
+            f"step {step}: the loss is {loss.item():g}{gradients}; no parameter was updated; look at this batch, lower "
+            f"the learning rate, or give clip_norm="
+        )
