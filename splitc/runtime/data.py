@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .errors import LaunchError
 from .nested import Path, at, parts, tensors
@@ -24,17 +22,33 @@ def tail_offsets(offsets: Sequence[int], examples: int) -> tuple[int, ...]:
 
 
 def plan_epoch(
-    number: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork
+    number: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork, start: int = 0
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(first example, batch offsets) of every global batch of an epoch of `number` examples, the same on every rank.
+    """(first example, batch offsets) of the global batches of an epoch of `number` examples, from `start` on.
 
-    A tail that cannot give every rank an example is dropped.
+    The same on every rank; `last_offsets` says what becomes of a tail.
     """
-    for start in range(0, number, offsets[-1]):
-        left = number - start
-        step_offsets = tuple(offsets) if left >= offsets[-1] else tail_offsets(offsets, left)
-        if left >= offsets[-1] or (not drop_last and has_work(step_offsets)):
-            yield start, step_offsets
+    whole, left = divmod(max(number - start, 0), offsets[-1])
+    ends = last_offsets(whole > 0, left, offsets, drop_last, has_work)
+    for bounds in [tuple(offsets)] * (whole - 1) + ends:
+        yield start, bounds
+        start += bounds[-1]
+
+
+def last_offsets(
+    has_whole: bool, left: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork
+) -> list[tuple[int, ...]]:
+    """The batch offsets of the last whole global batch, if there is one, and of `left` examples after it.
+
+    Where these alone would leave a rank without examples, both are divided anew into two batches, or are one.
+    """
+    last, size = [offsets[-1]] * has_whole, offsets[-1] + left
+    ways = [[*last, left], [size - size // 2, size // 2], [size]] if has_whole else [[left]]
+    for sizes in ways if left and not drop_last else []:
+        bounds = [tail_offsets(offsets, each) for each in sizes]
+        if all(map(has_work, bounds)):
+            return bounds
+    return [tuple(offsets)] * has_whole
 
 
 def order(number: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
@@ -44,62 +58,38 @@ def order(number: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch))
 
 
-def shard(
-    dataset: Dataset[Any],
-    offsets: Sequence[int],
-    reader: int | None,
-    paths: Mapping[str, Path],
-    has_work: HasWork,
-    *,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    drop_last: bool,
-    **loader: Any,
-) -> Iterator[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
-    """(this reader's batch, all readers' batch sizes) of every step of an epoch; () on ranks that read no data.
-
-    paths: of the program's inputs, for batches that are nested.  loader: options of torch's DataLoader.
-    Raises LaunchError when an epoch would have no step.
-    """
-    if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
-        raise LaunchError(
-            f"{type(dataset).__name__} has no length or no order, so it cannot be divided among the readers; give "
-            f"worker.step batches of your own, on each reader the examples of its data_rank"
-        )
-    steps = list(plan_epoch(len(dataset), offsets, drop_last, has_work))
-    if not steps:
-        raise LaunchError(
-            f"the dataset has {len(dataset)} examples and a global batch {offsets[-1]}, so an epoch has no step; "
-            f"give more examples, or a smaller batch_size{' or drop_last=False' if drop_last else ''}"
-        )
-    batches: Iterator[Any] = iter([()] * len(steps))
-    if reader is not None:
-        indices = order(len(dataset), shuffle, seed, epoch)
-        own = [indices[start + bounds[reader] : start + bounds[reader + 1]].tolist() for start, bounds in steps]
-        batches = (as_tuple(batch, paths) for batch in DataLoader(dataset, batch_sampler=own, **loader))
-    for batch, (_, bounds) in zip(batches, steps, strict=True):
-        yield batch, tuple(last - first for first, last in pairwise(bounds))
-
-
 def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tensor, ...]:
-    """A collated batch as a flat tuple: inputs, then targets; dicts in the order of the program's inputs.
+    """A collated batch as a flat tuple: inputs, then targets; what dicts name goes by name, the rest by order.
 
     paths: of the inputs by name; where one is nested, the batch is as the model takes it, or all tensors in order.
     Raises LaunchError when a dict has other names, or something in the batch is no tensor.
     """
     paths = paths or {}
+    items = list(batch) if type(batch) in (list, tuple) else [batch]
     if any(len(path) > 1 for path in paths.values()):
-        return _taken(list(batch) if type(batch) in (list, tuple) else [batch], paths)
-    if isinstance(batch, Tensor):
+        return _taken(items, paths)
+    if any(isinstance(item, Mapping) for item in items):
+        named = {str(key): each for item in items if isinstance(item, Mapping) for key, each in item.items()}
+        _require_known(named, list(paths))
+        others = as_tuple([item for item in items if not isinstance(item, Mapping)])
+        free = [name for name in paths if name not in named]
+        named.update(zip(free, others, strict=False))
+        items = [*(named[name] for name in paths if name in named), *others[len(free) :]]
+    elif isinstance(batch, Tensor):
         return (batch,)
-    if isinstance(batch, Mapping):
-        if unknown := [str(key) for key in batch if key not in paths]:
-            raise LaunchError(f"the batch has {', '.join(unknown)}; the program's inputs are {', '.join(paths)}")
-        batch = [batch[name] for name in paths if name in batch]
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
+    elif not isinstance(batch, Sequence) or isinstance(batch, str):
         raise LaunchError(f"the batch holds {type(batch).__name__}; a batch is tensors, inputs first and targets last")
-    return tuple(tensor for item in batch for tensor in as_tuple(item, paths))
+    else:
+        items = list(batch)
+    return tuple(tensor for item in items for tensor in as_tuple(item, paths))
+
+
+def _require_known(names: Iterable[str], inputs: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in inputs]:
+        raise LaunchError(
+            f"the batch has {', '.join(unknown)}; the program's inputs are {', '.join(inputs)}; leave the others out, "
+            f"in collate_fn say, or compile with an example that has them"
+        )
 
 
 def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...]:
@@ -114,6 +104,8 @@ def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...
     for given in (dict(zip(arguments, items, strict=False)), by_name):
         found = tuple(at(given, path) for path in paths.values())
         if all(isinstance(tensor, Tensor) for tensor in found):
+            if given is by_name:
+                _require_known(named, list(arguments))
             return found
     missing = next(".".join(path) for path, tensor in zip(paths.values(), found, strict=True) if tensor is None)
     raise LaunchError(f"the batch has no tensor {missing}; give it as the example was given, or as {', '.join(paths)}")
@@ -129,7 +121,9 @@ def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], devi
             "worker.step and worker.evaluate are called inside torch.autocast, where ranks would exchange other "
             "dtypes than they were compiled for; call them outside, and compile with autocast=torch.bfloat16"
         )
-    if any(each.path for each in spec.inputs.values()):
+    if not spec.inputs:
+        batch = tuple(tensor for _, tensor in tensors(batch))
+    elif any(each.path for each in spec.inputs.values()) or any(isinstance(b, (Mapping, list, tuple)) for b in batch):
         batch = as_tuple(batch, spec.paths)
     if len(batch) != len(spec.inputs):
         raise LaunchError(
@@ -145,6 +139,6 @@ def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], devi
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if is_tensor else f"a {type(tensor).__name__}"
             raise LaunchError(
                 f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
-                f"other sizes come from worker.shard, or after worker.use_sizes"
+                f"other sizes come from worker.loader, or after worker.use_sizes"
             )
     return batch

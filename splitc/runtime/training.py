@@ -102,16 +102,17 @@ class Training:
         """How many ranks read data."""
         return len(self.rank.spec.readers)
 
-    def step(self, *batch: Any) -> Tensor:
+    def step(self, *batch: Any, **named: Any) -> Tensor:
         """Train on one global batch.  batch: this rank's examples, inputs, then targets; nothing where it reads none.
 
-        Nested inputs are given as the model takes them, or as their tensors in order.
+        Inputs may be given by name, as a dict or as arguments; nested ones as the model takes them, or as their tensors
+        in order.
 
         Returns the global loss, the same on every rank; within a round that of the ranks that train together.
         Collective.
         Raises LaunchError when the batch does not fit; then nothing has been sent, and a right batch may follow.
         """
-        batch = self._checked(batch)
+        batch = self._checked((*batch, named) if named else batch)
         position = self._steps % self._accumulate
         is_first, is_last = position == 0, position == self._accumulate - 1
         if is_first:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from . import data
 from .errors import LaunchError
 from .files import StateFile, beside
+from .loader import Loader, Readers, taken_over
 from .optimizers import Schedule
 from .training import Training
 from .whole_state import broadcast_state, in_memory
@@ -26,15 +28,18 @@ if TYPE_CHECKING:
 class Worker(Training):
     """Trains one rank, evaluates, and saves its state; `Training` says how it is made and steps."""
 
-    def evaluate(self, *batch: Any) -> Tensor:
+    def evaluate(self, *batch: Any, **named: Any) -> Tensor:
         """The global loss of one batch in evaluation mode, forward only; buffers are the first replica's.  Collective.
 
+        batch: as `step` takes it; or a `Loader`, for the mean loss over the examples of an epoch.
         It changes nothing but the buffers of the other replicas, which are overwritten.
         Raises LaunchError where the model could not be captured in evaluation mode.
         """
         if self.rank.spec.no_evaluation:
             raise LaunchError(f"the model in evaluation mode could not be compiled: {self.rank.spec.no_evaluation}")
-        batch = self._checked(batch)
+        if len(batch) == 1 and isinstance(batch[0], Loader):
+            return self._evaluate_all(batch[0])
+        batch = self._checked((*batch, named) if named else batch)
         self.end_round()
         self.recompute_statistics()
         return self._evaluation.loss(batch, self._context(training=False))
@@ -58,43 +63,39 @@ class Worker(Training):
         self.recompute_statistics()
         return self._evaluation.output(batch, self._context(training=False))
 
-    def shard(
+    def loader(
         self,
         dataset: Any,
         batch_size: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        epoch: int = 0,
         drop_last: bool = True,
-        **loader: Any,
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's batches of one epoch: inputs, then targets; () on ranks that read no data.
+        **options: Any,
+    ) -> Loader:
+        """This rank's batches of a dataset, epoch by epoch; checkpoints hold the position.  Collective.
 
         The readers' batches, concatenated in the order of `data_rank`, are those of one process that reads the whole
         dataset.  Each batch's step comes before the next batch.
 
+        dataset: a Dataset; an IterableDataset, of which each reader reads everything and keeps its examples; or a plain
+        DataLoader, which says the rest itself.
         batch_size: examples for each reader; None: as compiled.
-        drop_last: False divides a smaller last batch among the readers too, if every rank gets an example of it.
-        loader: options of torch's DataLoader (num_workers, collate_fn, pin_memory).
+        drop_last: False takes in the tail too; if it cannot give every rank an example, with those of the batch before.
+        Without shuffle it is for evaluation, and not in checkpoints.
+        options: of torch's DataLoader (num_workers, collate_fn, pin_memory).
         """
-        offsets = self.rank.spec.batch_offsets
-        if batch_size is not None:
-            if batch_size < 1:
-                raise LaunchError(f"batch_size={batch_size}: give at least one example to each reader")
-            offsets = tuple(batch_size * k for k in range(self.data_world + 1))
-        batches = data.shard(
-            dataset,
-            offsets,
-            self.data_rank,
-            self.rank.spec.paths,
-            lambda step_offsets: not self.rank.without_examples(step_offsets),
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            drop_last=drop_last,
-            **loader,
-        )
-        return self._with_sizes(batches)
+        loader = self._loader(dataset, batch_size, shuffle, seed, drop_last, **options)
+        if shuffle or drop_last:
+            self.register(loader=loader)
+        if self._transport.rank == 0:
+            loader.report()
+        return loader
+
+    def shard(self, dataset: Any, batch_size: int | None = None, epoch: int = 0, **options: Any) -> Iterator[Any]:
+        """This rank's batches of one epoch: inputs, then targets; () on ranks that read no data.  As of `loader`."""
+        loader = self._loader(dataset, batch_size, **options)
+        loader.set_epoch(epoch)
+        return iter(loader)
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state under its own keys, as copies on rank 0's CPU; None elsewhere.  Collective."""
@@ -194,6 +195,45 @@ class Worker(Training):
         if self._updates.scale is not None:
             made.register("loss_scale", self._updates.scale)
         return made
+
+    def _loader(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        **options: Any,
+    ) -> Loader:
+        if isinstance(dataset, DataLoader):
+            dataset, given = taken_over(dataset)
+            own_size = given.pop("batch_size")
+            batch_size = own_size if batch_size is None else batch_size
+            shuffle, drop_last, options = given.pop("shuffle"), given.pop("drop_last"), {**given, **options}
+        offsets = self.rank.spec.batch_offsets
+        if batch_size is not None:
+            if batch_size < 1:
+                raise LaunchError(f"batch_size={batch_size}: give at least one example to each reader")
+            offsets = tuple(batch_size * k for k in range(self.data_world + 1))
+        readers = Readers(
+            offsets,
+            self.data_rank,
+            self.rank.spec.paths,
+            lambda step_offsets: not self.rank.without_examples(step_offsets),
+            self._transport.all_gather_objects,
+            self._with_sizes,
+        )
+        return Loader(dataset, readers, shuffle, seed, drop_last, options)
+
+    def _evaluate_all(self, loader: Loader) -> Tensor:
+        """The mean loss over the examples of a whole epoch."""
+        losses, sizes = [], []
+        loader.set_epoch(loader.epoch)
+        for batch in loader:
+            losses.append(self.evaluate(*batch).double())
+            sizes.append(self.batch_offsets[-1])
+        weights = torch.tensor(sizes, device=losses[0].device, dtype=torch.double)
+        return (torch.stack(losses) @ weights / weights.sum()).float()
 
     def _with_sizes(
         self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]

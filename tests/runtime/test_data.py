@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 from splitc.errors import LaunchError
-from splitc.runtime.data import as_tuple, order, plan_epoch, shard
+from splitc.runtime.data import as_tuple, order, plan_epoch, tail_offsets
+from splitc.runtime.loader import Loader, Readers, taken_over
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
@@ -30,9 +31,27 @@ def read(
     number: int, bounds: Sequence[int], reader: int | None, *, dataset: Dataset[Any] | None = None, **options: Any
 ) -> list[tuple[tuple[Tensor, ...], tuple[int, ...]]]:
     """What one reader gets of a dataset whose k-th example is k and its label 10 k."""
-    settings = {"shuffle": False, "seed": 0, "epoch": 0, "drop_last": True, **options}
+    return list(loader_of(number, bounds, reader, dataset=dataset, **options)._counted())
+
+
+def loader_of(
+    number: int,
+    bounds: Sequence[int],
+    reader: int | None,
+    *,
+    dataset: Dataset[Any] | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+    drop_last: bool = True,
+    gather: Any = lambda number: [number],
+    **options: Any,
+) -> Loader:
     dataset = dataset or TensorDataset(torch.arange(number), 10 * torch.arange(number))
-    return list(shard(dataset, bounds, reader, {}, all_fit, **settings))
+    readers = Readers(tuple(bounds), reader, {}, all_fit, gather, lambda steps: (batch for batch, _ in steps))
+    loader = Loader(dataset, readers, shuffle, seed, drop_last, options)
+    loader.set_epoch(epoch)
+    return loader
 
 
 def one_process(number: int, batch: int, indices: list[int], drop_last: bool) -> list[Tensor]:
@@ -49,12 +68,12 @@ def test_the_readers_parts_are_the_batches_of_one_process(
 ) -> None:
     indices = order(number, shuffle, 0, 0).tolist()
     expected = one_process(number, bounds[-1], indices, drop_last)
-    if (
-        expected
-        and len(expected[-1]) < bounds[-1]
-        and not all_fit([b * len(expected[-1]) // bounds[-1] for b in bounds])
-    ):
-        expected.pop()  # the tail cannot give everybody an example
+    if expected and not all_fit(tail_offsets(bounds, len(expected[-1]))):
+        tail = expected.pop()  # cannot give everybody an example
+        both = [torch.cat([batch, tail]) for batch in expected[-1:]]
+        expected[-1:] = [part for batch in both for part in batch.split(len(batch) - len(batch) // 2)]
+        if expected and not all_fit(tail_offsets(bounds, len(expected[-1]))):
+            expected[-2:] = both
     if not expected:
         with pytest.raises(LaunchError, match=rf"the dataset has {number} examples and a global batch {bounds[-1]},"):
             read(number, bounds, 0, shuffle=shuffle, drop_last=drop_last)
@@ -78,10 +97,19 @@ def test_a_tail_is_shared_in_proportion_and_all_of_it() -> None:
     assert [now for _, now in plan_epoch(19, (0, 2, 4, 12), False, all_fit)] == [(0, 2, 4, 12), (0, 1, 2, 7)]
 
 
-@pytest.mark.parametrize(("number", "steps"), [(8, 2), (9, 2), (10, 3)])
-def test_a_tail_that_cannot_give_everybody_an_example_is_left_out_on_every_rank(number: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "bounds", "sizes"),
+    [(8, (0, 2, 4), [4, 4]), (9, (0, 2, 4), [4, 3, 2]), (10, (0, 2, 4), [4, 4, 2]), (7, (0, 1, 2, 3), [3, 4])],
+)
+def test_a_tail_that_cannot_give_everybody_an_example_is_divided_with_the_batch_before_it(
+    number: int, bounds: tuple[int, ...], sizes: list[int]
+) -> None:
     for reader in (0, 1, None):
-        assert len(read(number, (0, 2, 4), reader, drop_last=False)) == steps
+        steps = read(number, bounds, reader, drop_last=False)
+        assert [sum(each) for _, each in steps] == sizes
+        if reader is not None:
+            streamed = read(0, bounds, reader, dataset=Numbers(number), drop_last=False)
+            assert [(x.tolist(), each) for (x,), each in streamed] == [(x.tolist(), each) for (x, _), each in steps]
 
 
 def test_each_epoch_and_each_seed_has_its_own_order_which_is_repeated_exactly() -> None:
@@ -116,14 +144,123 @@ def test_options_of_the_data_loader_reach_it() -> None:
         read(4, (0, 2), 0, no_such_option=1)
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        yield torch.zeros(())
+class Numbers(IterableDataset[int]):
+    """The whole numbers below a bound."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.bound))
 
 
-def test_a_dataset_without_a_length_is_refused_with_a_way_out() -> None:
-    with pytest.raises(LaunchError, match=r"Stream has no length.*worker\.step"):
-        read(0, (0, 2), 0, dataset=Stream())
+class Endless(Dataset[int]):
+    def __getitem__(self, k: int) -> int:
+        return k
+
+
+def test_a_dataset_that_is_neither_map_nor_stream_is_refused_with_a_way_out() -> None:
+    with pytest.raises(LaunchError, match=r"Endless has neither a length nor is it an IterableDataset.*worker\.step"):
+        loader_of(0, (0, 2), 0, dataset=Endless())
+
+
+def test_a_stream_has_no_length_and_says_so() -> None:
+    with pytest.raises(TypeError, match="Numbers is a stream: its length, and so that of an epoch, is not known"):
+        len(loader_of(0, (0, 2), 0, dataset=Numbers(8)))
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_stream_without_a_step_is_refused(number: int) -> None:
+    with pytest.raises(
+        LaunchError, match=f"the dataset has {number} examples and a global batch 4, so an epoch has no"
+    ):
+        read(0, (0, 2, 4), 1, dataset=Numbers(number))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_readers_of_a_stream_keep_their_examples_and_know_at_its_end_what_was_left_out(workers: int) -> None:
+    loader = loader_of(0, (0, 1, 4), 1, dataset=Numbers(10), num_workers=workers)
+    assert loader.dropped is None
+    assert [batch.tolist() for (batch,) in loader] == [[1, 2, 3], [5, 6, 7]]
+    assert (loader.epoch, loader.dropped) == (1, 2)
+
+
+def test_streams_that_differ_among_readers_are_refused() -> None:
+    loader = loader_of(0, (0, 1, 2), 0, dataset=Numbers(3), gather=lambda number: [number, min(number, 1), None])
+    with pytest.raises(
+        LaunchError, match=r"streams do not have the same examples: one global batch has 2, 1; let Numb"
+    ):
+        list(loader)
+
+
+# -- position ----------------------------------------------------------------------------------------------------------
+
+
+def seen(loader: Loader, steps: int | None = None) -> list[int]:
+    """The examples of a reader of everything, in the steps that are left of an epoch, or in some of them."""
+    return [int(k) for (batch, *_) in islice(loader, steps) for k in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1, 3, 4])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_position_goes_on_where_another_loader_stood_with_batches_of_another_size(
+    steps: int, stream: bool, workers: int
+) -> None:
+    def made(batch: int) -> Loader:
+        dataset = Numbers(24) if stream else None
+        return loader_of(24, (0, batch), 0, dataset=dataset, shuffle=True, seed=5, num_workers=workers)
+
+    whole, first, then = made(6), made(6), made(3)
+    before = seen(first, steps)
+    then.load_state_dict(first.state_dict())
+    assert first.state_dict()["seed"] == 5
+    after = seen(then) if steps < 4 else []
+    assert before + after == seen(whole)
+    assert then.state_dict() == {"epoch": 1, "examples": 0, "seed": 5} or (stream and steps == 4)
+    assert seen(then) == seen(whole)
+
+
+def test_a_loop_that_is_left_early_is_continued_and_set_epoch_begins_again() -> None:
+    loader = loader_of(8, (0, 2), 0)
+    assert [seen(loader, 1), seen(loader, 2), seen(loader), seen(loader, 1)] == [[0, 1], [2, 3, 4, 5], [6, 7], [0, 1]]
+    loader.set_epoch(1)
+    assert seen(loader, 1) == [0, 1]
+
+
+def test_reading_leaves_the_global_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    seen(loader_of(8, (0, 2), 0, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- a DataLoader ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_data_loader_says_how_it_reads() -> None:
+    dataset = TensorDataset(torch.arange(8))
+    given = DataLoader(dataset, 2, shuffle=True, num_workers=1, drop_last=True, collate_fn=list)
+    taken, options = taken_over(given)
+    assert taken is dataset
+    assert options["collate_fn"] is list
+    assert [options[name] for name in ("batch_size", "shuffle", "drop_last", "num_workers")] == [2, True, True, 1]
+    assert not taken_over(DataLoader(dataset, 2))[1]["shuffle"]
+    assert taken_over(DataLoader(Numbers(3), 2))[1]["batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sampler": DistributedSampler(range(8), 2, 0)}, "DistributedSampler"),  # type: ignore[arg-type]
+        ({"sampler": RandomSampler(range(8), replacement=True)}, "RandomSampler"),
+        ({"sampler": [1, 2]}, "list"),
+        ({"batch_sampler": [[1, 2]]}, "list"),
+        ({"batch_size": None}, "batch_size of None"),
+    ],
+)
+def test_a_data_loader_with_a_sampler_of_its_own_is_refused_with_a_way_out(options: Any, named: str) -> None:
+    with pytest.raises(LaunchError, match=rf"the DataLoader has a {named}, but worker\.loader .* without sampler= and"):
+        taken_over(DataLoader(TensorDataset(torch.arange(8)), **options))
 
 
 def test_a_batch_is_flattened_to_inputs_and_then_targets() -> None:
@@ -138,10 +275,14 @@ def test_a_dict_goes_by_the_programs_names_and_not_by_its_own_order() -> None:
     x, y, z = (torch.tensor(n) for n in range(3))
     assert as_tuple({"mask": y, "ids": x}, plain("ids", "mask")) == (x, y)
     assert as_tuple([{"mask": y, "ids": x}, z], plain("ids", "mask", "target")) == (x, y, z)
+    assert as_tuple([x, {"target": z, "mask": y}], plain("ids", "mask", "target")) == (x, y, z)
+    assert as_tuple([z, {"mask": y, "ids": x}], plain("ids", "mask", "target")) == (x, y, z)
 
 
 def test_a_dict_with_a_name_that_the_program_does_not_know_is_refused() -> None:
-    with pytest.raises(LaunchError, match="the batch has labels; the program's inputs are ids, target"):
+    with pytest.raises(
+        LaunchError, match="the batch has labels; the program's inputs are ids, target; leave the others o"
+    ):
         as_tuple({"ids": torch.zeros(1), "labels": torch.zeros(1)}, plain("ids", "target"))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from splitc.errors import LaunchError
 from splitc.runtime.worker import Worker
+from tests.support.compiled import compiled
 from tests.support.ranks import (
     Net,
     assert_same,
@@ -84,14 +87,18 @@ def test_a_batch_size_below_one_is_refused_at_once() -> None:
     on_workers(program, run)
 
 
-def test_a_tail_that_leaves_a_rank_without_work_is_left_out_on_every_rank() -> None:
+def test_a_tail_that_leaves_a_rank_without_work_is_trained_with_the_batch_before_it() -> None:
     _, program = plain("layer_separation(n_c=1, n_f=2)")
     dataset = TensorDataset(*batch_of(9))  # 4 + 4 + 1, and two ranks to share the 1
 
-    def run(worker: Worker) -> int:
-        return sum(bool(worker.step(*batch)) for batch in worker.shard(dataset, drop_last=False))
+    def run(worker: Worker) -> list[int]:
+        sizes = []
+        for batch in worker.shard(dataset, drop_last=False):
+            worker.step(*batch)
+            sizes.append(worker.batch_offsets[-1])
+        return sizes
 
-    assert on_workers(program, run) == [2, 2, 2]
+    assert on_workers(program, run) == [[4, 3, 2]] * 3
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -161,3 +168,110 @@ def test_evaluation_keeps_no_graph() -> None:
         return modes
 
     assert on_workers(program, run) == [[False, True]] * 3
+
+
+@pytest.mark.parametrize("number", [8, 9, 11, 21])
+def test_the_loss_of_a_whole_dataset_counts_every_example_once(number: int) -> None:
+    model, program = plain("layer_separation(n_c=2, n_f=1)")
+    images, labels = batch_of(number)
+
+    def run(worker: Worker) -> tuple[float, int]:
+        loader = worker.loader(TensorDataset(images, labels), shuffle=False, drop_last=False)
+        return float(worker.evaluate(loader)), loader.dropped or 0
+
+    model.eval()
+    with torch.no_grad():
+        expected = float(F.cross_entropy(model(images), labels))
+    assert on_workers(program, run) == [(pytest.approx(expected, rel=1e-6), 0)] * 3
+
+
+# -- loader ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_bit_for_bit(tmp_path: Path) -> None:
+    _, program = plain()
+    dataset = TensorDataset(*batch_of(44))
+
+    def trained(worker: Worker, folder: Path | None) -> tuple[list[float], dict[str, Any]]:
+        loader, losses = worker.loader(dataset, seed=3), []
+        if folder is not None:
+            assert worker.resume(folder) == 7
+            assert (loader.epoch, len(loader)) == (1, 5)
+        while loader.epoch < 2:
+            for batch in loader:
+                losses.append(float(worker.step(*batch)))
+                if worker.steps == 7:
+                    worker.save(tmp_path)
+        return losses, loader.state_dict()
+
+    (whole, position), *_ = on_workers(program, lambda worker: trained(worker, None))
+    (rest, end), *_ = on_workers(program, lambda worker: trained(worker, tmp_path))
+    assert len(whole) == 10
+    assert rest == whole[7:]
+    assert position == end == {"epoch": 2, "examples": 0, "seed": 3}
+
+
+def test_rank_0_says_once_how_many_examples_an_epoch_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    _, program = plain()
+    dataset = TensorDataset(*batch_of(21))
+
+    def run(worker: Worker) -> int | None:
+        return worker.loader(dataset).dropped
+
+    assert on_workers(program, run) == [5, 5, 5]
+    said = (
+        "splitc: an epoch leaves out 5 of 21 examples, which fill no global batch of 8; drop_last=False takes them in\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+def test_a_data_loader_is_read_as_it_says_and_by_all_readers_together() -> None:
+    _, program = plain()
+    dataset = TensorDataset(*batch_of(20))
+
+    def run(worker: Worker, given: Any, **options: Any) -> list[float]:
+        return [float(worker.step(*batch)) for batch in worker.loader(given, **options)]
+
+    given = DataLoader(dataset, batch_size=5, shuffle=True, drop_last=True)
+    losses = on_workers(program, lambda worker: run(worker, given))
+    assert losses == on_workers(program, lambda worker: run(worker, dataset, batch_size=5))
+    assert [len(each) for each in losses] == [2, 2, 2]
+
+
+# -- batches by name ---------------------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Its inputs are of one shape: an order taken from elsewhere would go unnoticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(ids * mask), labels.argmax(1))
+
+
+def test_a_batch_may_be_a_dict_or_arguments_by_name_and_extra_names_are_told() -> None:
+    batch = {"labels": torch.rand(4, 3), "mask": torch.rand(4, 4), "ids": torch.rand(4, 4)}
+    own = dict(reversed(batch.items()))
+    program = compiled(Scores(), own, None, None, 2, "data_parallel")
+
+    def run(worker: Worker) -> list[float]:
+        ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+            (tuple(own.values()), {}),
+            ((batch,), {}),
+            ((), batch),
+            ((batch["ids"],), {name: batch[name] for name in ("labels", "mask")}),
+        ]
+        losses = [float(worker.evaluate(*given, **named)) for given, named in ways]
+        losses += [float(worker.step(batch)), float(worker.step(**batch))]
+        with pytest.raises(
+            LaunchError, match="the batch has length; the program's inputs are ids, mask, labels; leave"
+        ):
+            worker.step({**batch, "length": torch.zeros(4)})
+        return losses
+
+    first, second = on_workers(program, run)
+    assert first == second
+    assert len(set(first[:5])) == 1 > first[5] - first[4]
