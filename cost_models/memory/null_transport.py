@@ -29,8 +29,8 @@ class NullTransport(Transport):
         return value
 
     def gather_objects(self, value: Any, dst: int = 0) -> list[Any] | None:
-        """Return the batch bounds of all ranks, from the plan, on the first call; then this rank's value only."""
-        return [self._examples.pop()] if self._examples else [value]
+        """Return this rank's value only; for the first dict, its batch bounds, those of all ranks, from the plan."""
+        return [self._examples.pop()] if self._examples and isinstance(value, dict) else [value]
 
     def barrier(self) -> None:
         return

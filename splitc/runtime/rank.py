@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -57,17 +56,6 @@ class Rank:
         """(rank, role) -> its examples of the compiled batch, of all ranks."""
         own = {(self.index, role.role): role.examples for role in self.spec.roles}
         return {key: examples for each in self.transport.all_gather_objects(own) for key, examples in each.items()}
-
-    def require_equal(self, settings: Mapping[str, Any]) -> None:
-        """Raise LaunchError, on every rank, when the ranks were started with different settings.  Collective."""
-        found = self.transport.all_gather_objects(dict(settings))
-        for name, first in found[0].items():
-            for rank, other in enumerate(found):
-                if other[name] != first:
-                    raise LaunchError(
-                        f"the ranks must agree on {name}: rank 0 has {first!r}, rank {rank} has {other[name]!r}; "
-                        f"give the same to every rank"
-                    )
 
     @property
     def index(self) -> int:

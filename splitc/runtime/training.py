@@ -19,6 +19,7 @@ from .progress import GeneratedModule, Progress
 from .rank import Rank
 from .spec import Shard, StepContext
 from .stage_state import StageState
+from .transport.agreement import require_equal
 from .transport.base import Transport
 from .updates import DYNAMIC, LossScale, Updates
 
@@ -61,12 +62,12 @@ class Training:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
         if type(accumulate) is not int or accumulate < 1:
             raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
-        self.rank = Rank(program.rank, transport, self._update)
-        self._program, self._transport = program, transport
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale}
-        self.rank.require_equal({**self._settings, **others})
+        require_equal(transport, {**self._settings, **others})  # before anything that ranks of another build do not do
+        self.rank = Rank(program.rank, transport, self._update)
+        self._program, self._transport = program, transport
         first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
         self._state = StageState(self.rank, program.Stage, weights, first_names)
         self.stage = self._state.stage

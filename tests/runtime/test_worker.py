@@ -264,7 +264,7 @@ def test_ranks_of_different_plans_are_refused() -> None:
         (batch_of(3), r"images is \(3, 1, 8, 8\) torch.float32, this step needs \(4, 1, 8, 8\) torch.float32"),
         ((torch.zeros(4, 1, 8, 8).double(), torch.zeros(4).long()), "images is .* torch.float64, this step needs"),
         ((torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int32)), "target is .* torch.int32, this step needs"),
-        ((torch.zeros(4, 1, 8, 8), [0, 1, 2, 3]), "target is a list, this step needs"),
+        ((torch.zeros(4, 1, 8, 8), [0, 1, 2, 3]), "the batch holds int; a batch is tensors"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_and_a_right_one_may_follow(wrong: tuple[Any, ...], text: str) -> None:

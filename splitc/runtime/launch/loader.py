@@ -10,15 +10,18 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 from torch import Tensor
 
 from ..errors import LaunchError
+from ..transport.agreement import digest, require_equal
 from ..transport.base import Transport
 from ..whole_state import scatter_state
 
@@ -71,6 +74,21 @@ def one_plan(source: Path | Mapping[str, str]) -> None:
         raise LaunchError(
             f"the build is stale, its files come from different plans ({listed}); compile the model again"
         )
+
+
+def require_one_build(folder: Path, transport: Transport) -> None:
+    """Raise LaunchError, on every rank, when hosts have different builds, or one was edited or made anew.  Collective.
+
+    Weights are compared by the checksums of the tensors that their file lists.
+    """
+    texts = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    plans = {name: _plan_of(name, text.decode("utf-8", "replace")) for name, text in texts.items()}
+    files = {name: digest(text) for name, text in texts.items() if plans[name]}
+    with suppress(OSError, BadZipFile), ZipFile(folder / "weights.pt") as saved:
+        files["weights.pt"] = digest(*(b"%d %d" % (each.CRC, each.file_size) for each in saved.infolist()))
+    copy = "copy one build to every host"
+    require_equal(transport, {"the plan": plans.get(f"rank{transport.rank}.py")}, copy)
+    require_equal(transport, files, copy)
 
 
 def _plan_of(name: str, text: str) -> str | None:

@@ -6,29 +6,27 @@ import argparse
 import importlib
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..data import as_tuple
 from ..errors import LaunchError
 from ..optimizers import OptimizerFactory
 from ..spec import RankSpec
-from ..transport.base import PeerLost, Transport
+from ..transport.base import Transport
 from ..transport.distributed import init
 from ..transport.phases import WARM_UP, report, write
 from ..transport.recorder import Recorder
 from ..weights import first_names
 from ..worker import Worker
-from .loader import load_rank
+from .failures import guarded
+from .loader import load_rank, require_one_build
 
 
 def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
@@ -48,38 +46,6 @@ def main(train: Callable[[argparse.Namespace], None], world: int) -> None:
     )
     args = parser.parse_args()
     guarded(lambda: train(args))
-
-
-def guarded(run: Callable[[], None]) -> None:
-    """Run a rank so that the error that caused a failure is printed first, and no process keeps running.
-
-    A rank that lost a peer waits a moment before it exits: by then the peer has printed its own error.  torchrun learns
-    the errors of the ranks that failed by themselves, and stops the others.
-    """
-    rank = os.environ.get("RANK", "?")
-
-    def without_lost_peers() -> PeerLost | None:
-        try:
-            run()
-        except PeerLost as error:
-            return error
-        return None
-
-    try:
-        lost = record(without_lost_peers)()
-    except LaunchError as error:
-        _exit(f"error: {error}")
-    except BaseException:
-        _exit(f"rank {rank} failed:\n{traceback.format_exc()}")
-    if lost is not None:
-        time.sleep(2.0)
-        _exit(f"rank {rank} stops: {lost}\n  (the error of the rank that failed first stands above)")
-
-
-def _exit(message: str) -> NoReturn:
-    sys.stdout.flush()
-    print(message, file=sys.stderr, flush=True)
-    os._exit(1)  # a poisoned process group may block an ordinary exit
 
 
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -105,6 +71,7 @@ def open_worker(script: str, world: int, optimizer: OptimizerFactory, args: argp
     folder = Path(script).resolve().parent
     _check_options(folder, args)
     transport = init(world, args.backend)
+    require_one_build(folder, transport)
     worker = load_worker(folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed)
     yield worker
     worker.close()

@@ -20,8 +20,8 @@ from ..transport.base import Transport
 from ..transport.distributed import init
 from ..weights import first_names
 from ..worker import Worker
+from .failures import guarded
 from .loader import load_rank
-from .main import guarded
 from .torchrun import torchrun
 
 __all__ = ["Feeds", "Trial", "run_trial", "torchrun", "torchrun_trial"]

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..heap import keep_memory
+from .agreement import require_equal, versions
 from .flight import cause
+from .network import choose_interface, interface_used
 from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -40,8 +42,10 @@ def init(
         the GPUs in sight.  Hosts that would choose differently need an explicit `backend`.
     timeout: seconds that a rank waits for another one before it gives the other up.
 
+    Ranks on several hosts meet over the interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
+
     Raises LaunchError when torchrun did not start this process, started another number of ranks
-    than `world`, or when the ranks do not find each other in time.
+    than `world`, or when the ranks do not find each other in time; on every rank when their versions differ.
     """
     joined = dist.is_initialized()
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
@@ -49,8 +53,10 @@ def init(
     if missing and not joined:
         raise LaunchError(f"not started by torchrun ({', '.join(missing)} not set); run: {command}")
     started = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
-    if world not in (None, started):
-        raise LaunchError(f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; run: {command}")
+    another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; run: {command}"
+    on_one_host = joined or int(os.environ.get("LOCAL_WORLD_SIZE", started)) == started
+    if world not in (None, started) and on_one_host:
+        raise LaunchError(another)
     seconds = _timeout(timeout)
     if joined:
         backend = str(dist.get_backend())
@@ -60,15 +66,21 @@ def init(
     else:
         keep_memory()
     if not joined:
+        choose_interface()
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {os.environ['RANK']} of {started} did not find the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s: "
-                f"{cause(error)}"
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
+                f"{interface_used()}: {cause(error)}"
             ) from error
-    return TorchTransport(where, seconds, owns_process_group=not joined)
+    transport = TorchTransport(where, seconds, owns_process_group=not joined)
+    require_equal(transport, {"the number of ranks of the build": world or started}, "copy one build to every host")
+    require_equal(transport, versions(), "install the same on every host")
+    if world not in (None, started):
+        raise LaunchError(another)
+    return transport
 
 
 def rank_among(world: int) -> int:

@@ -1,0 +1,72 @@
+"""How a rank fails: its error is printed once on each host, and the process ends.
+
+torchrun prints a traceback of its own, and lists every process that ended with an error; so of the ranks of a host that
+have one error in common only the first ends with one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import LaunchError
+from ..transport.base import PeerLost
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank failed; its folder is that of one attempt
+
+
+def guarded(run: Callable[[], None]) -> None:
+    """Run a rank so that the error that caused a failure is printed first, and no process keeps running.
+
+    A rank that lost a peer waits a moment before it exits: by then the peer has printed its own error.  torchrun learns
+    of the ranks that failed by themselves, and stops the others.
+    """
+    rank = os.environ.get("RANK", "?")
+    try:
+        run()
+    except LaunchError as error:
+        _exit(f"error: {with_notes(error)}")
+    except PeerLost as error:
+        time.sleep(2.0)
+        text = f"rank {rank} stops: {with_notes(error)}\n  (the error of the rank that failed first stands above)"
+        _exit(text, "a peer was lost", by_itself=False)
+    except BaseException as error:
+        _exit(f"rank {rank} failed:\n{traceback.format_exc()}", f"{type(error).__name__}: {error}")
+
+
+def with_notes(error: BaseException) -> str:
+    """The text of an error and of what was noted on its way."""
+    return "\n  ".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def _exit(message: str, kind: str | None = None, by_itself: bool = True) -> NoReturn:
+    """End this process.  kind: what ranks with the same failure have in common."""
+    sys.stdout.flush()
+    first = _is_first(kind or message)
+    if first:
+        print(message, file=sys.stderr, flush=True)
+    if first and by_itself and _ERROR_FILE in os.environ:
+        reason = {"message": "its error is printed above", "extraInfo": {"timestamp": int(time.time())}}
+        Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": reason}), encoding="utf-8")
+    os._exit(int(first))  # a poisoned process group may block an ordinary exit
+
+
+def _is_first(kind: str) -> bool:
+    """Whether no other rank of this host and attempt has failed in this way."""
+    if _ERROR_FILE not in os.environ:
+        return True
+    name = f"failed-{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+    try:
+        (Path(os.environ[_ERROR_FILE]).parents[1] / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,84 @@
+"""The network interface over which the ranks of several hosts reach each other.
+
+gloo listens on the address that the host's name resolves to, which on many machines is 127.0.0.1 and then no other host
+can reach.  The address that a packet to MASTER_ADDR leaves from is one that the others can.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+from ..errors import LaunchError
+
+with suppress(ImportError):  # of Unix alone
+    import fcntl
+
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_ANYWHERE = "192.0.2.1"  # of no host (RFC 5737); connecting a UDP socket sends nothing
+
+
+def choose_interface() -> None:
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where the ranks are on several hosts and neither is set.
+
+    Raises LaunchError, with the interfaces that there are, when none is found.
+    """
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if one_host or any(os.environ.get(name) for name in _VARIABLES) or not Path("/proc/net").exists():
+        return
+    master = os.environ["MASTER_ADDR"]
+    try:
+        found = socket.getaddrinfo(master, None, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR is {master}, which this host cannot resolve: {error}; give torchrun --master-addr an address"
+        ) from error
+    if ip_address(str(found[0][4][0])).is_loopback and "LOCAL_WORLD_SIZE" not in os.environ:
+        return  # all of them are here
+    interfaces = _interfaces()
+    own = [_local_address(family, str(address[0])) for family, _, _, _, address in found]
+    own += [_local_address(socket.AF_INET, _ANYWHERE)]  # on the master itself its name may mean 127.0.1.1
+    for address in own:
+        if (name := interfaces.get(address)) is not None and not ip_address(address).is_loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # no other that begins alike
+            return
+    listed = ", ".join(f"{name} {address}" for address, name in interfaces.items()) or "none with an address"
+    raise LaunchError(
+        f"host {socket.gethostname()} has no network interface that reaches MASTER_ADDR {master}; its interfaces: "
+        f"{listed}; name the right one in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every host"
+    )
+
+
+def interface_used() -> str:
+    """For messages: the interface that gloo was told to use, if any."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    return f" over the interface {name} (GLOO_SOCKET_IFNAME)" if name else ""
+
+
+def _local_address(family: int, peer: str) -> str:
+    """The address that packets to `peer` leave from; empty where there is no route."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _interfaces() -> dict[str, str]:
+    """Address -> the interface of this host that has it."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found[str(ip_address(bytes.fromhex(digits)))] = name
+    return found
