@@ -51,7 +51,7 @@ from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import NEAR
 
-_NOT_READ = ("graph", "root", "evaluation")  # of a program; the text of its graph is
+_NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
 _MANY = 256  # layers, from which simulating takes seconds

@@ -111,6 +111,16 @@ def _taken(items: Sequence[Any], paths: Mapping[str, Path]) -> tuple[Tensor, ...
     raise LaunchError(f"the batch has no tensor {missing}; give it as the example was given, or as {', '.join(paths)}")
 
 
+def without_targets(batch: tuple[Any, ...], spec: RankSpec) -> tuple[Any, ...]:
+    """Of a batch as a step takes it, what the model's output is computed of."""
+    if len(batch) == len(spec.inputs) and all(isinstance(each, Tensor) for each in batch):
+        return tuple(each for each, name in zip(batch, spec.inputs, strict=True) if name in spec.predicts)
+    others = {path[0] for path in spec.paths.values()} - {spec.paths[name][0] for name in spec.predicts}
+    return tuple(
+        {k: v for k, v in each.items() if k not in others} if isinstance(each, Mapping) else each for each in batch
+    )
+
+
 def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
     """The tensors of a batch, inputs first.  offsets: where each reader's examples begin.
 

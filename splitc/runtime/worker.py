@@ -44,21 +44,20 @@ class Worker(Training):
         self.recompute_statistics()
         return self._evaluation.loss(batch, self._context(training=False))
 
-    def predict(self, *inputs: Any) -> Any:
+    def predict(self, *inputs: Any, **named: Any) -> Any:
         """What the model returns in evaluation mode for this rank's examples; None where it reads no data.  Collective.
 
-        inputs: those of the model, as `step` takes them, with or without the targets after them.
+        inputs: those of the model as `step` takes them, by name too; targets may be among them.
         What has no batch dimension is None; a dict or an object comes back as a dict that has its parts as attributes,
         too.  Buffers are those of `evaluate`.
         Raises LaunchError where the model's output could not be compiled.
         """
         self._evaluation.require_output()
         spec = self.rank.spec
+        own = data.without_targets((*inputs, named) if named else inputs, spec)
         taken = replace(spec, inputs={name: spec.inputs[name] for name in spec.predicts})
-        if len(inputs) == len(spec.inputs) and not any(each.path for each in spec.inputs.values()):
-            inputs = tuple(given for given, name in zip(inputs, spec.inputs, strict=True) if name in spec.predicts)
         self.batch_offsets = self.rank.batch_offsets(self._sizes)
-        batch = data.checked(inputs, taken, self.batch_offsets, self._transport.device)
+        batch = data.checked(own, taken, self.batch_offsets, self._transport.device)
         self.end_round()
         self.recompute_statistics()
         return self._evaluation.output(batch, self._context(training=False))

@@ -177,7 +177,7 @@ def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_
     assert re.search(r"comm\.dropout\(.*features=\d+", text)
     whole = divided(lambda m, x: m.fc(F.dropout(m.norm(m.a(x)), 0.5, m.training)), a=COLUMNS, fc=COLUMNS)
     assert "comm.dropout(" in "".join(whole.files.values())
-    assert "features=" not in re.sub(r"comm\.shard\(.*", "", "".join(whole.files.values()))
+    assert "features=" not in re.sub(r"comm\.(shard|all_to_all)\(.*", "", "".join(whole.files.values()))
 
 
 def test_values_of_more_dims_are_divided_along_their_last() -> None:

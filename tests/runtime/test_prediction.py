@@ -178,6 +178,57 @@ def test_the_targets_may_be_left_out_and_other_tensors_are_refused_before_anythi
         assert (both is None and alone is None) or torch.equal(both, alone)
 
 
+def test_inputs_may_be_given_by_name_as_a_loader_gives_them_and_for_a_smaller_last_batch() -> None:
+    torch.manual_seed(0)
+    model = ReturnsItsLoss()
+    x, y = torch.randn(11, 8), torch.randint(CLASSES, (11,))
+    program = compiled(model, {"x": x[:4], "labels": y[:4]}, None, None, 3, "layer_separation(n_c=2, n_f=1)")
+    dataset = [{"x": x[k], "labels": y[k]} for k in range(11)]
+
+    def run(worker: Worker) -> list[Any]:
+        found: list[Any] = []
+        for batch in worker.loader(dataset, shuffle=False, drop_last=False):
+            names = ("x", "labels")[: len(batch)]
+            given = dict(zip(names, batch, strict=True))
+            ways = [worker.predict(*batch), worker.predict(**given), worker.predict(given), worker.predict(*batch[:1])]
+            assert all(way is None or torch.equal(way.logits, ways[0].logits) for way in ways)
+            found.append(ways[0])
+        return found
+
+    readers = [found for found in on_workers(program, run) if found[0] is not None]
+    scores = torch.cat([output.logits for step in zip(*readers, strict=True) for output in step])
+    torch.testing.assert_close(scores, model.eval()(x, y).logits, rtol=1e-6, atol=1e-6)
+
+
+NESTED_INPUTS = {"image": torch.randn(4, 8), "extra": [torch.randn(4, 8)]}
+
+
+class TakesNested(nn.Module):
+    """Takes a dict with a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        scores: Tensor = self.fc(batch["image"] + batch["extra"][0])
+        return scores
+
+
+def test_nested_inputs_are_given_as_the_model_takes_them() -> None:
+    model, y = TakesNested(), torch.randint(CLASSES, (4,))
+    program = compiled(model, (NESTED_INPUTS,), y, F.cross_entropy, 2, "data_parallel")
+
+    def run(worker: Worker) -> Tensor:
+        given = [worker.predict(NESTED_INPUTS), worker.predict(NESTED_INPUTS, y)]
+        given.append(worker.predict(NESTED_INPUTS["image"], *NESTED_INPUTS["extra"], y))
+        assert all(torch.equal(each, given[0]) for each in given)
+        return given[0]
+
+    for scores in on_workers(program, run):
+        torch.testing.assert_close(scores, model(NESTED_INPUTS))
+
+
 class OnlyLoss(nn.Module):
     """Returns its loss alone."""
 
