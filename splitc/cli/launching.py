@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from splitc.cli.options import Parser, positive
+from splitc.cli.options import Parser
 from splitc.cli.plan_file import read_plan_file
 from splitc.errors import LaunchError
 from splitc.ir.names import near_name
 from splitc.ir.plan import Plan
+from splitc.runtime.launch.options import add_options, check_options
 
 
 def launch(folder: Path, arguments: Sequence[str]) -> int:
@@ -99,11 +100,7 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
     parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options()])
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--steps", type=positive, metavar="N", help="training steps (default 10)")
-    parser.add_argument("--data", metavar="MODULE:FUNCTION", help="batches of a rank; synthetic ones without it")
-    parser.add_argument("--seed", type=int, metavar="N", help="of dropout and of synthetic data (default 0)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
+    add_options(parser)
     args, unknown = parser.parse_known_args(arguments)
     if args.help:
         parser.print_help()
@@ -114,42 +111,44 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if unknown:
         parser.refuse_option(unknown[0], "launch.py has no option")
-    if args.data is not None:
-        check_data(args.data)
-    if args.save is not None and not args.save.absolute().parent.is_dir():
-        raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
+    for option, given in (("--data", args.data), ("--eval-data", args.eval_data)):
+        if given is not None:
+            check_data(given, option)
+    check_options(args)
     for name in ("trace", "correct", "json"):
         if getattr(args, name) and not args.measure:
             parser.error(f"--{name} belongs to --measure, which is not there")
     return args
 
 
-def check_data(name: str) -> None:
+def check_data(name: str, option: str) -> None:
     """Raises LaunchError when `module:function` cannot be found.  The module is read and not run."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
-        raise LaunchError(f"--data {name}: write module:function, a function of the worker that gives its batches")
+        raise LaunchError(f"{option} {name}: write module:function, a function of the worker that gives its batches")
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise LaunchError(f"--data {name}: {error}") from error
+        raise LaunchError(f"{option} {name}: {error}") from error
     finally:
         sys.path.remove(str(Path.cwd()))
     if spec is None:
-        raise LaunchError(f"--data {name}: there is no module {module} here or among the installed packages")
+        raise LaunchError(f"{option} {name}: there is no module {module} here or among the installed packages")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return
     try:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise LaunchError(
-            f"--data {name}: {Path(spec.origin).name}:{error.lineno} is no Python: {error.msg}"
+            f"{option} {name}: {Path(spec.origin).name}:{error.lineno} is no Python: {error.msg}"
         ) from error
     names = _top_level(tree)
     if names is not None and function not in names:
         functions = ", ".join(sorted(n for n in names if not n.startswith("_"))) or "nothing"
-        raise LaunchError(f"--data {name}: {module} has no {function}; {near_name(function, names)}it has {functions}")
+        raise LaunchError(
+            f"{option} {name}: {module} has no {function}; {near_name(function, names)}it has {functions}"
+        )
 
 
 def _top_level(tree: ast.Module) -> set[str] | None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from splitc.cli.help import epilog
 from splitc.errors import LaunchError
 from splitc.ir.names import near_name
+from splitc.runtime.launch.options import positive as positive
 from splitc.version import __version__
 
 Add = Callable[..., argparse.Action]
@@ -243,14 +244,6 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
     "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),
 }
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
 
 
 def seconds(text: str) -> float:

@@ -66,14 +66,18 @@ def _launch_file(program: LoweredProgram) -> str:
     plan = program.plan
     roles = ", ".join(f"{role} {ranks_text(ranks)}" for role, ranks in plan.roles.items())
     title = f"Train {program.name} on {plan.world} ranks: {plan.strategy}{', approximate' * (not plan.exact)}, {roles}."
+    update = "scheduler.step()"
+    if plan.accumulate > 1:
+        update = f"if step % {plan.accumulate} == 0:  # batches to an update\n                {update}"
     rest = LAUNCH_OPTIONS.format(world=plan.world, hash=plan.hash).splitlines()
-    return "\n".join([*docstring(title, rest), LAUNCH.format(world=plan.world, hash=plan.hash)])
+    return "\n".join([*docstring(title, rest), LAUNCH.format(world=plan.world, hash=plan.hash, update=update)])
 
 
 LAUNCH_OPTIONS = """\
 run      torchrun --nproc-per-node {world} launch.py --steps 10
-         --data module:function   in place of synthetic batches: function(worker) gives an iterable of batches,
-                                  (inputs..., target), of the examples that worker.data_rank reads
+         --data module:function   in place of synthetic batches: function(worker) gives a Dataset, or an iterable of
+                                  batches, (inputs..., target), of the examples that worker.data_rank reads
+         --help                   evaluation, checkpoints, resuming, TensorBoard
 plan     {hash}"""
 
 LAUNCH = """
@@ -91,17 +95,35 @@ def optimizer(params):
     return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)  # what lr is multiplied by
+
+
 def train(args):
     with launch.open_worker(__file__, WORLD, optimizer, args) as worker:
-        batches = launch.batches(worker, args)
+        scheduler, is_first = worker.scheduler(schedule), worker.rank.index == 0
+        batches, evaluation = launch.batches(worker, args), launch.evaluation(worker, args)
+        board = launch.board(worker, args)                          # TensorBoard's writer on rank 0, with --log
+        if args.resume:
+            launch.resume(worker, args)
         begin = time.perf_counter()
-        for step, batch in enumerate(batches, start=1):
+        for step, batch in enumerate(batches, start=worker.steps + 1):
+            is_last = step == len(batches)
             loss = worker.step(*batch)
-            if worker.rank.index == 0:
+            {update}
+            if is_first:
                 print(f"step {{step}}  loss {{loss.item():.6f}}  {{time.perf_counter() - begin:.3f}} s", flush=True)
                 begin = time.perf_counter()
+            if board is not None:
+                board.add_scalar("loss", loss.item(), step)
+            if evaluation is not None and (is_last or step % (args.eval_every or len(batches)) == 0):
+                mean = worker.evaluate(evaluation).item()
+                if is_first:
+                    print(f"step {{step}}  evaluation {{mean:.6f}}", flush=True)
+            if args.save_every and (is_last or step % args.save_every == 0):
+                worker.save(args.checkpoints, asynchronous=True)    # --resume goes on from the last one
         if args.save is not None:
-            worker.export(args.save)
+            worker.export(args.save)                                # the whole model's state_dict
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from splitc.ir.dealt import slice_numel
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.program import LoweredProgram
 from splitc.ir.wire import nbytes_trained, wire
-from splitc.runtime.launch.main import synthetic
+from splitc.runtime.launch.feed import synthetic
 from splitc.runtime.spec import DealtDims, Neurons
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.simulated import run_ranks

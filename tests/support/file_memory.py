@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from splitc.compiled import CompiledProgram
-from splitc.runtime.launch.main import load_worker, synthetic
+from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.launch.main import load_worker
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.transport.distributed import init
 from tests.support.ranks import sgd

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.memory.live_storage import HELD, SAVED, LiveStorage
-from splitc.runtime.launch.main import load_worker, synthetic
+from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.launch.main import load_worker
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.transport import simulated
 from splitc.runtime.transport.distributed import init

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
-from splitc.runtime.launch.main import given, synthetic
+from splitc.runtime.launch.feed import given, synthetic
 from splitc.runtime.launch.trial import torchrun_trial
 from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
@@ -119,6 +119,24 @@ def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(strateg
     state = on_workers(compiled_net, train, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))[0]
     assert state is not None
     assert_same(torch.load(tmp_path / "state.pt", weights_only=True), state)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_goes_on_from_its_last_checkpoint_and_evaluates(build: Path, tmp_path: Path) -> None:
+    dataset, folder = "tests.runtime.launch.test_feed:dataset", tmp_path / "run"
+    common = ["--data", dataset, "--eval-data", dataset, "--checkpoints", folder]
+    pattern = re.compile(r"^step (\d+)  (loss|evaluation) (\S+)", re.MULTILINE)
+    code, whole, _ = launch(build / "launch.py", *common, "--epochs", 2, "--eval-every", 3)
+    assert code == 0, whole
+    code, begun, _ = launch(build / "launch.py", *common, "--steps", 5, "--eval-every", 3, "--save-every", 2)
+    assert code == 0, begun
+    code, ended, _ = launch(build / "launch.py", *common, "--epochs", 2, "--eval-every", 3, "--resume")
+    assert code == 0 and f"goes on after step 5, from {folder}" in ended, ended
+    every = [found for found in pattern.findall(begun) if found[:2] != ("5", "evaluation")] + pattern.findall(ended)
+    assert every == pattern.findall(whole)
+    assert [int(step) for step, kind, _ in every if kind == "loss"] == [*range(1, 9)]
+    assert [int(step) for step, kind, _ in every if kind == "evaluation"] == [3, 6, 8]
 
 
 @pytest.mark.slow
@@ -267,7 +285,7 @@ def test_a_data_function_that_is_not_there_is_named(name: str, text: str) -> Non
 @pytest.mark.processes
 def test_a_launcher_says_what_is_wrong_before_it_begins(build: Path) -> None:
     for arguments, text in (
-        (["--save", "no/such/folder/state.pt"], "error: --save no/such/folder/state.pt: name another file"),
+        (["--save", "no/such/folder/state.pt"], "error: --save no/such/folder/state.pt: there is no folder"),
         (["--save", str(build / "weights.pt")], "error: --save"),
         ([], "error: not started by torchrun"),
     ):

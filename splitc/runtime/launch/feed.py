@@ -1,0 +1,117 @@
+"""What a generated `launch.py` trains and evaluates on: the user's data, or synthetic batches."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..data import as_tuple
+from ..errors import LaunchError
+from ..loader import Loader
+from ..spec import RankSpec
+from ..worker import Worker
+from .measured import MeasuredWorker
+
+STEPS = 10  # unless given
+
+
+class Batches:
+    """This rank's batches of a run, after those that the worker was trained on; its length is that of the whole run.
+
+    Iterating raises LaunchError when the data end early.
+    """
+
+    def __init__(self, worker: Worker, args: argparse.Namespace) -> None:
+        self._worker, self._steps = worker, args.steps or STEPS
+        self._source = found(args.data, worker) if args.data else synthetic(worker.rank.spec, args.seed)
+        self._is_given, self._loader = args.data is not None, None
+        if isinstance(self._source, Dataset | DataLoader):
+            self._loader = worker.loader(self._source, seed=args.seed)
+        if args.epochs is not None:
+            if self._loader is None or isinstance(self._source, IterableDataset):
+                raise LaunchError(f"--epochs: what {args.data} gives is no Dataset with a length; give --steps")
+            self._steps = args.epochs * len(self._loader)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        made, worker = self._worker.steps, self._worker
+        if made >= len(self) and worker.rank.index == 0:
+            print(f"all {len(self)} steps were made before; give more", flush=True)
+        source: Iterator[tuple[Tensor, ...]]
+        if self._loader is not None:  # which stands where the checkpoint was made
+            source = chain.from_iterable(repeat(self._loader))
+        else:
+            source = islice(taken(self._source, worker) if self._is_given else self._source, made, None)
+        if isinstance(worker, MeasuredWorker):
+            source = source if self._is_given else repeat(next(source))
+            worker.recorder.align()
+        for step in range(made, len(self)):
+            try:
+                batch = next(source)
+            except StopIteration:
+                rank = worker.rank.index
+                raise LaunchError(f"the data of rank {rank} ended after {step} of {len(self)} steps") from None
+            yield batch
+
+
+def evaluation(worker: Worker, args: argparse.Namespace) -> Loader | None:
+    """What `--eval-data` gives, each example once an epoch; None without it."""
+    if args.eval_data is None:
+        return None
+    source = found(args.eval_data, worker)
+    if not isinstance(source, Dataset | DataLoader):
+        raise LaunchError(f"--eval-data: {args.eval_data} gives a {type(source).__name__}; let it give a Dataset")
+    return worker.loader(source, shuffle=False, drop_last=False)
+
+
+def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """The batches of the user's `module:function`."""
+    return taken(found(name, worker), worker)
+
+
+def taken(batches: Iterable[Any], worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """A user's batches; on ranks that read no data each of them is replaced by ()."""
+    reads, paths = worker.data_rank is not None, worker.rank.spec.paths
+    return (as_tuple(batch, paths) if reads else () for batch in batches)
+
+
+def found(name: str, worker: Worker) -> Any:
+    """What the user's `module:function` gives.  Raises LaunchError when there is no such function."""
+    module, _, function = name.partition(":")
+    if not function:
+        raise LaunchError(f"--data {name}: write module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make: Any = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        raise LaunchError(f"--data {name}: {error}") from error
+    if make is None:
+        raise LaunchError(f"--data {name}: {module} has no {function}")
+    return make(worker)
+
+
+def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    """Endless random batches for this rank, as large as compiled; () on ranks that read no data."""
+    generator = torch.Generator().manual_seed(seed * rank.world + rank.index)
+    reader = rank.data_rank or 0
+    first, last = rank.batch_offsets[reader], rank.batch_offsets[min(reader + 1, len(rank.batch_offsets) - 1)]
+
+    def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | None) -> Tensor:
+        sizes = [last - first if n == -1 else n for n in shape]
+        if high is None and (dtype.is_floating_point or dtype.is_complex):
+            return torch.randn(sizes, dtype=dtype, generator=generator)
+        return torch.randint(0, 2 if high is None else high, sizes, generator=generator).to(dtype)
+
+    while True:
+        yield tuple(draw(i.shape, getattr(torch, i.dtype), i.high) for i in rank.inputs.values())

@@ -1,0 +1,58 @@
+"""The options of a generated `launch.py`, which `splitc run` takes too.  Quick to load: no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from pathlib import Path
+
+from ..errors import LaunchError
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a training run needs."""
+    add = parser.add_argument
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive, metavar="N", help="training steps in all (default 10)")
+    length.add_argument("--epochs", type=positive, metavar="N", help="in place of --steps: passes over a Dataset")
+    add(
+        "--data",
+        metavar="MODULE:FUNCTION",
+        help="of the worker: gives a Dataset, or this rank's batches; synthetic batches without it",
+    )
+    add("--eval-data", metavar="MODULE:FUNCTION", help="of the worker: gives a Dataset to evaluate on")
+    add("--eval-every", type=positive, metavar="N", help="evaluate every N steps; the last is evaluated in any case")
+    add("--seed", type=int, default=0, metavar="N", help="of dropout, order and synthetic data (default 0)")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank")
+    add("--save", type=Path, metavar="FILE", help="write the trained model's state_dict there")
+    add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
+    add("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER", help="default: checkpoints")
+    add("--resume", action="store_true", help="go on from the last checkpoint there, if there is one")
+    add("--log", type=Path, metavar="FOLDER", help="write losses there for TensorBoard, which must be installed")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise LaunchError for options that are known to fail."""
+    if args.save is not None and not args.save.absolute().parent.is_dir():
+        raise LaunchError(f"--save {args.save}: there is no folder {args.save.absolute().parent}")
+    if args.eval_every is not None and args.eval_data is None:
+        raise LaunchError("--eval-every needs --eval-data MODULE:FUNCTION, what to evaluate on")
+    if args.epochs is not None and args.data is None:
+        raise LaunchError("--epochs needs --data MODULE:FUNCTION that gives a Dataset; synthetic batches have no end")
+    there = sorted(path.name for path in args.checkpoints.glob("step-*[0-9]")) if args.save_every else []
+    if there and not args.resume:
+        raise LaunchError(
+            f"{args.checkpoints} holds {there[-1]} of an earlier run; go on from it with --resume, or give another "
+            f"folder with --checkpoints"
+        )
+    if args.log is not None and importlib.util.find_spec("tensorboard") is None:
+        raise LaunchError("--log needs TensorBoard, which is not installed: python -m pip install tensorboard")

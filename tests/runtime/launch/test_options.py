@@ -1,0 +1,49 @@
+"""The options of launch.py, and those that are refused before a process starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from splitc.errors import LaunchError
+from splitc.runtime.launch.options import add_options, check_options
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+WRONG = [
+    (["--save", "no/model.pt"], "--save no/model.pt: there is no folder"),
+    (["--eval-every", "5"], "--eval-every needs --eval-data"),
+    (["--epochs", "2"], "--epochs needs --data MODULE:FUNCTION that gives a Dataset"),
+    (["--log", "runs"], "--log needs TensorBoard, which is not installed"),
+    (["--save-every", "5"], "checkpoints holds step-000020 of an earlier run; go on from it with --resume"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), WRONG)
+def test_options_that_would_fail_are_refused(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(LaunchError, match=text):
+        check_options(parsed(*arguments))
+
+
+def test_an_earlier_run_is_resumed_or_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "step-000020").mkdir(parents=True)
+    for arguments in (["--save-every", "5", "--resume"], [], ["--save-every", "5", "--checkpoints", "others"]):
+        check_options(parsed(*arguments))
+
+
+def test_steps_and_epochs_exclude_each_other() -> None:
+    with pytest.raises(argparse.ArgumentError, match="not allowed with"):
+        parsed("--steps", "3", "--epochs", "1")
