@@ -14,6 +14,7 @@ from . import data
 from .averages import MovingAverages
 from .errors import LaunchError
 from .evaluation import Evaluation
+from .failed_step import failed_step
 from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
 from .progress import GeneratedModule, Progress
 from .rank import Rank
@@ -121,7 +122,7 @@ class Training:
                 parameter.grad = None
             self._examples = 0
         context = self._context(True, is_first, is_last, self._round.ends_with(is_last))
-        with self.rank.step(context) as comms:
+        with failed_step(self._program, self._steps + 1), self.rank.step(context) as comms:
             self._round.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
             self.rank.meanwhile.finish()

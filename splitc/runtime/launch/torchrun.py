@@ -7,15 +7,19 @@ ranks running.  So torchrun runs in a new session too, and an interrupt terminat
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO, TextIO
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
@@ -24,27 +28,69 @@ _STOPS = ("SIGTERM", "SIGHUP")  # end the ranks as Ctrl-C does
 def torchrun(arguments: Sequence[str], world: int, quiet: bool = False) -> subprocess.CompletedProcess[str]:
     """Run `arguments` on `world` processes of this machine.  quiet: capture the output instead of printing it.
 
+    Of what stands on stderr the ranks' own lines are kept, see `of_ranks`.
     Raises KeyboardInterrupt when it is interrupted, after all its processes have ended.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
     home = str(Path(__file__).parents[3])  # the ranks use this splitc, wherever it was imported from
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
-    pipe = subprocess.PIPE if quiet else None
-    command = [*launcher, *arguments]
-    with _stopped_like_ctrl_c():
+    command, kept = [*launcher, *arguments], io.StringIO()
+    with stopped_like_ctrl_c():
         process = subprocess.Popen(
-            command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE if quiet else None,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
         )
+        forwarding = forward(process.stderr, kept if quiet else sys.stderr, of_ranks)
         try:
-            output, errors = process.communicate()
+            with process.stdout or io.BytesIO() as answers:
+                output = answers.read()
+            process.wait()
         except BaseException:
             end_tree(process)
             raise
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+        forwarding.join(GRACE)  # a process that outlives its rank may keep the pipe open
+    return subprocess.CompletedProcess(command, process.returncode, output.decode(errors="replace"), kept.getvalue())
 
 
-def end_tree(process: subprocess.Popen[str]) -> None:
+def forward(pipe: IO[bytes] | None, to: TextIO, keep: Callable[[Iterable[str]], Iterable[str]]) -> threading.Thread:
+    """Write the lines of a pipe that are kept, until it is closed, while this process does something else."""
+
+    def write() -> None:
+        assert pipe is not None
+        with io.TextIOWrapper(pipe, "utf-8", "replace", newline="") as lines:  # progress bars end lines with \r
+            for line in keep(lines):
+                to.write(line)
+                to.flush()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+def of_ranks(lines: Iterable[str]) -> Iterator[str]:
+    """The lines that ranks wrote, of all that stands on torchrun's stderr.
+
+    Once a rank has failed torchrun says so, ends the others, and lists them; of that only is kept how a rank ended that
+    could not say so itself.
+    """
+    for line in lines:
+        if ended := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line):
+            number, rank = int(ended[1]), ended[2]
+            if number < 0:
+                hint = " (of the kernel, when memory runs out)" * (-number == signal.SIGKILL)
+                yield f"local rank {rank} was ended by {signal.Signals(-number).name}{hint}\n"
+            elif number > 1:
+                yield f"local rank {rank} ended with exit status {number}\n"
+            deque(lines, maxlen=0)  # read on, since the pipe must not fill
+        elif not re.match(r"[A-Z]\d{4} .*torch/distributed/|\[W.*\[c10d\] The hostname of the client", line):
+            yield line
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
     """Terminate a torchrun and every rank that it started; it is stopped first, so that it starts no more."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGSTOP)
@@ -59,7 +105,7 @@ def end_tree(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.contextmanager
-def _stopped_like_ctrl_c() -> Iterator[None]:
+def stopped_like_ctrl_c() -> Iterator[None]:
     """Raise KeyboardInterrupt for the signals that end a process, in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,29 +67,13 @@ def run_trial(
     trial = Trial(shards=dict(worker.shards))
     for step, feed in enumerate(feeds, 1):
         batch = feed[worker.data_rank] if worker.data_rank is not None else ()
-        with _naming_the_line(source):
-            trial.losses.append(float(worker.step(*batch)))
+        trial.losses.append(float(worker.step(*batch)))
         gradients = worker.gradients()
         trial.gradients.append({n: gradient.to("cpu", copy=True) for n, gradient in gradients.items()})
         state = worker.state_dict() if step % period == 0 or step == len(feeds) else {}
         if state is not None and transport.rank == 0:
             trial.states.append(state)
     return trial
-
-
-@contextmanager
-def _naming_the_line(source: Path | Mapping[str, str]) -> Iterator[None]:
-    """Add the line of the generated file that an error comes from: a person may have edited it."""
-    generated = {path.name for path in source.glob("*.py")} if isinstance(source, Path) else set(source)
-    try:
-        yield
-    except Exception as error:
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            name = re.split(r"[/\\ ]", frame.filename.rstrip(">"))[-1]
-            if name in generated:
-                error.add_note(f"in {name}, line {frame.lineno}: {frame.line}")
-                break
-        raise
 
 
 def torchrun_trial(
@@ -114,8 +95,7 @@ def torchrun_trial(
     torch.save({"feeds": feeds, **options}, folder / "trial.pt")
     done = torchrun(["-m", "splitc.runtime.launch.trial", str(folder)], world, quiet=True)
     if done.returncode:
-        of_torchrun = re.search(r"^[A-Z]\d{4} .*torch/distributed/elastic", done.stderr, re.MULTILINE)
-        raise RanksFailed(f"the ranks failed:\n{done.stderr[: of_torchrun.start() if of_torchrun else None]}")
+        raise RanksFailed(f"the ranks failed:\n{done.stderr}")
     saved = torch.load(folder / "result.pt", weights_only=True)
     return [Trial(**{**trial, "shards": {k: Shard(*v) for k, v in trial["shards"].items()}}) for trial in saved]
 

@@ -210,7 +210,7 @@ def test_a_trial_in_processes_raises_the_first_ranks_own_error(tmp_path: Path) -
     lines = str(caught.value).strip().splitlines()
     assert lines[0] == "the ranks failed:"
     assert lines[-2] == "KeyError: 'broken on purpose'"
-    assert re.fullmatch(r"in head\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
+    assert re.fullmatch(r"in step 1, head\.py, line \d+: raise KeyError\('broken on purpose'\)", lines[-1])
     assert any(re.search(r"head\.py\", line \d+, in step", line) for line in lines)
 
 
