@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ParameterServer,
         SingleDevice,
     )
+    from splitc.prepared import prepare
     from splitc.verify.verify import Verification
 
 _MODULES = {
@@ -45,6 +46,7 @@ _MODULES = {
     "ir.prediction": "Candidate",
     "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle IndependentSubnets LateMultiply "
     "LocalSGD ModuloShard ParameterServer",
+    "prepared": "prepare",
     "verify.verify": "Verification",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -77,6 +79,7 @@ __all__ = [
     "Verification",
     "__version__",
     "compile",
+    "prepare",
 ]
 
 

@@ -13,6 +13,7 @@ from splitc.capture.example import LOSS, Example, Loss
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.launch.loader import load_rank, of_rank_0
+from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
@@ -25,6 +26,11 @@ class DeferredProgram:
 
     def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None) -> None:
         self._model, self._loss, self._settings, self._name = model, loss, settings, name
+
+    @property
+    def global_batch(self) -> int | None:
+        """Examples in a step over all ranks, if `compile` was given them."""
+        return self._settings.global_batch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(CompiledProgram, name):
@@ -75,25 +81,44 @@ class DeferredWorker:
         self._program, self._transport, self._make = program, transport, make
         self._worker: Worker | None = None
 
-    def step(self, *batch: Tensor) -> Tensor:
+    def step(self, *batch: Any, **named: Any) -> Tensor:
         """Run one training step; the first one takes a batch on every rank and compiles on that of rank 0."""
         if self._worker is None:
-            self._start([batch])
-            batch = batch if self.data_rank is not None else ()
-        return self._ready.step(*batch)
+            given = (*batch, named) if named else batch
+            self._start([given[0] if len(given) == 1 and isinstance(given[0], Mapping) else given])
+            batch, named = (batch, named) if self.data_rank is not None else ((), {})
+        return self.ready.step(*batch, **named)
 
     def shard(self, dataset: Any, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, ...]]:
         """As `Worker.shard`; the first call is collective, and rank 0 compiles on the first batch of the dataset."""
+        self._start_on(dataset, batch_size, options)
+        return self.ready.shard(dataset, batch_size, **options)
+
+    def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
+        """As `Worker.loader`; the first call is collective, and rank 0 compiles on the first batch of the dataset.
+
+        Batches of a DataLoader are as compiled where `compile` was given a global batch.
+        """
+        if isinstance(dataset, DataLoader):
+            dataset, given = taken_over(dataset)
+            own_size, options = given.pop("batch_size"), {**given, **options}
+            self._start_on(dataset, batch_size or own_size, options)
+            batch_size = batch_size or (None if self._program.global_batch else own_size)
+        self._start_on(dataset, batch_size, options)
+        return self.ready.loader(dataset, batch_size, **options)
+
+    def _start_on(self, dataset: Any, batch_size: int | None, options: Mapping[str, Any]) -> None:
         if self._worker is None:
-            loader = DataLoader(dataset, batch_size=batch_size, collate_fn=options.get("collate_fn"))
-            self._start(loader)
-        return self._ready.shard(dataset, batch_size, **options)
+            if batch_size is None:
+                raise LaunchError("the program compiles on the first batch; give batch_size=, a reader's examples")
+            self._start(DataLoader(dataset, batch_size=batch_size, collate_fn=options.get("collate_fn")))
 
     @property
-    def _ready(self) -> Worker:
+    def ready(self) -> Worker:
+        """The worker of the compiled program.  Raises LaunchError before the first batch."""
         if self._worker is None:
             raise LaunchError(
-                "the program is not compiled yet: take batches from worker.shard(dataset, batch_size=...) first, or "
+                "the program is not compiled yet: take batches from worker.loader(dataset, batch_size=...) first, or "
                 "give compile() an example"
             )
         return self._worker
@@ -101,7 +126,7 @@ class DeferredWorker:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._ready, name)
+        return getattr(self.ready, name)
 
     def _start(self, batches: Iterable[Any]) -> None:
         """Compile on rank 0's first batch.  Its error is raised on every rank."""

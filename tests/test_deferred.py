@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import splitc
 from splitc.deferred import DeferredProgram, DeferredWorker
@@ -24,10 +24,15 @@ from tests.support.ranks import PINS, SEPARATION, Net, assert_same, batch_of, on
 
 
 def deferred(
-    model: nn.Module, world: int = 3, strategy: str = SEPARATION, loss: Any = F.cross_entropy
+    model: nn.Module,
+    world: int = 3,
+    strategy: str = SEPARATION,
+    loss: Any = F.cross_entropy,
+    global_batch: int | None = None,
 ) -> DeferredProgram:
     pins = PINS if strategy.startswith("layer_separation") else {}
-    program = splitc.compile(model, world, loss=loss, strategy=strategy, cluster=CLUSTER, pins=pins)
+    options: dict[str, Any] = {"strategy": strategy, "cluster": CLUSTER, "pins": pins, "global_batch": global_batch}
+    program = splitc.compile(model, world, loss=loss, **options)
     assert isinstance(program, DeferredProgram)
     return program
 
@@ -121,6 +126,43 @@ def test_an_error_of_rank_0s_compiling_is_raised_on_every_rank(dataset: Any, rea
     assert "could not compile" not in own  # rank 0 raises the error itself
     assert first == second
     assert first.startswith("LaunchErrorrank 0 could not compile the program: ")
+
+
+@pytest.mark.parametrize(("global_batch", "steps"), [(None, 2), (6, 3)])
+def test_training_by_a_data_loader_has_its_batch_or_the_global_batch_that_was_asked_for(
+    global_batch: int | None, steps: int
+) -> None:
+    dataset = TensorDataset(*batch_of(18))
+
+    def run(worker: DeferredWorker) -> Any:
+        loader = worker.loader(DataLoader(dataset, batch_size=4, drop_last=True))
+        assert worker.loader(dataset, batch_size=1, drop_last=True).dropped == 0
+        return [float(worker.step(*batch)) for batch in loader], len(loader)
+
+    (losses, length), *others = on_deferred(Net(norm=False), run, global_batch=global_batch)
+    assert len(losses) == length == steps
+    assert all(other == (losses, length) for other in others)
+
+
+def test_a_loader_without_a_batch_size_is_refused_before_there_is_a_program() -> None:
+    def run(worker: DeferredWorker) -> None:
+        with pytest.raises(LaunchError, match="the program compiles on the first batch; give batch_size="):
+            worker.loader(TensorDataset(*batch_of(8)))
+
+    on_deferred(Net(), run)
+
+
+@pytest.mark.parametrize("as_arguments", [False, True])
+def test_the_first_step_compiles_on_a_batch_by_name(as_arguments: bool) -> None:
+    def run(worker: DeferredWorker) -> list[float]:
+        batch = {name: getattr(dataset, name)[:4] for name in ("labels", "mask", "ids")}
+        step = partial(worker.step, **batch) if as_arguments else partial(worker.step, batch)
+        return [float(step()) for _ in range(2)]
+
+    dataset = Dicts(paired=False)
+    first, second = on_deferred(Named(), run, world=2, strategy="data_parallel", loss=None)
+    assert first == second
+    assert first[1] < first[0]
 
 
 class Named(nn.Module):

@@ -83,6 +83,13 @@ def init(
     return transport
 
 
+def started_world() -> int | None:
+    """How many processes torchrun started together with this one; None outside torchrun."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _ENVIRONMENT) else None
+
+
 def rank_among(world: int) -> int:
     """The rank of this process if it is one of `world` that were started together; 0 else."""
     if dist.is_available() and dist.is_initialized():

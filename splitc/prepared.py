@@ -1,0 +1,58 @@
+"""`splitc.prepare`: from the objects of a DistributedDataParallel script to a worker and its batches."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from splitc.api import compile
+from splitc.capture.example import Loss
+from splitc.deferred import DeferredProgram
+from splitc.errors import LaunchError
+from splitc.runtime.loader import Loader, taken_over
+from splitc.runtime.optimizers import OptimizerFactory
+from splitc.runtime.transport.distributed import init, started_world
+from splitc.runtime.worker import Worker
+
+
+def prepare(
+    model: nn.Module, optimizer: OptimizerFactory, loss: Loss, loader: DataLoader[Any], **options: Any
+) -> tuple[Worker, Loader]:
+    """Compile a model for the processes that torchrun started, and divide its data among them.  Collective.
+
+    The global batch is that of DistributedDataParallel, the loader's batch times the number of processes, divided among
+    those that read data.  Rank 0 compiles on the first batch.
+
+    optimizer: makes the optimizer of the named parameters that it is given.
+    loss: a function of (output, target); None where the model returns it.
+    loader: a plain DataLoader, whose batches are the inputs, followed by the target when there is a loss.
+    options: of `compile` (cluster, strategy, pins, global_batch, ...) and of its worker (clip_norm, seed, ...).
+
+    Raises LaunchError outside torchrun.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"prepare takes a torch DataLoader, got {type(loader).__name__}; worker.loader takes datasets")
+    if isinstance(optimizer, Optimizer):
+        raise LaunchError(
+            f"prepare takes a function that makes the optimizer of the parameters that a rank has, as lambda params: "
+            f"{type(optimizer).__name__}(params, ...), not an optimizer"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise LaunchError("prepare takes the plain model, without DistributedDataParallel around it")
+    of_compile = inspect.signature(compile).parameters.keys() - {"world", "example", "target", "plan", "watch"}
+    of_worker = {*inspect.signature(Worker).parameters, "backend"} - {"program", "transport", "weights", "keys"}
+    if unknown := [name for name in options if name not in of_compile | of_worker]:
+        raise TypeError(f"prepare has no option {', '.join(unknown)}; {', '.join(sorted(of_compile | of_worker))}")
+    batch = taken_over(loader)[1]["batch_size"]
+    world = started_world() or init().world
+    asked = {"global_batch": batch * world, "loss": loss}
+    asked |= {name: given for name, given in options.items() if name in of_compile}
+    program = compile(model, world, **asked)
+    assert isinstance(program, DeferredProgram)
+    worker = program.worker(optimizer, **{name: options[name] for name in options if name in of_worker})
+    batches = worker.loader(loader)
+    return worker.ready, batches

@@ -1,0 +1,89 @@
+"""From a DistributedDataParallel script to a worker: few lines change, and the losses stay."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import splitc
+from splitc.errors import LaunchError
+
+ROOT = Path(__file__).parents[1]
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def changed_lines() -> tuple[list[str], list[str]]:
+    """The lines that examples/ddp.py loses, and those that examples/prepared.py has in their place."""
+    before, after = ((ROOT / "examples" / name).read_text().splitlines() for name in ("ddp.py", "prepared.py"))
+    lines = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    return [line for line in lines if line[0] == "-"], [line for line in lines if line[0] == "+"]
+
+
+def test_at_most_ten_lines_of_a_plain_script_change() -> None:
+    removed, added = changed_lines()
+    assert 0 < len(added) <= len(removed) <= 10
+
+
+def test_the_docs_show_the_change_as_it_is() -> None:
+    text = (ROOT / "docs" / "from-ddp.md").read_text()
+    shown = [line for line in re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1].splitlines() if line[1:].strip()]  # type: ignore[index]
+    for sign, lines in zip("-+", changed_lines(), strict=True):
+        assert [line[1:].strip() for line in shown if line[0] == sign] == [line[2:].strip() for line in lines]
+
+
+def refusals() -> dict[str, tuple[type[Exception], dict[str, Any]]]:
+    """What the error says -> its type, and the arguments that are wrong."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    sampled = DataLoader(TensorDataset(torch.zeros(8, 2)), sampler=[1, 2])
+    return {
+        "not started by torchrun .*run: torchrun --standalone --nproc-per-node 2": (LaunchError, {}),
+        r"makes the optimizer of the parameters that a rank has, as lambda params: SGD\(params": (
+            LaunchError,
+            {"optimizer": optimizer},
+        ),
+        "takes a torch DataLoader, got TensorDataset; worker.loader takes d": (TypeError, {"loader": sampled.dataset}),
+        "prepare has no option clip; accumulate, autocast, backend, c": (TypeError, {"clip": 1.0}),
+        "the DataLoader has a list, but worker.loader divides the examples": (LaunchError, {"loader": sampled}),
+    }
+
+
+@pytest.mark.parametrize("message", refusals())
+def test_what_prepare_cannot_take_is_told(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8).long()), 4)
+    error, wrong = refusals()[message]
+    given = {"model": nn.Linear(2, 2), "optimizer": SGD, "loss": F.cross_entropy, "loader": loader, **wrong}
+    with pytest.raises(error, match=message):
+        splitc.prepare(**given)
+
+
+def printed(example: str, world: int = 2) -> list[float]:
+    """The losses of the epochs that an example prints."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(ROOT / "examples" / f"{example}.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_both_scripts_run_under_torchrun_and_their_losses_agree() -> None:
+    before, after = printed("ddp"), printed("prepared")
+    assert len(before) == len(after) == 3
+    assert after[0] == pytest.approx(before[0], abs=2e-5)  # later epochs are shuffled differently
+    assert after == pytest.approx(before, rel=0.05)
