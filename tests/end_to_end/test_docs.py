@@ -107,6 +107,7 @@ def _run_python(page: Path, block: Block, folder: Path) -> None:
         "images": torch.randn(8, 3, 2, 2),
         "labels": torch.randint(0, 10, (8,)),
         "dataset": TensorDataset(torch.randn(32, 3, 2, 2), torch.randint(0, 10, (32,))),
+        "test": TensorDataset(torch.randn(11, 3, 2, 2), torch.randint(0, 10, (11,))),
         "F": F,
     }
     text = block.text.split("# or train with it")[0]

@@ -200,7 +200,7 @@ def test_inputs_may_be_given_by_name_as_a_loader_gives_them_and_for_a_smaller_la
     torch.testing.assert_close(scores, model.eval()(x, y).logits, rtol=1e-6, atol=1e-6)
 
 
-NESTED_INPUTS = {"image": torch.randn(4, 8), "extra": [torch.randn(4, 8)]}
+NESTED_INPUTS: dict[str, Any] = {"image": torch.randn(4, 8), "extra": [torch.randn(4, 8)]}
 
 
 class TakesNested(nn.Module):
