@@ -87,3 +87,12 @@ def test_both_scripts_run_under_torchrun_and_their_losses_agree() -> None:
     assert len(before) == len(after) == 3
     assert after[0] == pytest.approx(before[0], abs=2e-5)  # later epochs are shuffled differently
     assert after == pytest.approx(before, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("example", "needs"), [("huggingface", "transformers"), ("fabric", "lightning.fabric")])
+def test_a_script_of_another_library_learns_where_it_is_installed(example: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    losses = printed(example)
+    assert losses[-1] < 0.9 * losses[0]
