@@ -65,6 +65,7 @@ Exit code 0: both decide the same, whatever they predict; 1: they differ.
     "run": """examples:
   splitc run build
   splitc run build --steps 100 --data mydata:batches --save trained.pt
+  splitc run build --hosts node1,node2
   splitc run build --measure --trace steps.json
   splitc run build --measure --correct my.toml
 
@@ -82,9 +83,12 @@ options, after the folder
                           was measured, or write a new one
   --json                  with --measure: print the comparison as JSON
 
-A launch.py that you wrote yourself gets all of them as they stand. On several
-machines start torchrun yourself; launch.py --measure FILE then writes what was
-measured:
+  --hosts A,B:2           copy the build to these hosts over ssh, and run it
+                          there; :2 are the ranks of one (default: even)
+
+A launch.py that you wrote yourself gets all but --hosts as they stand. On
+several machines you can also start torchrun yourself (docs/multi-node.md);
+launch.py --measure FILE then writes what was measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,
     "verify": """examples:

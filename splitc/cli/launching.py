@@ -1,4 +1,4 @@
-"""`splitc run`: check a build, and train or measure it under torchrun on this machine."""
+"""`splitc run`: check a build, and train or measure it under torchrun on this machine, or train it on others."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def launch(folder: Path, arguments: Sequence[str]) -> int:
     """Train the build; returns 1 when a rank fails.  Raises LaunchError for mistakes, before any process starts."""
     plan = _checked(folder)
     script = folder / "launch.py"
+    hosts, others = _hosts_option().parse_known_args(arguments)
     if "launch.main(" in script.read_text(encoding="utf-8", errors="replace"):  # else it is the user's own
         args = _check_arguments(arguments)
         if args.measure:
             from splitc.cli.measuring import measure
 
             return measure(folder, plan, args, measuring_options().parse_known_args(arguments)[1])
+    if hosts.hosts is not None:
+        from splitc.cli.hosts import parse_hosts, run_on_hosts
+
+        return run_on_hosts(folder, plan, parse_hosts(hosts.hosts, plan.world), others)
     from splitc.runtime.launch.torchrun import torchrun
 
     return torchrun([str(script), *arguments], plan.world).returncode and 1
@@ -96,9 +101,17 @@ def measuring_options() -> Parser:
     return parser
 
 
+def _hosts_option() -> Parser:
+    parser = Parser(add_help=False)
+    parser.add_argument(
+        "--hosts", metavar="A,B:2", help="copy the build to these hosts over ssh, and run it there; :2 are ranks of one"
+    )
+    return parser
+
+
 def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse all options, and reject once what every rank would reject."""
-    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options()])
+    parser = Parser(prog="splitc run BUILD", add_help=False, parents=[measuring_options(), _hosts_option()])
     parser.add_argument("-h", "--help", action="store_true")
     add_options(parser)
     args, unknown = parser.parse_known_args(arguments)
@@ -115,6 +128,8 @@ def _check_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if given is not None:
             check_data(given, option)
     check_options(args)
+    if args.measure and args.hosts:
+        parser.error("--measure runs on this machine; on several, start torchrun yourself: launch.py --measure FILE")
     for name in ("trace", "correct", "json"):
         if getattr(args, name) and not args.measure:
             parser.error(f"--{name} belongs to --measure, which is not there")

@@ -94,3 +94,19 @@ def own_lines(output: str) -> list[str]:
     """What the ranks printed, without what torchrun says of them."""
     before = output.partition("torch/distributed/elastic/")[0]
     return [line for line in before.splitlines()[: None if before == output else -1] if "[c10d]" not in line]
+
+
+def stand_in_for_ssh(folder: Path, hosts: tuple[str, str]) -> None:
+    """An `ssh` that runs the command in a namespace: the hosts are called by their addresses."""
+    cases = "\n".join(f"{a}) host={name} ;;" for a, name in zip(ADDRESSES, hosts, strict=True))
+    script = f"""#!/bin/bash
+while [ "$1" = -o ]; do shift 2; done
+case "$1" in
+{cases}
+*) echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255 ;;
+esac
+shift
+exec ip netns exec "$host" env -u GLOO_SOCKET_IFNAME sh -c "$*"
+"""
+    (folder / "ssh").write_text(script)
+    (folder / "ssh").chmod(0o755)

@@ -38,12 +38,21 @@ def guarded(run: Callable[[], None]) -> None:
         text = f"rank {rank} stops: {with_notes(error)}\n  (the error of the rank that failed first stands above)"
         _exit(text, "a peer was lost", by_itself=False)
     except BaseException as error:
-        _exit(f"rank {rank} failed:\n{traceback.format_exc()}", f"{type(error).__name__}: {error}")
+        _exit(f"rank {rank} failed:\n{_traceback(error)}", f"{type(error).__name__}: {error}")
 
 
 def with_notes(error: BaseException) -> str:
     """The text of an error and of what was noted on its way."""
     return "\n  ".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback of an error; of the user's code alone where it comes from there."""
+    shown = traceback.TracebackException.from_exception(error)
+    own = str(Path(__file__).parents[1])
+    if shown.stack and not shown.stack[-1].filename.startswith(own):
+        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if not f.filename.startswith(own)])
+    return "".join(shown.format())
 
 
 def _exit(message: str, kind: str | None = None, by_itself: bool = True) -> NoReturn:

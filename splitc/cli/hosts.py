@@ -1,0 +1,181 @@
+"""`splitc run BUILD --hosts a,b:2`: copy a build to hosts over ssh, and run it there under torchrun.
+
+Each torchrun ends with its ssh: on the host a watcher reads ssh's input, which ends when this process does, however
+that happens, and then ends torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitc.errors import LaunchError
+from splitc.ir.plan import Plan
+from splitc.runtime.launch.torchrun import forward, of_ranks, stopped_like_ctrl_c
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
+_PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "PYTHONPATH")  # environment variables of the ranks
+
+_PREPARE = """\
+py={python}; [ -x "$py" ] || py=python3
+dir={folder}; rm -rf "$dir" && mkdir -p "$dir" && tar -xf - -C "$dir" && cd "$dir" || exit 1
+"$py" -c '
+import socket, sys
+from importlib.util import find_spec
+if missing := [name for name in ("torch", "splitc") if find_spec(name) is None]:
+    sys.exit(f"{{sys.executable}} has no {{chr(44).join(missing)}}; install the same versions as here")
+try:
+    socket.getaddrinfo(sys.argv[1], None)
+except OSError:
+    sys.exit(f"{{sys.argv[1]}} has no address here; set MASTER_ADDR to an address of the first host")
+' {master}"""
+
+_RUN = """\
+py={python}; [ -x "$py" ] || py=python3
+dir={folder}; cd {here} 2>/dev/null || cd "$dir"
+export {variables}
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(( ($(nproc) + {ranks} - 1) / {ranks} ))}}"
+exec 3<&0
+"$py" -m torch.distributed.run --nnodes {hosts} --node-rank {number} --nproc-per-node {ranks} \
+--master-addr {master} --master-port {port} "$dir"/launch.py {arguments} </dev/null 3<&- &
+torchrun=$!
+(cat <&3; kill -TERM $torchrun; sleep 10; kill -KILL $torchrun) >/dev/null 2>&1 &
+watcher=$!
+exec 3<&-
+wait $torchrun; code=$?
+kill $watcher
+exit $code"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """name: as ssh takes it.  ranks: that run there."""
+
+    name: str
+    ranks: int
+
+
+def parse_hosts(text: str, world: int) -> list[Host]:
+    """`a,b:2` -> hosts with their ranks; those without a number share what is left.
+
+    Raises LaunchError when the ranks are not `world`.
+    """
+    given = [name.strip().rpartition(":") if ":" in name else ("", "", name.strip()) for name in text.split(",")]
+    named = [(name, ranks) if colon else (ranks, "") for name, colon, ranks in given]
+    if wrong := [f"{name}:{ranks}" for name, ranks in named if not name or (ranks and not ranks.isdecimal())]:
+        raise LaunchError(f"--hosts {text}: {wrong[0]!r} is no host; write names or addresses, with ranks: a,b:2")
+    open_hosts = [name for name, ranks in named if not ranks]
+    left = world - sum(int(ranks) for _, ranks in named if ranks)
+    if left < len(open_hosts) or (left and not open_hosts) or (open_hosts and left % len(open_hosts)):
+        raise LaunchError(
+            f"--hosts {text}: the build has {world} ranks, which these hosts do not share; give the ranks of each, as "
+            f"in a:{world - world // 2},b:{world // 2}"
+        )
+    return [Host(name, int(ranks) if ranks else left // len(open_hosts)) for name, ranks in named]
+
+
+def run_on_hosts(folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Sequence[str]) -> int:
+    """Copy the build, run it, and end it everywhere when a host fails; returns 1 then."""
+    copies = [f'"$HOME"/.splitc/{shlex.quote(folder.resolve().name)}-{plan.hash}-{k}' for k in range(len(hosts))]
+    common = {
+        "python": shlex.quote(sys.executable),
+        "master": shlex.quote(os.environ.get("MASTER_ADDR") or hosts[0].name.rpartition("@")[2]),
+    }
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        scripts = [_PREPARE.format(**common, folder=copy) for copy in copies]
+        list(pool.map(lambda host, script: _copy(folder, host, script), hosts, scripts))
+    paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
+    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    run = {
+        **common,
+        "here": shlex.quote(os.getcwd()),
+        "variables": " ".join(f"{name}={shlex.quote(value)}" for name, value in passed.items()),
+        "port": shlex.quote(os.environ.get("MASTER_PORT", "29500")),
+        "arguments": shlex.join(arguments),
+        "hosts": len(hosts),
+    }
+    scripts = [
+        _RUN.format(**run, folder=copy, number=k, ranks=host.ranks)
+        for k, (host, copy) in enumerate(zip(hosts, copies, strict=True))
+    ]
+    with stopped_like_ctrl_c():
+        return _together(hosts, scripts)
+
+
+def _copy(folder: Path, host: Host, script: str) -> None:
+    """Raises LaunchError when a host cannot be reached, or cannot run the build."""
+    process = _ssh(host, script)
+    assert process.stdin is not None and process.stderr is not None and process.stdout is not None
+    try:
+        with tarfile.open(fileobj=process.stdin, mode="w|") as files:
+            files.add(folder, arcname=".", filter=lambda each: None if "__pycache__" in each.name else each)
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended, and says why
+    said = process.stderr.read().decode(errors="replace").strip().splitlines()
+    process.stderr.close()
+    process.stdout.close()
+    if process.wait():
+        raise LaunchError(f"--hosts: {host.name}: {said[-1] if said else f'ssh ended with {process.returncode}'}")
+
+
+def _together(hosts: Sequence[Host], scripts: Sequence[str]) -> int:
+    """Run a script on each host until all have ended, or one has failed; its lines are shown once."""
+    processes, threads, deadline = [], [], float("inf")
+    keep = _once()
+    try:
+        for host, script in zip(hosts, scripts, strict=True):
+            processes.append(process := _ssh(host, script))
+            threads.append(forward(process.stdout, sys.stdout, iter))
+            threads.append(forward(process.stderr, sys.stderr, keep))
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if deadline == float("inf") and any(process.poll() for process in processes):
+                deadline = time.monotonic() + _GRACE
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+        for thread in threads:
+            thread.join(1.0)
+    return int(any(process.returncode for process in processes))
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    deadline = time.monotonic() + _GRACE
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _once() -> Callable[[Iterable[str]], Iterator[str]]:
+    """Keeps the ranks' lines that no other host has shown."""
+    shown: dict[str, object] = {}
+
+    def keep(lines: Iterable[str]) -> Iterator[str]:
+        return (line for line in of_ranks(lines) if shown.setdefault(line, lines) is lines)
+
+    return keep
+
+
+def _ssh(host: Host, script: str) -> subprocess.Popen[bytes]:
+    command = [*_SSH, host.name, f"sh -c {shlex.quote(script)}"]
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except FileNotFoundError:
+        raise LaunchError("--hosts needs ssh, which is not installed here") from None

@@ -1,0 +1,147 @@
+"""`splitc run --hosts`, over a stand-in for ssh that runs commands in network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+
+from splitc.cli.hosts import Host, parse_hosts
+from splitc.errors import LaunchError
+from tests import ROOT
+from tests.support.compiled import compiled
+from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
+from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+
+
+def test_hosts_share_the_ranks_that_have_no_number() -> None:
+    assert parse_hosts("a,b", 4) == [Host("a", 2), Host("b", 2)]
+    assert parse_hosts("me@a:1, b", 4) == [Host("me@a", 1), Host("b", 3)]
+    assert parse_hosts("a:1,b:3", 4) == [Host("a", 1), Host("b", 3)]
+
+
+@pytest.mark.parametrize("text", ["a,b,c", "a:1,b:1", "a:4,b", "a:5"])
+def test_hosts_that_do_not_share_the_ranks_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match=rf"--hosts {text}: the build has 4 ranks, .* as in a:2,b:2"):
+        parse_hosts(text, 4)
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a:x", ":2"])
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="is no host; write names or addresses, with ranks: a,b:2"):
+        parse_hosts(text, 4)
+
+
+# -- with processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    x, y = Examples()[:BATCH]
+    program = compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION)
+    return program.save(tmp_path_factory.mktemp("built") / "build")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the stand-in, which is the home of both hosts."""
+    with two_hosts() as names:
+        folder = tmp_path_factory.mktemp("home")
+        stand_in_for_ssh(folder, names)
+        yield folder
+
+
+def start(build: Path, home: Path, *options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "splitc.cli", "run", *map(str, (build, *options))],
+        cwd=ROOT,
+        env=environment(HOME=str(home), PATH=f"{home}{os.pathsep}{os.environ['PATH']}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(build: Path, home: Path, *options: object) -> tuple[int, str, str]:
+    process = start(build, home, *options)
+    try:
+        output, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert len((output + errors).splitlines()) <= 15, errors
+    return process.returncode, output, errors
+
+
+def of_copies(home: Path) -> list[str]:
+    """The command lines of processes that run a copied build."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if f"{home}/.splitc/" in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_build_is_copied_to_hosts_and_trained_there(build: Path, hosts: Path) -> None:
+    code, output, errors = run(build, hosts, "--hosts", ",".join(ADDRESSES), "--steps", 2)
+    assert (code, errors) == (0, ""), errors
+    assert re.findall(r"^step (\d)  loss ", output, re.MULTILINE) == ["1", "2"]
+    assert len(list((hosts / ".splitc").iterdir())) == 2
+    assert of_copies(hosts) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_error_of_several_hosts_is_shown_once_and_ends_all(build: Path, hosts: Path) -> None:
+    options = ["--hosts", ",".join(ADDRESSES), "--data", "tests.support.launched:failing", "--steps", 4]
+    code, _, errors = run(build, hosts, *options)
+    assert code == 1
+    assert errors.count("ValueError: rank 1 has had enough") == 1
+    assert of_copies(hosts) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_runs_on_when_splitc_is_interrupted_or_killed(build: Path, hosts: Path, number: int) -> None:
+    process = start(build, hosts, "--hosts", ",".join(ADDRESSES), "--steps", 1000000)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 1 ")
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 30
+    while of_copies(hosts) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert of_copies(hosts) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_host_that_cannot_be_reached_is_named(build: Path, hosts: Path) -> None:
+    code, output, errors = run(build, hosts, "--hosts", f"{ADDRESSES[0]},nowhere")
+    assert (code, output) == (2, "")
+    assert errors.splitlines() == [
+        "splitc: --hosts: nowhere: ssh: Could not resolve hostname nowhere: Name or service not known"
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_measuring_on_hosts_is_refused_with_what_to_do(build: Path, hosts: Path) -> None:
+    code, _, errors = run(build, hosts, "--hosts", "a,b", "--measure")
+    assert code == 2
+    assert "start torchrun yourself: launch.py --measure FILE" in errors
