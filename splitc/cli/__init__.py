@@ -1,4 +1,4 @@
-"""The command line: `splitc inspect`, `compile`, `run`, `verify`, `simulate`, `calibrate`, `clusters`, `demo`."""
+"""The command line: `splitc inspect`, `compile`, `run`, `verify`, `simulate` and so on; `options.py` has them all."""
 
 from splitc.cli.entry import main
 

@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "simulate": "simulating:simulate",
     "calibrate": "calibrating:calibrate",
     "clusters": "clusters:clusters",
+    "example": "copying:example",
     "demo": "commands:demo",
 }
 """Command -> its function, in a module that is loaded when it is used."""

@@ -21,6 +21,7 @@ with the batch that --input asks for.
 """
 _EXAMPLES = {
     "": """examples:
+  splitc example alexnet                               (writes alexnet.py here)
   splitc inspect examples/alexnet.py --world 4 --cluster v100-10gbe
   splitc compile examples/alexnet.py --world 4 --strategy layer_separation
   splitc run build --steps 3
@@ -117,6 +118,10 @@ simulation.  --bandwidth is of the links between hosts, in bits per second.
 It starts its ranks itself: one for each GPU, else one for each core. To measure
 several machines, start it on them:
   torchrun --nnodes 2 --nproc-per-node 4 ... -m splitc.cli calibrate -o my.toml
+""",
+    "example": """examples:
+  splitc example
+  splitc example alexnet mlp
 """,
     "clusters": """examples:
   splitc clusters

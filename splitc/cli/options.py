@@ -160,6 +160,10 @@ def _clusters(add: Add) -> None:
     add("--json", action="store_true", help="print all numbers as JSON (schema 1)")
 
 
+def _example(add: Add) -> None:
+    add("names", nargs="*", metavar="name", help="write these here; a file that is here already is never overwritten")
+
+
 def _demo(add: Add) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="see splitc demo --help")
 
@@ -242,6 +246,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Add], None]]] = {
     "simulate": ("predict throughput over worlds, bandwidths and strategies", _simulate),
     "calibrate": ("measure devices and links, and write them as a cluster file", _calibrate),
     "clusters": ("list the known clusters, and this machine if it was measured", _clusters),
+    "example": ("list the example models and scripts, or write some of them here", _example),
     "demo": ("train on real digits: one process, DDP and splitc side by side", _demo),
 }
 

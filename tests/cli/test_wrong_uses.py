@@ -471,6 +471,15 @@ def test_a_build_that_lost_a_file_is_refused(name: str, build: Path, capsys: Cap
     refused(capsys, "run build", f"build has no {name}; compile the model again")
 
 
+def test_an_example_is_written_once_and_overwrites_nothing(capsys: Capture) -> None:
+    assert splitc(capsys, "example mlp").out == "wrote mlp.py\n"
+    assert Path("mlp.py").read_bytes() == (ROOT / "examples" / "mlp.py").read_bytes()
+    Path("mlp.py").write_text("mine")
+    refused(capsys, "example alexnet mlp", "mlp.py is here already and was left as it is")
+    assert Path("mlp.py").read_text() == "mine" and not Path("alexnet.py").exists()
+    refused(capsys, "example alexnett", "there is no example 'alexnett'; did you mean alexnet?")
+
+
 # -- bugs of ours, and real processes ----------------------------------------------------------------------------------
 
 

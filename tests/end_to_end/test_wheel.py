@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def build(source: Path, kind: str) -> Path:
 def product_files() -> set[str]:
     """The files of splitc, passes and cost_models by the paths at which they are imported or read."""
     rooms = {"splitc": ROOT / "splitc", "splitc/passes": ROOT / "passes", "splitc/cost_models": ROOT / "cost_models"}
+    rooms["splitc/cli/examples"] = ROOT / "examples"
     return {
         f"{room}/{path.relative_to(folder).as_posix()}"
         for room, folder in rooms.items()
@@ -118,10 +120,25 @@ def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
         assert archive.read(top_level).decode().split() == ["splitc"]
 
 
+def test_the_page_of_the_index_has_urls_and_no_link_into_the_checkout(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    for name in ("Homepage", "Documentation", "Changelog", "Issues"):
+        assert re.search(rf"^Project-URL: {name}, https://", text, re.MULTILINE)
+    links = re.findall(r"\]\(([^)]+)\)", text.partition("\n\n")[2])
+    assert links and [link for link in links if not link.startswith("https://")] == []
+    for path in (link.partition("/main/")[2].partition("#")[0] for link in links if "/main/" in link):
+        assert (ROOT / path).exists(), path
+
+
 @pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(build(checkout, "sdist")) as archive:
         assert not any(member.issym() for member in archive.getmembers())
+        there = {name.partition("/")[2] for name in archive.getnames()}
+        pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").iterdir()}
+        assert pages | {"Makefile", "CHANGELOG.md", "constraints.txt", "examples/mlp.py", "tests/__init__.py"} <= there
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(build(unpacked, "wheel")) as again:
@@ -145,6 +162,9 @@ def test_a_project_with_its_own_passes_and_cost_models_compiles_and_trains(wheel
         return run(sys.executable, *command, cwd=project, PYTHONPATH=f"{site}{os.pathsep}{project}")
 
     assert there("-c", "import splitc.passes; print(splitc.passes.__file__)").startswith(str(site))
+    assert re.search(r"^alexnet +\S", there(site / "bin" / "splitc", "example"), re.MULTILINE)
+    there(site / "bin" / "splitc", "example", "alexnet")
+    assert (project / "alexnet.py").read_bytes() == (ROOT / "examples" / "alexnet.py").read_bytes()
     asked = ("--world", 2, "--strategy", "data_parallel", "--cluster", "v100-10gbe")
     there(site / "bin" / "splitc", "compile", "model.py", *asked, "-o", "build")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
