@@ -30,7 +30,8 @@ def prepare(
     optimizer: makes the optimizer of the named parameters that it is given.
     loss: a function of (output, target); None where the model returns it.
     loader: a plain DataLoader, whose batches are the inputs, followed by the target when there is a loss.
-    options: of `compile` (cluster, strategy, pins, global_batch, ...) and of its worker (clip_norm, seed, ...).
+    options: of `compile` (cluster, strategy, pins, global_batch, ...) and of its worker (clip_norm, accumulate,
+    ...).  seed: also of the order of the examples.
 
     Raises LaunchError outside torchrun.
     """
@@ -54,5 +55,5 @@ def prepare(
     program = compile(model, world, **asked)
     assert isinstance(program, DeferredProgram)
     worker = program.worker(optimizer, **{name: options[name] for name in options if name in of_worker})
-    batches = worker.loader(loader)
+    batches = worker.loader(loader, seed=options.get("seed", 0))
     return worker.ready, batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from splitc.errors import LaunchError
 from splitc.runtime.worker import Worker
@@ -187,6 +188,16 @@ def test_the_loss_of_a_whole_dataset_counts_every_example_once(number: int) -> N
         assert dropped == 0
 
 
+class Stream(IterableDataset[Any]):
+    """The examples of a dataset, one after another."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[k] for k in range(len(self.dataset)))
+
+
 # -- loader ------------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +222,31 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_bit_for_bit(tmp_path: Path) -> 
     assert len(whole) == 10
     assert rest == whole[7:]
     assert position == end == {"epoch": 2, "examples": 0, "seed": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_ranks(tmp_path: Path, stream: bool) -> None:
+    _, three = plain()
+    _, two = plain("data_parallel")
+    examples = TensorDataset(*batch_of(44))
+    dataset = Stream(examples) if stream else examples
+
+    def trained(worker: Worker, folder: Path | None) -> tuple[list[float], dict[str, Any]]:
+        loader, losses = worker.loader(dataset), []
+        if folder is not None:
+            worker.resume(folder)
+        while loader.epoch < 2:
+            for batch in loader:
+                losses.append(float(worker.step(*batch)))
+                if worker.steps == 7:
+                    worker.save(tmp_path)
+        return losses, loader.state_dict()
+
+    (whole, position), *_ = on_workers(three, lambda worker: trained(worker, None))
+    (rest, end), *_ = on_workers(two, lambda worker: trained(worker, tmp_path))
+    assert len(whole) == 10
+    assert rest == pytest.approx(whole[7:], rel=1e-5)
+    assert position == end
 
 
 def test_rank_0_says_once_how_many_examples_an_epoch_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
