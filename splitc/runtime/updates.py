@@ -114,7 +114,7 @@ class Updates:
                 layers.setdefault(self.state.first_name(name).rpartition(".")[0] or name, rank)
         order = [name.rpartition(".")[0] or name for name in self.state.first_names.values()]
         first = min(layers, key=lambda layer: order.index(layer) if layer in order else len(order), default="")
-        more = f" and of {len(layers) - 1} more layers" if len(layers) > 1 else ""
+        more = f" and of {len(layers) - 1} more layer{'s' * (len(layers) > 2)}" if len(layers) > 1 else ""
         gradients = f", the gradients of {first} on rank {layers[first]}{more} are not finite" if layers else ""
         return NonFiniteError(
             f"step {step}: the loss is {loss.item():g}{gradients}; no parameter was updated; look at this batch, lower "

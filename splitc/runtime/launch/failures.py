@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import LaunchError
+from ..errors import SplitcError
 from ..transport.base import PeerLost
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank failed; its folder is that of one attempt
@@ -31,7 +31,7 @@ def guarded(run: Callable[[], None]) -> None:
     rank = os.environ.get("RANK", "?")
     try:
         run()
-    except LaunchError as error:
+    except SplitcError as error:
         _exit(f"error: {with_notes(error)}")
     except PeerLost as error:
         time.sleep(2.0)

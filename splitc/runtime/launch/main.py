@@ -61,16 +61,21 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 @contextmanager
-def open_worker(script: str, world: int, optimizer: OptimizerFactory, args: argparse.Namespace) -> Iterator[Worker]:
+def open_worker(
+    script: str, world: int, optimizer: OptimizerFactory, args: argparse.Namespace, **options: Any
+) -> Iterator[Worker]:
     """This process's worker of the build that `script` lies in; on leaving, its measurements are written.
 
+    options: further arguments of the `Worker`, clip_norm=1.0 say.
     Raises LaunchError when the options do not fit the build, or the ranks do not find each other.
     """
     folder = Path(script).resolve().parent
     _check_options(folder, args)
     transport = init(world, args.backend)
     require_one_build(folder, transport)
-    worker = load_worker(folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed)
+    worker = load_worker(
+        folder, transport if args.measure is None else Recorder(transport), optimizer, args.seed, **options
+    )
     yield worker
     worker.close()
     if isinstance(worker, MeasuredWorker):
@@ -80,13 +85,15 @@ def open_worker(script: str, world: int, optimizer: OptimizerFactory, args: argp
     transport.close()
 
 
-def load_worker(folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int = 0) -> Worker:
+def load_worker(
+    folder: Path, transport: Transport, optimizer: OptimizerFactory, seed: int = 0, **options: Any
+) -> Worker:
     """This rank's worker of the build in `folder`; it is measured where `transport` is a Recorder."""
     weights, keys = load_weights(folder)
     program = load_rank(folder, transport.rank)
     if isinstance(transport, Recorder):
-        return MeasuredWorker(program, transport, weights, keys, optimizer, seed=seed)
-    return Worker(program, transport, weights, keys, optimizer, seed=seed)
+        return MeasuredWorker(program, transport, weights, keys, optimizer, seed=seed, **options)
+    return Worker(program, transport, weights, keys, optimizer, seed=seed, **options)
 
 
 def _check_options(folder: Path, args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitc.errors import LaunchError
+from splitc.errors import LaunchError, NonFiniteError
 from splitc.runtime.launch import failures
 from splitc.runtime.launch.failures import guarded
 from splitc.runtime.transport.base import PeerLost
@@ -49,6 +49,13 @@ def test_an_error_that_all_ranks_of_a_host_have_is_printed_by_the_first(
     assert capfd.readouterr().err == "error: a wrong build\n"
     assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "its error is printed above"
     assert not (tmp_path / "1" / "error.json").exists()
+
+
+def test_a_step_that_is_not_finite_is_told_in_one_line(
+    fail: Callable[..., object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [fail(rank, NonFiniteError("step 7: the loss is nan")) for rank in range(2)] == [1, 0]
+    assert capfd.readouterr().err == "error: step 7: the loss is nan\n"
 
 
 def test_different_errors_are_all_printed(fail: Callable[..., object], capfd: pytest.CaptureFixture[str]) -> None:
