@@ -100,13 +100,13 @@ def stand_in_for_ssh(folder: Path, hosts: tuple[str, str]) -> None:
     """An `ssh` that runs the command in a namespace: the hosts are called by their addresses."""
     cases = "\n".join(f"{a}) host={name} ;;" for a, name in zip(ADDRESSES, hosts, strict=True))
     script = f"""#!/bin/bash
-while [ "$1" = -o ]; do shift 2; done
+while :; do case "$1" in -o) shift 2 ;; -tt) shift ;; *) break ;; esac; done
 case "$1" in
 {cases}
 *) echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255 ;;
 esac
 shift
-exec ip netns exec "$host" env -u GLOO_SOCKET_IFNAME sh -c "$*"
+cd "$HOME" && exec ip netns exec "$host" sh -c "$*"
 """
     (folder / "ssh").write_text(script)
     (folder / "ssh").chmod(0o755)

@@ -1,0 +1,68 @@
+"""The files of examples/multi-node, on network namespaces: stand-ins for ssh and srun run their commands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+
+from tests import ROOT
+from tests.support.compiled import compiled
+from tests.support.hosts import ADDRESSES, environment, stand_in_for_ssh, two_hosts
+from tests.support.launched import BATCH, SEPARATION, WORLD, Examples, Perceptron
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+SRUN = """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+{lines}
+for job in $(jobs -p); do wait "$job" || exit 1; done
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a build, and with stand-ins that lead to two hosts."""
+    folder = tmp_path_factory.mktemp("home")
+    x, y = Examples()[:BATCH]
+    compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, SEPARATION).save(folder / "build")
+    with two_hosts() as hosts:
+        stand_in_for_ssh(folder, hosts)
+        lines = [f'SLURM_NODEID={k} ip netns exec {name} "$@" &' for k, name in enumerate(hosts)]
+        (folder / "srun").write_text(SRUN.format(lines="\n".join(lines)))
+        (folder / "scontrol").write_text(f'#!/bin/bash\nprintf "%s\\n" {" ".join(ADDRESSES)}\n')
+        (folder / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+        for name in ("srun", "scontrol", "torchrun"):
+            (folder / name).chmod(0o755)
+        yield folder
+
+
+def run(home: Path, script: str, **more: str) -> str:
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "multi-node" / script), str(home / "build"), "--steps", "2"],
+        cwd=home,
+        env=environment(HOME=str(home), PATH=f"{home}{os.pathsep}{os.environ['PATH']}", RANKS="1", **more),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_slurm_script_trains_on_every_node(home: Path) -> None:
+    output = run(home, "slurm.sbatch", SLURM_NNODES="2", SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="2")
+    assert re.findall(r"^step (\d)  loss ", output, re.MULTILINE) == ["1", "2"]
+
+
+def test_the_ssh_script_copies_the_build_and_trains_on_every_host(home: Path) -> None:
+    output = run(home, "ssh.sh", HOSTS=" ".join(ADDRESSES), PYTHON=sys.executable)
+    assert re.findall(r"^step (\d)  loss ", output, re.MULTILINE) == ["1", "2"]
+    assert (home / "splitc-builds" / "build" / "launch.py").is_file()
