@@ -69,12 +69,15 @@ def _launch_file(program: LoweredProgram) -> str:
     update = "scheduler.step()"
     if plan.accumulate > 1:
         update = f"if step % {plan.accumulate} == 0:  # batches to an update\n                {update}"
-    rest = LAUNCH_OPTIONS.format(world=plan.world, hash=plan.hash).splitlines()
+    half = "N" if plan.world % 2 else plan.world // 2
+    rest = LAUNCH_OPTIONS.format(world=plan.world, half=half, hash=plan.hash).splitlines()
     return "\n".join([*docstring(title, rest), LAUNCH.format(world=plan.world, hash=plan.hash, update=update)])
 
 
 LAUNCH_OPTIONS = """\
 run      torchrun --nproc-per-node {world} launch.py --steps 10
+         on several hosts, on each with its --node-rank (or splitc run . --hosts node1,node2):
+         torchrun --nnodes 2 --node-rank 0 --nproc-per-node {half} --master-addr node1 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives a Dataset, or an iterable of
                                   batches, (inputs..., target), of the examples that worker.data_rank reads
          --help                   evaluation, checkpoints, resuming, TensorBoard

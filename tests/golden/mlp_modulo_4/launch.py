@@ -2,6 +2,8 @@
 edit.
 
 run      torchrun --nproc-per-node 4 launch.py --steps 10
+         on several hosts, on each with its --node-rank (or splitc run . --hosts node1,node2):
+         torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr node1 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives a Dataset, or an iterable of
                                   batches, (inputs..., target), of the examples that worker.data_rank reads
          --help                   evaluation, checkpoints, resuming, TensorBoard

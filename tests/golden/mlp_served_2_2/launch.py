@@ -1,6 +1,8 @@
 """Train MLP on 4 ranks: parameter_server, worker ranks 0 1.  Written by splitc 0.1.0; yours to edit.
 
 run      torchrun --nproc-per-node 4 launch.py --steps 10
+         on several hosts, on each with its --node-rank (or splitc run . --hosts node1,node2):
+         torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr node1 launch.py --steps 10
          --data module:function   in place of synthetic batches: function(worker) gives a Dataset, or an iterable of
                                   batches, (inputs..., target), of the examples that worker.data_rank reads
          --help                   evaluation, checkpoints, resuming, TensorBoard
