@@ -27,11 +27,6 @@ class DeferredProgram:
     def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None) -> None:
         self._model, self._loss, self._settings, self._name = model, loss, settings, name
 
-    @property
-    def global_batch(self) -> int | None:
-        """Examples in a step over all ranks, if `compile` was given them."""
-        return self._settings.global_batch
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(CompiledProgram, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -101,9 +96,9 @@ class DeferredWorker:
         """
         if isinstance(dataset, DataLoader):
             dataset, given = taken_over(dataset)
-            own_size, options = given.pop("batch_size"), {**given, **options}
+            own_size, options = given.pop("batch_size"), {**options, **given}
             self._start_on(dataset, batch_size or own_size, options)
-            batch_size = batch_size or (None if self._program.global_batch else own_size)
+            batch_size = batch_size or (None if self._program._settings.global_batch else own_size)
         self._start_on(dataset, batch_size, options)
         return self.ready.loader(dataset, batch_size, **options)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -13,32 +12,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.sampler import BatchSampler
 
-from .data import HasWork, as_tuple, last_offsets, order, plan_epoch
+from .data import as_tuple, last_offsets, order, plan_epoch
 from .errors import LaunchError
-from .nested import Path
+from .rank import Rank
 
 Step = tuple[tuple[Tensor, ...], tuple[int, ...]]
 """This rank's batch, and all readers' batch sizes."""
 
-_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+Around = Callable[[Iterable[Step]], Iterator[tuple[Tensor, ...]]]
+"""Gives the batches of steps, while the worker's steps have their sizes."""
 
-
-@dataclass(frozen=True)
-class Readers:
-    """How the ranks divide a global batch.
-
-    offsets: where each reader's examples begin.  own: this rank among the readers; None where it reads no data.
-    paths: of the program's inputs, for batches that are nested.  gather: gives an object of every rank to all.
-    around: gives the batches of steps, while the worker's steps have their sizes.
-    """
-
-    offsets: tuple[int, ...]
-    own: int | None
-    paths: Mapping[str, Path]
-    has_work: HasWork
-    gather: Callable[[Any], list[Any]]
-    around: Callable[[Iterable[Step]], Iterator[tuple[Tensor, ...]]]
+_OPTIONS = (
+    "drop_last",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+)
+_OF_WORKERS = "prefetch_factor", "persistent_workers"
 
 
 class Loader:
@@ -52,9 +45,18 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Any, readers: Readers, shuffle: bool, seed: int, drop_last: bool, options: Mapping[str, Any]
+        self,
+        dataset: Any,
+        rank: Rank,
+        offsets: tuple[int, ...],
+        around: Around,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+        **options: Any,
     ) -> None:
-        self._dataset, self._readers, self._options = dataset, readers, dict(options)
+        """offsets: where each reader's examples begin in a global batch."""
+        self._dataset, self._rank, self._offsets, self._around, self._options = dataset, rank, offsets, around, options
         self._shuffle, self._drop_last, self._seed = shuffle, drop_last, seed
         self._is_stream = isinstance(dataset, IterableDataset)
         self.epoch, self._examples = 0, 0
@@ -79,7 +81,7 @@ class Loader:
         return len(self._steps(0))
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return self._readers.around(self._counted())
+        return self._around(self._counted())
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the begin of an epoch."""
@@ -99,13 +101,15 @@ class Loader:
             every = "" if self._is_stream else f" of {len(self._dataset)}"
             why = "drop_last=False takes them in" if self._drop_last else "not every rank would get one of them"
             text = f"an epoch leaves out {self.dropped}{every} examples, which fill no global batch of"
-            print(f"splitc: {text} {self._readers.offsets[-1]}; {why}", file=sys.stderr, flush=True)
+            print(f"splitc: {text} {self._offsets[-1]}; {why}", file=sys.stderr, flush=True)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _steps(self, start: int) -> list[tuple[int, tuple[int, ...]]]:
-        readers = self._readers
-        return list(plan_epoch(len(self._dataset), readers.offsets, self._drop_last, readers.has_work, start))
+        return list(plan_epoch(len(self._dataset), self._offsets, self._drop_last, self._has_work, start))
+
+    def _has_work(self, offsets: Sequence[int]) -> bool:
+        return not self._rank.without_examples(offsets)
 
     def _position(self) -> tuple[int, int]:
         """The epoch and its examples so far; the begin of the next epoch where no step is left."""
@@ -128,31 +132,31 @@ class Loader:
 
     def _indexed(self, epoch: int, start: int) -> Iterator[Step]:
         """The steps of a dataset with a length, from an example on."""
-        steps, own = self._steps(start), self._readers.own
+        steps, own = self._steps(start), self._rank.spec.data_rank
         batches: Iterator[Any] = iter([()] * len(steps))
         if own is not None:
             indices = order(len(self._dataset), self._shuffle, self._seed, epoch)
             taken = [indices[first + bounds[own] : first + bounds[own + 1]].tolist() for first, bounds in steps]
             given = DataLoader(self._dataset, batch_sampler=taken, **self._with_generator(epoch))
-            batches = (as_tuple(batch, self._readers.paths) for batch in given)
+            batches = (as_tuple(batch, self._rank.spec.paths) for batch in given)
         for batch, (_, bounds) in zip(batches, steps, strict=True):
             yield batch, _sizes(bounds)
 
     def _streamed(self, epoch: int, start: int) -> Iterator[Step]:
         """The steps of a stream, which every reader reads whole; a global batch is held until the next is read."""
-        readers, held, tail = self._readers, list[Any](), list[Any]()
-        examples = self._stream(epoch) if readers.own is not None else iter(())
+        held, tail, offsets, reads = list[Any](), list[Any](), self._offsets, self._rank.spec.data_rank is not None
+        examples = self._stream(epoch) if reads else iter(())
         skipped = self._agreed(sum(1 for _ in islice(examples, start)))
-        whole, left = readers.offsets[-1], 0
+        whole, left = offsets[-1], 0
         while skipped == start:
             tail = list(islice(examples, whole))
             left = self._agreed(len(tail))
             if left < whole:
                 break
             if held:
-                yield self._own(held, readers.offsets), _sizes(readers.offsets)
-            held = tail if readers.own is not None else [None] * whole
-        ends = last_offsets(bool(held), left, readers.offsets, self._drop_last, readers.has_work)
+                yield self._own(held, offsets), _sizes(offsets)
+            held = tail if reads else [None] * whole
+        ends = last_offsets(bool(held), left, offsets, self._drop_last, self._has_work)
         self.dropped = len(held) + left - sum(bounds[-1] for bounds in ends)
         held, first = held + tail, 0
         for bounds in ends:
@@ -167,9 +171,8 @@ class Loader:
 
     def _agreed(self, number: int) -> int:
         """The number of examples that all readers have read.  Raises LaunchError when they differ."""
-        found = [
-            each for each in self._readers.gather(None if self._readers.own is None else number) if each is not None
-        ]
+        every = self._rank.transport.all_gather_objects(number)
+        found = [every[reader] for reader in self._rank.spec.readers]
         if len(set(found)) > 1:
             raise LaunchError(
                 f"the readers' streams do not have the same examples: one global batch has "
@@ -179,10 +182,10 @@ class Loader:
         return int(found[0])
 
     def _own(self, examples: Sequence[Any], bounds: Sequence[int]) -> tuple[Tensor, ...]:
-        if (own := self._readers.own) is None:
+        if (own := self._rank.spec.data_rank) is None:
             return ()
         collate = self._options.get("collate_fn") or default_collate
-        return as_tuple(collate(list(examples[bounds[own] : bounds[own + 1]])), self._readers.paths)
+        return as_tuple(collate(list(examples[bounds[own] : bounds[own + 1]])), self._rank.spec.paths)
 
     def _with_generator(self, epoch: int) -> dict[str, Any]:
         """The options, with a generator of its own: reading leaves torch's as it is, for a run that is resumed."""
@@ -190,7 +193,7 @@ class Loader:
 
     def _no_step(self, number: int) -> LaunchError:
         return LaunchError(
-            f"the dataset has {number} examples and a global batch {self._readers.offsets[-1]}, so an epoch has no step"
+            f"the dataset has {number} examples and a global batch {self._offsets[-1]}, so an epoch has no step"
             f"; give more examples, or a smaller batch_size{' or drop_last=False' if self._drop_last else ''}"
         )
 
@@ -213,12 +216,7 @@ def taken_over(loader: DataLoader[Any]) -> tuple[Any, dict[str, Any]]:
     names = (*_OPTIONS, *(_OF_WORKERS if loader.num_workers else ()))
     reading = {name: getattr(loader, name) for name in names}
     shuffle = is_random or isinstance(loader.dataset, IterableDataset)
-    return loader.dataset, {
-        "batch_size": loader.batch_size,
-        "shuffle": shuffle,
-        "drop_last": loader.drop_last,
-        **reading,
-    }
+    return loader.dataset, {"batch_size": loader.batch_size, "shuffle": shuffle, **reading}
 
 
 def _sizes(bounds: Sequence[int]) -> tuple[int, ...]:

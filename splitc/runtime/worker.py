@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from . import data
 from .errors import LaunchError
 from .files import StateFile, beside
-from .loader import Loader, Readers, taken_over
+from .loader import Loader, Step, taken_over
 from .optimizers import Schedule
 from .training import Training
 from .whole_state import broadcast_state, in_memory
@@ -83,7 +83,7 @@ class Worker(Training):
         Without shuffle it is for evaluation, and not in checkpoints.
         options: of torch's DataLoader (num_workers, collate_fn, pin_memory).
         """
-        loader = self._loader(dataset, batch_size, shuffle, seed, drop_last, **options)
+        loader = self._loader(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
         if shuffle or drop_last:
             self.register(loader=loader)
         if self._transport.rank == 0:
@@ -195,48 +195,26 @@ class Worker(Training):
             made.register("loss_scale", self._updates.scale)
         return made
 
-    def _loader(
-        self,
-        dataset: Any,
-        batch_size: int | None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-        **options: Any,
-    ) -> Loader:
+    def _loader(self, dataset: Any, batch_size: int | None, **options: Any) -> Loader:
         if isinstance(dataset, DataLoader):
             dataset, given = taken_over(dataset)
             own_size = given.pop("batch_size")
-            batch_size = own_size if batch_size is None else batch_size
-            shuffle, drop_last, options = given.pop("shuffle"), given.pop("drop_last"), {**given, **options}
+            batch_size, options = own_size if batch_size is None else batch_size, {**options, **given}
         offsets = self.rank.spec.batch_offsets
         if batch_size is not None:
             if batch_size < 1:
                 raise LaunchError(f"batch_size={batch_size}: give at least one example to each reader")
             offsets = tuple(batch_size * k for k in range(self.data_world + 1))
-        readers = Readers(
-            offsets,
-            self.data_rank,
-            self.rank.spec.paths,
-            lambda step_offsets: not self.rank.without_examples(step_offsets),
-            self._transport.all_gather_objects,
-            self._with_sizes,
-        )
-        return Loader(dataset, readers, shuffle, seed, drop_last, options)
+        return Loader(dataset, self.rank, offsets, self._with_sizes, **options)
 
     def _evaluate_all(self, loader: Loader) -> Tensor:
         """The mean loss over the examples of a whole epoch."""
-        losses, sizes = [], []
         loader.set_epoch(loader.epoch)
-        for batch in loader:
-            losses.append(self.evaluate(*batch).double())
-            sizes.append(self.batch_offsets[-1])
-        weights = torch.tensor(sizes, device=losses[0].device, dtype=torch.double)
-        return (torch.stack(losses) @ weights / weights.sum()).float()
+        means = [(self.evaluate(*batch).double(), self.batch_offsets[-1]) for batch in loader]
+        total = torch.stack([mean * number for mean, number in means]).sum()
+        return (total / sum(number for _, number in means)).float()
 
-    def _with_sizes(
-        self, batches: Iterable[tuple[tuple[Tensor, ...], tuple[int, ...]]]
-    ) -> Iterator[tuple[Tensor, ...]]:
+    def _with_sizes(self, batches: Iterable[Step]) -> Iterator[tuple[Tensor, ...]]:
         before = self._sizes
         try:
             for batch, self._sizes in batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from splitc.errors import LaunchError
 from splitc.runtime.data import as_tuple, order, plan_epoch, tail_offsets
-from splitc.runtime.loader import Loader, Readers, taken_over
+from splitc.runtime.loader import Loader, taken_over
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
@@ -48,8 +49,13 @@ def loader_of(
     **options: Any,
 ) -> Loader:
     dataset = dataset or TensorDataset(torch.arange(number), 10 * torch.arange(number))
-    readers = Readers(tuple(bounds), reader, {}, all_fit, gather, lambda steps: (batch for batch, _ in steps))
-    loader = Loader(dataset, readers, shuffle, seed, drop_last, options)
+    rank: Any = SimpleNamespace(
+        spec=SimpleNamespace(data_rank=reader, paths={}, readers=range(len(gather(0)))),
+        transport=SimpleNamespace(all_gather_objects=gather),
+        without_examples=lambda offsets: [] if all_fit(offsets) else [0],
+    )
+    options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    loader = Loader(dataset, rank, tuple(bounds), lambda steps: (batch for batch, _ in steps), **options)
     loader.set_epoch(epoch)
     return loader
 
@@ -186,7 +192,7 @@ def test_readers_of_a_stream_keep_their_examples_and_know_at_its_end_what_was_le
 
 
 def test_streams_that_differ_among_readers_are_refused() -> None:
-    loader = loader_of(0, (0, 1, 2), 0, dataset=Numbers(3), gather=lambda number: [number, min(number, 1), None])
+    loader = loader_of(0, (0, 1, 2), 0, dataset=Numbers(3), gather=lambda number: [number, min(number, 1)])
     with pytest.raises(
         LaunchError, match=r"streams do not have the same examples: one global batch has 2, 1; let Numb"
     ):
