@@ -40,7 +40,7 @@ def blocks(page: Path) -> list[Block]:
 
 def commands(block: Block) -> list[str]:
     return [
-        line
+        line.partition(" #")[0]
         for line in block.text.splitlines()
         if line.split()[:1] and line.split()[0] in ("splitc", "torchrun", "make")
     ]
@@ -48,7 +48,7 @@ def commands(block: Block) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_block_says_what_it_is(page: Path) -> None:
-    assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text"}
+    assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text", "diff"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
@@ -89,6 +89,8 @@ def _in_process(line: str) -> bool:
 
 def _small(line: str) -> str:
     """The same command on this test's time: a cluster that is not measured, a batch of a few images."""
+    if line.startswith("splitc example"):
+        return line
     if "--world" in line and "--cluster" not in line:
         line += " --cluster v100-10gbe"
     return line + (" --input 4x3x224x224" if "alexnet" in line else " --input 4x3x32x32" if "mlp.py" in line else "")
