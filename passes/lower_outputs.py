@@ -16,7 +16,7 @@ from torch import fx
 
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir import comm_ops
-from splitc.ir.graph import copy_graph, info, set_info, update_info
+from splitc.ir.graph import copy_graph, info, set_info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import Plan
@@ -69,6 +69,8 @@ def _place(graph: fx.Graph, base: Program, layer: str) -> None:
             node.kwargs = like.kwargs if node.target is comm_ops.dropout else node.kwargs
         elif node.op not in ("placeholder", "output"):
             below = [order.index(info(n).layer) for n in node.all_input_nodes if info(n).layer]
+            read = () if node.op == "get_attr" else tensors_of_node(base, node)
+            below += [k for k, each in enumerate(base.layers) if set(read) & set(each.tensors)]
             copied = node.op == "get_attr" or isinstance(info(node).spec, SizeSpec)
             copied |= bool(node.all_input_nodes) and all(info(n).copied_to_each_stage for n in node.all_input_nodes)
             update_info(node, layer=order[max(below, default=0)], copied_to_each_stage=copied)

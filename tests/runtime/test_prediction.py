@@ -126,6 +126,36 @@ def test_nested_outputs_come_back_as_the_model_gives_them(strategy: str) -> None
         _ = first.scores
 
 
+class Twice(nn.Module):
+    """Uses its last layer again for an output that the loss does not read, and returns its input and other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.a(x)
+        again = self.b(h).transpose(0, 1)
+        return {"flat": self.b(h).flatten(0, 1), "again": again, "best": self.b(h).argmax(-1), "x": x}
+
+
+def flat_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output["flat"], target.flatten())
+
+
+@pytest.mark.parametrize("strategy", ["layer_separation(n_c=2, n_f=1)", "hybrid_single", "modulo_shard(mp=3)"])
+def test_outputs_of_their_own_are_computed_where_their_layers_are_in_any_layout(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Twice(), torch.randn(6, 3, 8), torch.randint(CLASSES, (6, 3))
+    program = compiled(model, (x,), y, flat_loss, 3, strategy)
+    sizes = program.plan.local_batches
+    batch = torch.randn(sum(sizes), 3, 8), torch.randint(CLASSES, (sum(sizes), 3))
+    outputs, _ = predicted(program, batch, sizes)
+    for name, wanted in model.eval()(batch[0]).items():
+        got = torch.cat([each[name] for each in outputs], int(name == "again"))
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def scores_in_evaluation(m: Any, x: Tensor) -> Any:
     h = m.fc(m.b(m.a(x)))
     return h if m.training else h.softmax(1)
