@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,11 @@ def _copy(folder: Path, host: Host, script: str) -> None:
 def _together(hosts: Sequence[Host], scripts: Sequence[str]) -> int:
     """Run a script on each host until all have ended, or one has failed; its lines are shown once."""
     processes, threads, deadline = [], [], float("inf")
-    keep = _once()
+    shown: dict[str, object] = {}
+
+    def keep(lines: Iterable[str]) -> Iterator[str]:
+        return (line for line in of_ranks(lines) if shown.setdefault(line, lines) is lines)
+
     try:
         for host, script in zip(hosts, scripts, strict=True):
             processes.append(process := _ssh(host, script))
@@ -155,21 +160,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.stdin.close()
     deadline = time.monotonic() + _GRACE
     for process in processes:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _once() -> Callable[[Iterable[str]], Iterator[str]]:
-    """Keeps the ranks' lines that no other host has shown."""
-    shown: dict[str, object] = {}
-
-    def keep(lines: Iterable[str]) -> Iterator[str]:
-        return (line for line in of_ranks(lines) if shown.setdefault(line, lines) is lines)
-
-    return keep
+        process.kill()
+        process.wait()
 
 
 def _ssh(host: Host, script: str) -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ def failed_step(program: object, number: int) -> Iterator[None]:
             if loader is not None and _loader(frame.f_globals) is loader:
                 (summary,) = traceback.StackSummary.extract([(frame, at)])
                 name = PurePath(summary.filename).name.removeprefix("<generated ").rstrip(">")
-                line = f", {name}, line {at}: {summary.line}"
+                line = f", {name}, line {at}: {' '.join((summary.line or '').split())}"
         error.add_note(f"in step {number}{line}")
         raise
 

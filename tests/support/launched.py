@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -74,6 +75,14 @@ def failing(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
         raise ValueError("rank 1 has had enough")
 
     return interrupted(worker, fail)
+
+
+def late(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
+    """The rank that reads the data stops for longer than the others wait."""
+    for step, batch in enumerate(batches(worker)):
+        if step == 1 and worker.data_rank is not None:
+            time.sleep(10)
+        yield batch
 
 
 def killed(worker: Worker) -> Iterator[tuple[Tensor, ...]]:

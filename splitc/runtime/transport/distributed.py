@@ -18,7 +18,7 @@ from ..errors import LaunchError
 from ..heap import keep_memory
 from .agreement import require_equal, versions
 from .flight import cause
-from .network import choose_interface, interface_used
+from .network import choose_interface
 from .torch_transport import TorchTransport
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -72,8 +72,9 @@ def init(
         except RuntimeError as error:
             raise LaunchError(
                 f"rank {os.environ['RANK']} of {started} did not find the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
-                f"{interface_used()}: {cause(error)}"
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s "
+                f"over the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of the host name')} (GLOO_SOCKET_IFNAME): "
+                f"{cause(error)}"
             ) from error
     transport = TorchTransport(where, seconds, owns_process_group=not joined)
     require_equal(transport, {"the number of ranks of the build": world or started}, "copy one build to every host")

@@ -55,12 +55,6 @@ def choose_interface() -> None:
     )
 
 
-def interface_used() -> str:
-    """For messages: the interface that gloo was told to use, if any."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    return f" over the interface {name} (GLOO_SOCKET_IFNAME)" if name else ""
-
-
 def _local_address(family: int, peer: str) -> str:
     """The address that packets to `peer` leave from; empty where there is no route."""
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

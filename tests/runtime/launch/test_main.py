@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.feed import given, synthetic
+from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.launch.trial import torchrun_trial
 from splitc.runtime.spec import Input
 from splitc.runtime.worker import Worker
@@ -197,6 +198,20 @@ def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
     while any(map(alive, noted)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in noted if alive(pid)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_wait_that_takes_too_long_names_rank_peer_step_value_and_line(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITC_TIMEOUT", "2")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = ["--steps", "4", "--data", "tests.support.launched:late"]
+    done = torchrun([str(build / "launch.py"), *options], WORLD, quiet=True)
+    first, second, _ = done.stderr.splitlines()
+    assert re.match(r"rank 1 stops: rank 1 of 2: irecv .* from rank 0, .*did not do its part within 2 s", first)
+    assert re.match(r"  in step 2, head\.py, line \d+: \w+ = comm\.recv\(\"trunk\"", second)
 
 
 @pytest.mark.slow
