@@ -25,8 +25,9 @@ from torch import Tensor
 from benchmarks.lockstep import Marks
 from splitc.cost_models.calibration.calibrate import calibrate
 from splitc.ir.cluster_file import to_toml
+from splitc.runtime.launch.failures import guarded
 from splitc.runtime.launch.feed import synthetic
-from splitc.runtime.launch.main import guarded, load_worker
+from splitc.runtime.launch.main import load_worker
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.lockstep import Marks
+from splitc.runtime.launch.failures import guarded
 from splitc.runtime.launch.feed import synthetic
-from splitc.runtime.launch.main import guarded, load_worker
+from splitc.runtime.launch.main import load_worker
 from splitc.runtime.transport.distributed import init
 
 WARM_UP = 2  # steps, or rounds; connections are made and buffers found in the first, and the optimizer's state

@@ -23,7 +23,7 @@ from benchmarks.approximate.data import Data
 from benchmarks.approximate.tasks import TASKS, batch_indices
 from benchmarks.approximate.trainers import ByDdp, BySplitc, Trainer
 from benchmarks.session_rank import SessionRank, serve
-from splitc.runtime.launch.main import guarded
+from splitc.runtime.launch.failures import guarded
 
 WARM_UP = 3  # steps before those that `pace` times
 

@@ -10,7 +10,7 @@ from benchmarks.by_hand import SCRIPTS, examples
 from benchmarks.models import alexnet_quarter
 from benchmarks.session_rank import SessionRank, Training, serve, sgd
 from examples import alexnet
-from splitc.runtime.launch.main import guarded
+from splitc.runtime.launch.failures import guarded
 
 
 class OverlapRank(SessionRank):

@@ -91,7 +91,7 @@ def ranks_to_start(asked: int | None, backend: str | None) -> int:
 
 
 def _as_rank(args: argparse.Namespace, output: Path) -> int:
-    from splitc.runtime.launch.main import guarded
+    from splitc.runtime.launch.failures import guarded
 
     guarded(lambda: _measure(args, output))
     return 0

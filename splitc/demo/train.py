@@ -23,8 +23,9 @@ from torch.utils.data import TensorDataset
 from splitc.cost_models.compute.clocks import threads
 from splitc.demo.model import GLOBAL_BATCH, SEED, WORLD, Digits, loss, model
 from splitc.runtime.data import order
+from splitc.runtime.launch.failures import guarded
 from splitc.runtime.launch.loader import load_rank
-from splitc.runtime.launch.main import guarded, load_weights
+from splitc.runtime.launch.main import load_weights
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.worker import Worker

@@ -11,7 +11,7 @@ from benchmarks.by_hand import SCRIPTS, examples
 from benchmarks.models import alexnet_quarter
 from benchmarks.session_rank import SessionRank, serve, sgd
 from examples.alexnet import AlexNet
-from splitc.runtime.launch.main import guarded
+from splitc.runtime.launch.failures import guarded
 
 
 def undropped() -> AlexNet:
