@@ -117,9 +117,9 @@ def resume(worker: Worker, args: argparse.Namespace) -> None:
 
 
 def board(worker: Worker, args: argparse.Namespace) -> Any:
-    """TensorBoard's writer on rank 0, into `--log`; None elsewhere, and without it."""
-    if args.log is None or worker.rank.index > 0:
+    """TensorBoard's writer on rank 0, into `--tensorboard`; None elsewhere, and without it."""
+    if args.tensorboard is None or worker.rank.index > 0:
         return None
-    writer = resolve_name("torch.utils.tensorboard:SummaryWriter")(args.log)
+    writer = resolve_name("torch.utils.tensorboard:SummaryWriter")(args.tensorboard)
     atexit.register(writer.close)
     return writer

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=positive, metavar="N", help="write a checkpoint every N steps, and after the last")
     add("--checkpoints", type=Path, default=Path("checkpoints"), metavar="FOLDER", help="default: checkpoints")
     add("--resume", action="store_true", help="go on from the last checkpoint there, if there is one")
-    add("--log", type=Path, metavar="FOLDER", help="write losses there for TensorBoard, which must be installed")
+    add("--tensorboard", type=Path, metavar="FOLDER", help="write losses there, where TensorBoard is installed")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -54,5 +54,5 @@ def check_options(args: argparse.Namespace) -> None:
             f"{args.checkpoints} holds {there[-1]} of an earlier run; go on from it with --resume, or give another "
             f"folder with --checkpoints"
         )
-    if args.log is not None and importlib.util.find_spec("tensorboard") is None:
-        raise LaunchError("--log needs TensorBoard, which is not installed: python -m pip install tensorboard")
+    if args.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise LaunchError("--tensorboard needs TensorBoard, which is not installed: python -m pip install tensorboard")

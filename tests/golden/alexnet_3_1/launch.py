@@ -31,7 +31,7 @@ def train(args):
     with launch.open_worker(__file__, WORLD, optimizer, args) as worker:
         scheduler, is_first = worker.scheduler(schedule), worker.rank.index == 0
         batches, evaluation = launch.batches(worker, args), launch.evaluation(worker, args)
-        board = launch.board(worker, args)                          # TensorBoard's writer on rank 0, with --log
+        board = launch.board(worker, args)                          # rank 0's, with --tensorboard
         if args.resume:
             launch.resume(worker, args)
         begin = time.perf_counter()

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from splitc.errors import LaunchError
 from splitc.runtime.launch.options import add_options, check_options
@@ -21,7 +22,7 @@ WRONG = [
     (["--save", "no/model.pt"], "--save no/model.pt: there is no folder"),
     (["--eval-every", "5"], "--eval-every needs --eval-data"),
     (["--epochs", "2"], "--epochs needs --data MODULE:FUNCTION that gives a Dataset"),
-    (["--log", "runs"], "--log needs TensorBoard, which is not installed"),
+    (["--tensorboard", "runs"], "--tensorboard needs TensorBoard, which is not installed"),
     (["--save-every", "5"], "checkpoints holds step-000020 of an earlier run; go on from it with --resume"),
 ]
 
@@ -47,3 +48,11 @@ def test_an_earlier_run_is_resumed_or_left_alone(tmp_path: Path, monkeypatch: py
 def test_steps_and_epochs_exclude_each_other() -> None:
     with pytest.raises(argparse.ArgumentError, match="not allowed with"):
         parsed("--steps", "3", "--epochs", "1")
+
+
+def test_no_option_is_taken_by_torchrun_which_reads_abbreviations_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    taken = [name for action in get_args_parser()._actions for name in action.option_strings]
+    ours = [name for action in parser._actions for name in action.option_strings if name not in ("-h", "--help")]
+    assert [name for name in ours if any(each.startswith(name) for each in taken)] == []
