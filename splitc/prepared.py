@@ -13,6 +13,7 @@ from splitc.api import compile
 from splitc.capture.example import Loss
 from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
+from splitc.runtime.launch.failures import guard_script
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.transport.distributed import init, started_world
@@ -35,6 +36,8 @@ def prepare(
 
     Raises LaunchError outside torchrun.
     """
+    if started_world():
+        guard_script()
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare takes a torch DataLoader, got {type(loader).__name__}; worker.loader takes datasets")
     if isinstance(optimizer, Optimizer):

@@ -96,3 +96,23 @@ def test_a_script_of_another_library_learns_where_it_is_installed(example: str, 
     pytest.importorskip(needs)
     losses = printed(example)
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_error_of_a_script_is_told_once_and_torchruns_summary_has_no_traceback_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "small.py"
+    script.write_text(
+        "import torch, splitc\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "loader = DataLoader(TensorDataset(torch.zeros(20, 4), torch.zeros(20).long()), 16, drop_last=True)\n"
+        "sgd = lambda params: torch.optim.SGD(params, lr=0.1)\n"
+        "loss = torch.nn.functional.cross_entropy\n"
+        "splitc.prepare(torch.nn.Linear(4, 3), sgd, loss, loader, cluster='v100-10gbe', strategy='data_parallel')\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("error: the dataset has 20 examples and a global batch 32, so an epoch has no step") == 1
+    assert "[rank" not in done.stderr

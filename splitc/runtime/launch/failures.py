@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from ..errors import SplitcError
@@ -40,6 +41,19 @@ def guarded(run: Callable[[], None]) -> None:
         _exit(text, "a peer was lost", by_itself=False)
     except BaseException as error:
         _exit(f"rank {rank} failed:\n{_traceback(error)}", f"{type(error).__name__}: {error}")
+
+
+def guard_script() -> None:
+    """Let an exception that ends a script of the user's own end it as `guarded` does."""
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def again() -> None:
+            raise error
+
+        sys.stderr = sys.__stderr__  # torch's hook around this one would keep the text until it returns
+        guarded(again)
+
+    sys.excepthook = told
 
 
 def with_notes(error: BaseException) -> str:
