@@ -19,8 +19,8 @@ from splitc.demo import model as digits
 from splitc.demo import train
 from splitc.demo.train import Training
 from splitc.errors import LaunchError
-from splitc.runtime.data import shard
 from tests import ROOT
+from tests.runtime.test_data import loader_of
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,10 @@ def test_batch_k_holds_the_same_images_in_one_process_under_ddp_and_in_splitc() 
     numbered = TensorDataset(torch.arange(500), torch.arange(500) % 10)
     bounds = [0, 40, 80, 120]
     readers = [
-        shard(numbered, bounds, k, {}, lambda _: True, shuffle=True, seed=digits.SEED, epoch=1, drop_last=True)
+        loader_of(500, bounds, k, dataset=numbered, shuffle=True, seed=digits.SEED, epoch=1)
         for k in range(digits.CONV_RANKS)
     ]
-    splitc = [torch.cat([batch[0] for batch, _ in parts]) for parts in zip(*readers, strict=True)]
+    splitc = [torch.cat([batch[0] for batch in parts]) for parts in zip(*readers, strict=True)]
     ranks = [train.own_batches(numbered, 1, rank, digits.WORLD) for rank in range(digits.WORLD)]
     ddp = [torch.cat([part[0] for part in parts]) for parts in zip(*ranks, strict=True)]
     alone = [batch[0] for batch in train.own_batches(numbered, 1)]
