@@ -187,11 +187,14 @@ def choice_text(plan: Plan | None) -> str:
 def advice(place: Place, program: Program, plan: Plan) -> str:
     """Return `3 of 4 ranks are idle: from 13.0 Gbit/s, 4 ranks are faster`; "" if none is, or a strategy was named.
 
+    Where all work, it says whether one rank alone is as fast with as many examples.
     Raises TimeoutError when that takes more than half a minute.
     """
     idle = _idle(plan)
-    if not idle or not isinstance(place.strategy, Auto):
+    if not isinstance(place.strategy, Auto):
         return ""
+    if not idle:
+        return _alone(place, program, plan)
     found = [
         (each, each.boundary(_idle, each.reach(_FAR))) for each in quantities(place, program, patience=_PATIENCE)[:2]
     ]
@@ -200,6 +203,19 @@ def advice(place: Place, program: Program, plan: Plan) -> str:
     head = f"{idle} of {plan.world} ranks {'is' if idle == 1 else 'are'} idle"
     nothing = f"; {_FAR} times the bandwidth, batch or accumulate would not change that."
     return head + (f": {' or '.join(changes)}, {plan.world} ranks are faster." if changes else nothing)
+
+
+def _alone(place: Place, program: Program, plan: Plan) -> str:
+    """Say that one rank takes no longer for the same examples; "" where it does, or they do not fit there."""
+    with suppress(PlacementError):
+        one = replace(place, world=1, global_batch=plan.global_batch, pins={}).run(program)
+        seconds, ours = simulated_step(one, place.cluster).step_seconds, plan.prediction.step_seconds
+        if plan.world > 1 and seconds <= ours:
+            return (
+                f"One rank alone takes {units.seconds(seconds)} for {plan.global_batch} examples, {plan.world} ranks "
+                f"{units.seconds(ours)}: on this network more ranks are of use from larger batches on."
+            )
+    return ""
 
 
 def _accumulating(place: Place, program: Program) -> Iterator[str]:

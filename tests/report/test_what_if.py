@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -152,6 +153,14 @@ def test_no_advice_where_all_ranks_work_or_a_strategy_was_named() -> None:
     assert advice(fast, model(), fast.run(model()).plan) == ""
     named = place(bandwidth=1e6, strategy="single_device")
     assert advice(named, model(), named.run(model()).plan) == ""
+
+
+def test_it_is_told_where_one_rank_alone_is_as_fast_with_the_same_examples() -> None:
+    both = place(2, bandwidth=1e11)
+    plan = both.run(model()).plan
+    slow = replace(plan, prediction=replace(plan.prediction, step_seconds=10.0))
+    text = advice(both, model(), slow)
+    assert re.fullmatch(rf"One rank alone takes .* for {plan.global_batch} examples, 2 ranks 10 s: .*", text), text
 
 
 def test_what_does_not_fit_says_what_would_and_that_does() -> None:

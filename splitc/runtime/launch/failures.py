@@ -21,7 +21,7 @@ from ..errors import SplitcError
 from ..transport.base import PeerLost
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads there why a rank failed; its folder is that of one attempt
-_ELSEWHERE = "(if a rank failed by itself, its error stands above, or on its host)"
+_ELSEWHERE = "(if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)"
 
 
 def guarded(run: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ def guarded(run: Callable[[], None]) -> None:
         _exit(f"error: {with_notes(error)}")
     except PeerLost as error:
         time.sleep(2.0)
-        text = f"rank {rank} stops: {with_notes(error)}\n  {_ELSEWHERE}"
+        text = f"stopped: {with_notes(error)}\n  {_ELSEWHERE}"
         _exit(text, "a peer was lost", by_itself=False)
     except BaseException as error:
         _exit(f"rank {rank} failed:\n{_traceback(error)}", f"{type(error).__name__}: {error}")

@@ -47,7 +47,10 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         made, worker = self._worker.steps, self._worker
         if made >= len(self) and worker.rank.index == 0:
-            print(f"all {len(self)} steps were made before; give more", flush=True)
+            text = (
+                f"nothing to train: {made} steps were made before, and --steps or --epochs asks for {len(self)} in all"
+            )
+            print(text, flush=True)
         source: Iterator[tuple[Tensor, ...]]
         if self._loader is not None:  # which stands where the checkpoint was made
             source = chain.from_iterable(repeat(self._loader))

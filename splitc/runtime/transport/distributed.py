@@ -53,8 +53,9 @@ def init(
     if missing and not joined:
         raise LaunchError(f"not started by torchrun ({', '.join(missing)} not set); run: {command}")
     started = dist.get_world_size() if joined else int(os.environ["WORLD_SIZE"])
-    another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; run: {command}"
     on_one_host = joined or int(os.environ.get("LOCAL_WORLD_SIZE", started)) == started
+    remedy = f"run: {command}" if on_one_host else f"let --nproc-per-node of all hosts add up to {world}"
+    another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; {remedy}"
     if world not in (None, started) and on_one_host:
         raise LaunchError(another)
     seconds = _timeout(timeout)

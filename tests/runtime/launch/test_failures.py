@@ -81,9 +81,9 @@ def test_ranks_that_lost_a_peer_say_where_once_and_torchrun_does_not_take_them_f
     lost.add_note("in step 7, conv.py, line 31: cut0 = received.wait()")
     assert [fail(0, lost), fail(1, PeerLost("rank 1 of 4: barrier"))] == [1, 0]
     assert capfd.readouterr().err.splitlines() == [
-        "rank 0 stops: rank 0 of 4: irecv (2, 3) float32 from rank 2",
+        "stopped: rank 0 of 4: irecv (2, 3) float32 from rank 2",
         "  in step 7, conv.py, line 31: cut0 = received.wait()",
-        "  (if a rank failed by itself, its error stands above, or on its host)",
+        "  (if a rank failed by itself, its error stands above, or on its host; --resume goes on from a checkpoint)",
     ]
     assert not (tmp_path / "0" / "error.json").exists()
 

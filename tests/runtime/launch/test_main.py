@@ -189,7 +189,7 @@ def test_when_a_rank_is_lost_its_error_comes_first_and_no_process_is_left(
     assert seconds < 90
     assert "step 2  loss" in output
     assert "step 3  loss" not in output
-    errors = [line for line in output.splitlines() if re.search(r"Error: |PeerLost|stops: |exitcode: ", line)]
+    errors = [line for line in output.splitlines() if re.search(r"Error: |PeerLost|stopped: |exitcode: ", line)]
     assert first_error in errors[0]
     assert re.search(r"Root Cause \(first observed failure\):\n\[0\]:\n.*\n.*\n  rank      : 1 ", output)
     noted = [int(path.name) for path in pids.iterdir()]
@@ -210,7 +210,7 @@ def test_a_wait_that_takes_too_long_names_rank_peer_step_value_and_line(
     options = ["--steps", "4", "--data", "tests.support.launched:late"]
     done = torchrun([str(build / "launch.py"), *options], WORLD, quiet=True)
     first, second, _ = done.stderr.splitlines()
-    assert re.match(r"rank 1 stops: rank 1 of 2: irecv .* from rank 0, .*did not do its part within 2 s", first)
+    assert re.match(r"stopped: rank 1 of 2: irecv .* from rank 0, .*did not do its part within 2 s", first)
     assert re.match(r"  in step 2, head\.py, line \d+: \w+ = comm\.recv\(\"trunk\"", second)
 
 
