@@ -119,9 +119,13 @@ def test_an_error_of_several_hosts_is_shown_once_and_ends_all(build: Path, hosts
 def test_nothing_runs_on_when_splitc_is_interrupted_or_killed(build: Path, hosts: Path, number: int) -> None:
     process = start(build, hosts, "--hosts", ",".join(ADDRESSES), "--steps", 1000000)
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("step 1 ")
-    process.send_signal(number)
-    process.communicate(timeout=60)
+    try:
+        assert process.stdout.readline().startswith("step 1 ")
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     deadline = time.monotonic() + 30
     while of_copies(hosts) and time.monotonic() < deadline:

@@ -94,7 +94,7 @@ NAMED: dict[str, Case] = {
     "a gradient of the loss that is summed though all ranks have it": (
         sharded, "features=5, partial=False", "features=5, partial=True", r"layer fc8.*2 times"),
     "parts of a gradient that are taken for the whole": (
-        sharded, "features=14", "features=14, partial=False", "layer fc6"),
+        sharded, r"features=14\)", "features=14, partial=False)", "layer fc6"),
     "gathered examples whose gradients are not summed": (
         sharded, GATHERED, "d_cut0 = fc.slice_batch(cut0_group.grad)", "layer conv"),
     "gathered examples whose gradients are not given back": (
@@ -282,4 +282,4 @@ def test_an_error_in_an_edited_program_names_its_file_and_line() -> None:
     program = edited(sharded(), r"comm\.shard\((.*), features=14\)", r"\1")
     with pytest.raises(RuntimeError) as caught:
         program.verify(steps=1)
-    assert any(re.match(r"in conv_fc.py, line \d+: .*fc", note) for note in caught.value.__notes__)
+    assert any(re.match(r"in step 1, conv_fc.py, line \d+: .*fc", note) for note in caught.value.__notes__)

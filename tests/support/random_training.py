@@ -90,6 +90,8 @@ def outcome(seed: int) -> Outcome:
         program, run = _compiled(case, choose)
     except SplitcError as error:
         return Outcome(seed, refused=f"{type(error).__name__}: {error}")
+    if isinstance(why := program.program.evaluation, str):
+        return Outcome(seed, refused=why)
     return Outcome(seed, run, wrong=differences(case, program, run))
 
 
