@@ -48,7 +48,6 @@ def rank(folder: Path, rounds: int) -> None:
         nbytes = sum(path.stat().st_size for path in (folder / "plain").rglob("*") if path.is_file()) / 2
         print(f"{program.plan.strategy}, {nbytes / 1e6:.1f} MB a checkpoint, {STEPS} steps to each")
         for kind in KINDS:
-            print(kind, *(f"{each:.2f}" for each in seconds[kind]))
             ratios = [mine / none for mine, none in zip(seconds[kind], seconds["none"], strict=True)]
             print(f"{kind:13} {statistics.median(seconds[kind]):7.3f} s, x {statistics.median(ratios):.3f} of none")
     worker.rank.transport.close()

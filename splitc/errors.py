@@ -4,9 +4,7 @@ Subclasses of SplitcError are about the input; InternalError is a bug of splitc.
 (the node and the user's file and line), the numbers with their units, and what to do.
 """
 
-from collections.abc import Iterable
-
-from splitc.runtime.errors import LaunchError, NonFiniteError, RanksFailed, SplitcError
+from splitc.runtime.errors import LaunchError, NonFiniteError, RanksFailed, SplitcError, bullets
 
 __all__ = [
     "CaptureError",
@@ -35,8 +33,3 @@ class PlacementError(SplitcError):
 
 class InternalError(Exception):
     """An invariant of splitc is violated; please report it with the message."""
-
-
-def bullets(title: str, problems: Iterable[str]) -> str:
-    """One message that lists all problems."""
-    return "\n".join([title, *(f"  - {problem}" for problem in problems)])

@@ -19,6 +19,6 @@ class NonFiniteError(SplitcError):
     """The loss or a gradient of a step is infinite or not a number."""
 
 
-def listed(title: str, lines: Iterable[str]) -> str:
-    """A title, and each line below it once."""
-    return "\n".join([f"{title}:", *(f"  - {line}" for line in dict.fromkeys(lines))])
+def bullets(title: str, problems: Iterable[str]) -> str:
+    """One message that lists all problems, each once."""
+    return "\n".join([title, *(f"  - {problem}" for problem in dict.fromkeys(problems))])

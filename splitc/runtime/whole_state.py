@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import LaunchError, listed
+from .errors import LaunchError, bullets
 from .spec import Shard
 from .transport.base import Transport
 from .weights import part_of
@@ -113,7 +113,7 @@ def attempt(transport: Transport, title: str, call: Callable[[], Iterable[str] |
     except Exception as error:
         problems = [f"rank {transport.rank}: {type(error).__name__}: {error}"]
     if lines := [line for own in transport.all_gather_objects(problems) for line in own]:
-        raise LaunchError(listed(title, lines))
+        raise LaunchError(bullets(f"{title}:", lines))
 
 
 def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ..errors import LaunchError, listed
+from ..errors import LaunchError, bullets
 from ..transport.base import Transport
 from ..whole_state import attempt
 
@@ -156,7 +156,7 @@ def newest(disks: Disks, at: int | None = None) -> Path | None:
             return path
         problems.append(f"{path.name} lacks {', '.join(missing)}")
     if problems:
-        raise LaunchError(listed(f"{disks.folder}: no checkpoint has all its files on these disks", problems))
+        raise LaunchError(bullets(f"{disks.folder}: no checkpoint has all its files on these disks:", problems))
     return None
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,11 @@ class Checkpoints:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise LaunchError(f"{name}: a {type(value).__name__} has no {method}, so no checkpoint can hold it")
-        free = next(each for k in range(1, 1000) if (each := name if k == 1 else f"{name}_{k}") not in self._names)
-        self._names[free] = value
+        objects = self._contents.objects
+        free = next(each for k in count(1) if (each := name if k == 1 else f"{name}_{k}") not in objects)
+        objects[free] = value
         if free in self._states:
             value.load_state_dict(self._states.pop(free))
-
-    @property
-    def _names(self) -> dict[str, Any]:
-        return self._contents.objects
 
     def save(self, folder: Path, counts: Counts, keep: int, asynchronous: bool) -> None:
         """Write a checkpoint; asynchronous: what it holds is copied now, and written by a thread of its own."""
@@ -99,8 +97,9 @@ class Checkpoints:
             lambda: self._states.update(takeover.restore(self._contents, saved, run)),
         )
         self._warn(run)
-        for name in self._names.keys() & self._states.keys():
-            self._names[name].load_state_dict(self._states.pop(name))
+        objects = self._contents.objects
+        for name in objects.keys() & self._states.keys():
+            objects[name].load_state_dict(self._states.pop(name))
         return {name: run[name] for name in ("steps", "examples")}
 
     def _warn(self, run: Mapping[str, Any]) -> None:

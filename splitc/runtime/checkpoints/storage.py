@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import LaunchError, listed
+from ..errors import LaunchError, bullets
 from .folders import Disks
 from .piece import Piece, packed, unpacked
 
@@ -86,7 +86,7 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
 
         problems = [each for _, each in [_tried(0, write_metadata)] if each]
     if problems := transport.broadcast_object(problems):
-        raise LaunchError(listed(f"{disks.folder}: no checkpoint was written", problems))
+        raise LaunchError(bullets(f"{disks.folder}: no checkpoint was written:", problems))
     disks.copy(path, step)
     disks.complete(step, keep)
 

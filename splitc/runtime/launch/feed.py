@@ -78,11 +78,6 @@ def evaluation(worker: Worker, args: argparse.Namespace) -> Loader | None:
     return worker.loader(source, shuffle=False, drop_last=False)
 
 
-def given(name: str, worker: Worker) -> Iterator[tuple[Tensor, ...]]:
-    """The batches of the user's `module:function`."""
-    return taken(found(name, worker), worker)
-
-
 def taken(batches: Iterable[Any], worker: Worker) -> Iterator[tuple[Tensor, ...]]:
     """A user's batches; on ranks that read no data each of them is replaced by ()."""
     reads, paths = worker.data_rank is not None, worker.rank.spec.paths

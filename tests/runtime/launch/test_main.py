@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
-from splitc.runtime.launch.feed import given, synthetic
+from splitc.runtime.launch.feed import found, synthetic, taken
 from splitc.runtime.launch.torchrun import torchrun
 from splitc.runtime.launch.trial import torchrun_trial
 from splitc.runtime.spec import Input
@@ -273,7 +273,7 @@ def test_what_a_data_function_gives_is_dropped_on_ranks_that_read_no_data() -> N
     def run(worker: Worker) -> list[int]:
         return [
             len(batch)
-            for batch in given("tests.runtime.launch.test_main:naive", worker)
+            for batch in taken(found("tests.runtime.launch.test_main:naive", worker), worker)
             if worker.step(*batch).dim() == 0
         ]
 
@@ -291,7 +291,7 @@ def test_what_a_data_function_gives_is_dropped_on_ranks_that_read_no_data() -> N
 def test_a_data_function_that_is_not_there_is_named(name: str, text: str) -> None:
     def run(worker: Worker) -> None:
         with pytest.raises(LaunchError, match=f"--data {name}: .*{text}"):
-            given(name, worker)
+            found(name, worker)
 
     on_workers(program(), run)
 
