@@ -26,10 +26,11 @@ from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
 from splitc.ir.program import SizeSpec, TensorSpec
 from splitc.ir.regions import OwnCode, Templates, Unread, fit, made_like, specs_in
+from splitc.runtime.generators import same_generators
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
 from splitc.runtime.seeded.draws import Draws, Layout
-from splitc.runtime.seeded.mode import SeededRandom, same_generators
+from splitc.runtime.seeded.mode import SeededRandom
 
 SMALL, LARGE = 2, 3
 """Examples of the two batches on which a region is seen."""

@@ -29,7 +29,7 @@ from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import Coupling
 from splitc.ir.program import Program
-from splitc.runtime.seeded.mode import same_generators
+from splitc.runtime.generators import same_generators
 
 _SEEDS = 4  # tried where a loss is not finite
 _LARGE = 1 << 28  # parameters; more are not copied in float64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError
+from .generators import seeded_generators
 from .spec import Shard
 
 
@@ -84,8 +84,7 @@ def _initialised(stage: nn.Module, needed: Mapping[str, Tensor], weights: Mappin
         reset = "reset_parameters" if hasattr(module, "reset_parameters") else "_reset_parameters"  # of attention
         if not own or not given.keys().isdisjoint(own) or not hasattr(module, reset):
             continue
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(path.encode()))
+        with seeded_generators(path):
             fresh = copy.deepcopy(module).to_empty(device="cpu")
             getattr(fresh, reset)()
         made |= {f"{path}.{name}": tensor.detach() for name, tensor in named_tensors(fresh).items() if "." not in name}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
 from splitc.runtime.spec import Shard
+from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import Tree, build, first_names, part_of
 
 CPU = torch.device("cpu")
@@ -190,6 +193,23 @@ class Raw(Stage):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_ranks_on_threads_initialise_an_added_layer_alike_whatever_they_draw_between() -> None:
+    class Slow(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.normal_(self.weight)
+            time.sleep(0.05)  # for other ranks, which draw from the same generator of the process
+            nn.init.normal_(self.bias)
+
+    class Grown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = Slow(3, 3)
+
+    first, *others = run_ranks(3, lambda transport: build(Grown, {}, CPU).state_dict())
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
 
 
 def test_a_parameter_whose_module_cannot_initialise_it_is_refused() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
+from ..generators import seeded_generators
 from ..spec import StepContext
 from .draws import Draws, Label, Layout
-from .mode import SeededRandom, seeded_generators
+from .mode import SeededRandom
 
 
 class SeededComm:
@@ -74,8 +75,9 @@ class SeededComm:
         draws: the layouts of those inside, in order, as tuples.
         """
         layouts: dict[Label, Layout] = {(draw, k): Layout(*each) for k, each in enumerate(draws)}
-        mode = SeededRandom(self._draws(own), layouts, (draw,), self._context.training)
-        with mode, seeded_generators(self._draws(own), (draw,)):
+        drawn = self._draws(own)
+        mode = SeededRandom(drawn, layouts, (draw,), self._context.training)
+        with mode, seeded_generators(drawn.seed, drawn.step, (draw,)):
             yield mode
 
     def own_code(

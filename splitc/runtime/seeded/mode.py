@@ -8,20 +8,17 @@ Checkpointed functions (torch.utils.checkpoint) run plainly inside, since backwa
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ..generators import seeded_generators
 from .draws import Draws, Label, Layout
 from .table import Unseeded, form_of
 
@@ -84,7 +81,7 @@ class SeededRandom(TorchFunctionMode):
         outer = self._source
         self._source = _Eager(self, outer.next() if draw is None else (draw,))
         try:
-            with seeded_generators(self.draws, self._source.label):
+            with seeded_generators(self.draws.seed, self.draws.step, self._source.label):
                 yield
         finally:
             self._source = outer
@@ -146,41 +143,6 @@ class _Eager:
             return function(*args, **kwargs)
 
 
-@contextmanager
-def seeded_generators(draws: Draws, label: Label) -> Iterator[None]:
-    """Let the generators of Python, numpy and torch draw the same on every rank, from step and label; restore them."""
-    key = repr((draws.seed, draws.step, label)).encode()
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
-    with _GENERATORS, same_generators():
-        random.seed(seed)
-        for generator in _of_torch():
-            generator.manual_seed(seed)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(seed)
-        yield
-
-
-@contextmanager
-def same_generators() -> Iterator[None]:
-    """Give the generators of Python, numpy and torch back as they were."""
-    numpy = sys.modules.get("numpy")
-    before, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    states = [(generator, generator.get_state()) for generator in _of_torch()]
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        for generator, state in states:
-            generator.set_state(state)
-        if numpy:
-            numpy.random.set_state(of_numpy)
-
-
-def _of_torch() -> list[torch.Generator]:
-    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-
-
-_GENERATORS = threading.RLock()  # which simulated ranks share
 _LOCK = threading.Lock()
 
 

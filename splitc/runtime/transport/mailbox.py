@@ -44,7 +44,7 @@ class PendingCollective:
 class Mailbox:
     """Messages and collectives of all ranks.  Public methods take the lock; the others are called under it."""
 
-    def __init__(self, world: int, timeout: float) -> None:
+    def __init__(self, world: int, timeout: float | None) -> None:
         self.world = world
         self.error: BaseException | None = None
         self._timeout = timeout

@@ -17,13 +17,13 @@ from .mailbox import Mailbox
 Result = TypeVar("Result")
 
 
-def run_ranks(world: int, function: Callable[[Transport], Result], timeout: float = 60.0) -> list[Result]:
+def run_ranks(world: int, function: Callable[[Transport], Result], timeout: float | None = None) -> list[Result]:
     """Call `function(transport)` on each of `world` threads; return the results in rank order.
 
     Every run takes its sums in rank order, so that repeating it gives the same bits.  The threads
-    share torch's global random generator: draw from a generator of the rank's own.
+    share the generators of the process: draw from one of the rank's own, or within `seeded_generators`.
 
-    timeout: seconds that a rank may wait while another one computes.
+    timeout: seconds that a rank may wait while another one computes; None: as long as that takes.
 
     Raises the first error that a rank raised, with a note saying which rank it was; the other
     ranks are released, their waits raise PeerLost.  Raises Deadlock when all ranks wait for each
