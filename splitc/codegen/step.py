@@ -74,7 +74,8 @@ class StepWriter:
         verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else FORWARD
         actions = self._rank_program.actions if self._training else self._rank_program.whole
         actions = tuple(a for a in actions if a.verb in verbs and (name, a.verb) != ("predict", "sum_loss"))
-        loss = "loss.detach()" if self._plan.world == 1 else "total.wait()"
+        alone = "sum(losses)" if self._microbatched else "loss.detach()"
+        loss = alone if self._plan.world == 1 else "total.wait()"
         result = self._returned() if name == "predict" else loss
         body = [*self._body(actions), (f"return {result}", "")]
         return self._function(name, self._inputs(), doc, body)

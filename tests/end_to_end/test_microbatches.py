@@ -54,6 +54,17 @@ def test_every_strategy_in_microbatches_is_one_process(world: int, asked: Asked,
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel(microbatches=2)", "single_device(microbatches=3)"])
+def test_one_rank_in_microbatches_returns_the_loss_of_the_whole_batch(strategy: str) -> None:
+    program = compile_net(plain()[0], strategy, 1, batch=7)
+    batches = batches_for(program)
+    ((found, state),) = on_workers(program, lambda worker: train(worker, batches))
+    losses, expected = one_process(deepcopy(plain()[0]), batches)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_same(state, expected)
+    assert program.verify(dtype=torch.float64).holds
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sizes", ["1+1+1", "2+1+1"])
 def test_norms_dropout_and_skip_connections_hold_in_three_roles(schedule: str, sizes: str) -> None:
