@@ -22,7 +22,7 @@ from splitc.capture.group_layers import group_layers
 from splitc.capture.loss_terms import isolate_terms
 from splitc.capture.loss_value import total
 from splitc.capture.outputs import mark, outputs_of, taken
-from splitc.capture.patches import recorded
+from splitc.capture.patches import DROPPING, recorded
 from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
 from splitc.capture.region_runs import Counter
@@ -179,7 +179,7 @@ def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, 
 def _has_mode(node: fx.Node, root: nn.Module) -> bool:
     """Whether evaluation may treat the node in another way than a module of torch that has its mode from the model."""
     if node.target is comm_ops.dropout:
-        return not isinstance(root.get_submodule(info(node).module), nn.modules.dropout._DropoutNd)
+        return not isinstance(root.get_submodule(info(node).module), DROPPING)
     return is_region(node) or node.target in NORMS
 
 

@@ -20,6 +20,9 @@ from splitc.capture.proxy import TracedTensor, is_proxy, leaves
 from splitc.capture.refusals import hook_text
 from splitc.capture.tracer import Tracer
 
+DROPPING = (nn.modules.dropout._DropoutNd, nn.RNNBase)
+"""Modules whose mode decides about dropout alone."""
+
 _FACTORIES = (
     "arange", "as_tensor", "bartlett_window", "blackman_window", "empty", "eye", "full", "hamming_window",
     "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm",
@@ -124,7 +127,7 @@ def _training(tracer: Tracer) -> property:
     """The flag of a module, noting whether Python reads it other than for dropout, which evaluation leaves out."""
 
     def get(module: nn.Module) -> bool:
-        if not tracer.evaluator.busy and not isinstance(module, nn.modules.dropout._DropoutNd):
+        if not tracer.evaluator.busy and not isinstance(module, DROPPING):
             tracer.reads_mode = True
         return bool(vars(module)["training"])
 

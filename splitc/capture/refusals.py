@@ -141,9 +141,6 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         kind = type(module).__name__
         yield from (f"{where} {problem}; use nn.{kind} without" for problem in table_problems(vars(module)))
-    if isinstance(module, nn.RNNBase) and module.dropout:
-        kind = type(module).__name__
-        yield f"{where} draws its dropout inside; use one nn.{kind} for each layer, with nn.Dropout between them"
     for name, _ in module.named_children():
         if hasattr(nn.Module, name):
             yield f"{where} has a child named {name!r}, which hides nn.Module.{name}; rename it"

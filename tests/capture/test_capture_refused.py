@@ -72,10 +72,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "scripted": (scripted, "RecursiveScriptModule has no Python to trace: give compile() the model it was made from"),
     "gradient_hook": (lambda: hooked("tensor"), "fc.weight has a gradient hook, which a graph would lose; remove it"),
-    "lstm_dropout": (
-        lambda: small(rnn=nn.LSTM(8, 8, 2, dropout=0.5)),
-        "rnn draws its dropout inside; use one nn.LSTM for each layer",
-    ),
     "lazy": (lambda: small(fc=nn.LazyLinear(5)), "fc.weight has no shape yet; run one batch through the model first"),
     "max_norm": (
         lambda: small(e=nn.Embedding(9, 8, max_norm=1.0)),
@@ -125,7 +121,7 @@ def test_a_model_that_a_graph_cannot_hold_is_refused_with_a_remedy(name: str) ->
 
 
 def test_all_that_is_wrong_with_a_model_is_said_at_once() -> None:
-    model = small(rnn=nn.GRU(8, 8, 2, dropout=0.5), n=nn.SyncBatchNorm(8))
+    model = small(e=nn.Embedding(9, 8, max_norm=1.0), n=nn.SyncBatchNorm(8))
     text = refusal(model, vectors()(), labels()(), F.cross_entropy)
     assert text.splitlines()[0] == "Made cannot be captured:" and text.count("\n  - ") == 2
 

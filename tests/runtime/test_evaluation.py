@@ -53,7 +53,11 @@ def counting(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.b(m.a(x)) * m.steps)
 
 
-SHARED = [as_in_training, counting]
+def with_recurrent_dropout(m: Any, x: Tensor) -> Tensor:
+    return m.fc(m.b(m.rnn(m.a(x).unflatten(1, (2, 4)))[0].flatten(1)))
+
+
+SHARED = [as_in_training, counting, with_recurrent_dropout]
 OWN = [another_branch, without_a_layer, with_a_layer_of_its_own, without_gradient]
 STRATEGIES = {"layer_separation": 3, "modulo_shard(scheme=B/K)": 4, "parameter_server": 3}
 PINS = {"a": "trunk", "norm": "trunk", "b": "head", "fc": "head"}
@@ -62,6 +66,7 @@ PINS = {"a": "trunk", "norm": "trunk", "b": "head", "fc": "head"}
 def program_of(run: Run, strategy: str) -> tuple[nn.Module, CompiledProgram]:
     torch.manual_seed(0)
     children = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "fc": nn.Linear(8, CLASSES), "drop": nn.Dropout(0.5)}
+    children["rnn"] = nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True)
     more = {"norm": nn.BatchNorm1d(8), "calibration": nn.Linear(CLASSES, CLASSES), "steps": nn.Buffer(torch.ones(()))}
     model: Any = made(run, **children, **more)
     model.norm.running_mean.normal_()

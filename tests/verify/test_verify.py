@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from splitc.compiled import CompiledProgram
@@ -94,6 +95,13 @@ def time_first(m: Any, x: Tensor) -> Tensor:
     return m.fc(m.b(rows).relu().view(x.size(1), -1, 16).mean(0))
 
 
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    """Dropout inside recurrent modules, examples first and time first, with states that are given and that are read."""
+    h, (state, _) = m.lstm(m.a(x))
+    given = h[:, :1].transpose(0, 1).repeat(2, 1, 1)
+    return m.fc(m.gru(h.transpose(0, 1), given)[0].mean(0)) + state.sum((0, 2)).unsqueeze(1)
+
+
 RANDOM: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any]]] = {
     "attention": (
         attention,
@@ -104,6 +112,15 @@ RANDOM: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any]]]
     "channels": (channels, (6, 16), wide("a")),
     "time_first": (time_first, (5, 16), wide("a", "b")),
     "recomputed": (recomputed, (16,), wide("a")),
+    "recurrent": (
+        recurrent,
+        (2, 16),
+        {
+            **wide("a"),
+            "lstm": nn.LSTM(16, 12, 2, dropout=0.4, batch_first=True, bidirectional=True, proj_size=8).double(),
+            "gru": nn.GRU(16, 16, 2, bias=False, dropout=0.3).double(),
+        },
+    ),
 }
 
 
@@ -116,6 +133,35 @@ def test_random_models_train_as_in_one_process(name: str, strategy: str) -> None
     assert re.search(r"comm\.(dropout|uniform|normal)\(", text)
     result = made.verify()
     assert holds(result) and not any("dropout" in note for note in result.notes), result
+
+
+class Packed(nn.Module):
+    """A recurrent layer over sequences of different lengths, which it sorts."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.rnn, self.fc = kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), nn.LazyLinear(4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.size(1))
+        return self.fc(out.sum(1))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_inside_packed_sequences_is_that_of_one_process(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = Packed(kind, bidirectional=kind is nn.GRU).double()
+    inputs = torch.randn(4, 6, 4, dtype=F64), torch.tensor([2, 6, 6, 4])
+    model(*inputs)
+    result = compiled(model, inputs, torch.arange(4), F.cross_entropy, 3, "data_parallel").verify(steps=12)
+    assert holds(result), result
+
+
+def test_an_lstm_with_dropout_keeps_its_names_and_trains_twelve_steps_as_in_one_process() -> None:
+    children = {**wide("a"), "lstm": nn.LSTM(16, 16, 2, dropout=0.4, batch_first=True).double()}
+    made = program(lambda m, x: m.fc(m.lstm(m.a(x))[0][:, -1]), torch.randn(4, 3, 16, dtype=F64), **children)
+    assert "lstm.weight_hh_l1" in made.files["all.py"] and holds(made.verify(steps=12))
 
 
 @pytest.mark.parametrize("scheme", ["B", "B/K", "BK"])

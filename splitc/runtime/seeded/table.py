@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from . import recurrent
+
 
 class Draw(Protocol):
     """The source of random numbers.  Each call of the first three is a draw, numbered in the order of calls."""
@@ -48,6 +50,8 @@ def form_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     form = _FORMS.get(name)
     if form is None or not (isinstance(function, _OF_TORCH) or getattr(F, name, None) is function):
         return None
+    if name in recurrent.NAMES:
+        return form if recurrent.rate(args) else None
     if name not in _RATE_AT:
         return form
     at = _RATE_AT[name]
@@ -243,5 +247,6 @@ _FORMS: dict[str, Form] = {
         _filled, "uniform", lambda u, median=0.0, sigma=1.0: ((u - 0.5) * math.pi).tan() * sigma + median
     ),
     "geometric_": partial(_filled, "uniform", lambda u, p: (u.neg().log1p() / math.log1p(-p)).floor() + 1),
+    **{name: partial(recurrent.layer_by_layer, name) for name in recurrent.NAMES},
     **{name: partial(_unseeded, name) for name in _UNSEEDED.split()},
 }

@@ -7,6 +7,7 @@ import threading
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from splitc.runtime.seeded.draws import Draws, Label, Layout
@@ -62,6 +63,22 @@ def test_attention_is_that_of_torch_but_for_its_dropout() -> None:
         a, b = (F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True) for _ in range(2))
     assert not torch.equal(a, b)
     assert torch.equal(a[..., 0, :] == 0, (a[..., 0, :] == 0).all(-1, True).expand(8, 1, 8))  # sees one, or nothing
+
+
+def test_recurrent_modules_are_those_of_torch_but_for_their_dropout() -> None:
+    x = torch.randn(8, 5, 6)
+    for kind, options in ((nn.LSTM, {}), (nn.GRU, {"bias": False}), (nn.RNN, {"nonlinearity": "relu"})):
+        module = kind(6, 4, 3, dropout=0.5, batch_first=True, bidirectional=True, **options)  # type: ignore[arg-type]
+        with SeededRandom(DRAWS, dropout=False):
+            got = tree_leaves(module(x))
+        with SeededRandom(DRAWS) as mode:
+            dropped, again = module(x)[0], module(x)[0]
+            expected = tree_leaves(module.eval()(x))
+        assert not mode.unseeded
+        torch.testing.assert_close(got, expected)
+        assert not torch.equal(dropped, again) and not torch.equal(dropped, expected[0])
+        with SeededRandom(Draws(0, 0, [(4, 8)])):
+            torch.testing.assert_close(module.train()(x[4:])[0], dropped[4:])
 
 
 def test_checkpointed_functions_draw_once_and_others_stay_checkpointed() -> None:
