@@ -17,17 +17,33 @@ def first_apart(example: Example, validated: Callable[[Example], Program]) -> Pr
     validated: captures the model on an example and validates the graph.  Raises CaptureError.
     """
     others = layouts(example.tensors) if len(example.tensors) > 1 else ()
-    refused, coupled = None, None
-    for dims in (example.batch_dims, *(dims for dims in others if dims != example.batch_dims)):
-        try:
-            program = validated(replace(example, batch_dims=dims))
-        except CaptureError as error:
-            refused = refused or error
+    refused, taken, why = None, None, dict[str, str]()
+    for dims in (example.batch_dims, *others):
+        laid_out = replace(example, batch_dims=dims)
+        if (text := _text(laid_out)) in why:
             continue
-        if not program.coupled and not (coupled and any(regions(program))):
-            return program
-        coupled = coupled or program
-    if coupled is None:
+        try:
+            program = validated(laid_out)
+        except CaptureError as error:
+            refused, why[text] = refused or error, str(error)
+            continue
+        is_apart = not program.coupled and not (taken and any(regions(program)))
+        why[text] = "it is all the user's own code" if not program.coupled else program.coupled[0].why
+        if is_apart or taken is None:
+            taken = program, laid_out
+        if is_apart:
+            break
+    if taken is None:
         assert refused is not None
         raise refused
-    return coupled
+    program, laid_out = taken
+    reasons = "".join(f"; not {text}, since {reason}" for text, reason in why.items() if text != _text(laid_out))
+    note = f"The batch is {_text(laid_out)}, {laid_out.batch} examples{reasons}."
+    return replace(program, notes=(*program.notes, note)) if laid_out.batch_dims or reasons else program
+
+
+def _text(example: Example) -> str:
+    """`dim 1 of words, dim 0 of target`."""
+    dims = {name: example.batch_dims.get(name, 0) for name in example.tensors}
+    of = {dim: " and ".join(name for name, d in dims.items() if d == dim) for dim in dict.fromkeys(dims.values())}
+    return ", ".join(f"dim {dim} of {names}" for dim, names in of.items())

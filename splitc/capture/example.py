@@ -164,14 +164,16 @@ class Example:
 
 
 def layouts(found: Mapping[str, Tensor]) -> Iterator[dict[str, int]]:
-    """The batch dimensions that tensors may have: 0 of all, or their first ones of a size that each of them has."""
+    """The batch dimensions that tensors may have: 0 of all, or their first, or last, ones of a size that all have."""
     if len({tensor.shape[0] for tensor in found.values()}) == 1:
         yield {}
     shared = set.intersection(*(set(tensor.shape) for tensor in found.values())) - {0, 1}
     for size in sorted(shared, key=lambda size: -sum(tensor.shape[0] == size for tensor in found.values())):
-        dims = {name: tuple(tensor.shape).index(size) for name, tensor in found.items()}
-        if any(dims.values()):
-            yield {name: dim for name, dim in dims.items() if dim}
+        every = {name: [d for d, n in enumerate(tensor.shape) if n == size] for name, tensor in found.items()}
+        for end in (0, -1):
+            dims = {name: each[end] for name, each in every.items()}
+            if any(dims.values()):
+                yield {name: dim for name, dim in dims.items() if dim}
 
 
 def _arguments(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -71,8 +71,16 @@ class GenericData:
             chosen = seen[torch.arange(size) % len(seen) if how is Draw.EXAMPLE else rows]
             if how < Draw.ROWS and chosen.numel():
                 chosen = _drawn(seen, chosen, self.bounds.get(name), how, generator)
-            drawn[name] = chosen.movedim(0, self.batch_dims.get(name, 0)).to(tensor.device)
+            drawn[name] = _in_memory_as(tensor, chosen.movedim(0, self.batch_dims.get(name, 0))).to(tensor.device)
         return drawn
+
+
+def _in_memory_as(seen: Tensor, drawn: Tensor) -> Tensor:
+    """`drawn` with its dims in memory as those of `seen` are, so that what is a view of one is one of both."""
+    order = list(range(seen.dim()))
+    if not seen.is_contiguous():
+        order.sort(key=lambda dim: -seen.stride(dim))
+    return drawn.permute(order).contiguous().permute([order.index(dim) for dim in range(seen.dim())])
 
 
 def _drawn(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator: torch.Generator) -> Tensor:

@@ -151,4 +151,5 @@ def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], devi
                 f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
                 f"other sizes come from worker.loader, or after worker.use_sizes"
             )
-    return batch
+    dims = [expected.shape.index(-1) for expected in spec.inputs.values()]
+    return tuple(tensor.contiguous() if dim else tensor for tensor, dim in zip(batch, dims, strict=True))  # as traced

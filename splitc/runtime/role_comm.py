@@ -127,7 +127,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
             value.narrow(dim, (first - own[0]) * rows, (last - first) * rows)
             for first, last in self._pieces.examples(own, self._piece)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [value.narrow(dim, 0, 0)], dim)
+        return parts[0] if len(parts) == 1 and not dim else torch.cat(parts or [value.narrow(dim, 0, 0)], dim)
 
     @property
     def _is_last(self) -> bool:

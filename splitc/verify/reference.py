@@ -142,7 +142,8 @@ class _Unit:
         """Train on this unit's examples."""
         first, last = self.examples
         dims = {each.name: each.spec.batch_dim or 0 for each in self.program.inputs}
-        batch = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
+        parts = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
+        batch = {name: part.contiguous() if batch[name].is_contiguous() else part for name, part in parts.items()}
         model, example = self._model, self._example
         self.optimizer.zero_grad()
         replay, program = _Replay(self, number, subnet), self.program

@@ -60,6 +60,44 @@ def test_workers_take_their_columns_of_a_batch() -> None:
     assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
+class Viewed(nn.Module):
+    """Takes views of (time, batch), as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.next = nn.Embedding(20, 8), nn.Linear(8, 6), nn.Linear(6, 20)
+
+    def forward(self, words: Tensor) -> Tensor:
+        seen = self.words(words.view(-1)).view(*words.shape, 8).cumsum(0)
+        return self.next(self.hidden(seen).relu()).view(-1, 20)
+
+
+def next_word(scores: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(scores, words.view(-1))
+
+
+@pytest.mark.parametrize(
+    ("time", "strategy"),
+    [(5, "data_parallel"), (5, "layer_separation(microbatches=2)"), (4, "hybrid_single(microbatches=2)")],
+)
+def test_views_are_taken_of_drawn_batches_of_parts_and_of_microbatches(time: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model, (words, after) = Viewed(), torch.randint(0, 20, (2, time, 8)).unbind()
+    parts, expected = words[:, :4].contiguous(), next_word(model(words), after).detach()
+    program = compiled(model, parts, after[:, :4].contiguous(), next_word, 2, strategy)
+    assert [i.spec.batch_dim for i in program.program.inputs] == [1, 1]
+    text = "The batch is dim 1 of words and target, 4 examples; not dim 0 of words and target, since "
+    assert any(note.startswith(text) for note in program.program.notes)
+    assert program.verify(dtype=torch.float64).holds
+
+    def run(worker: Worker) -> float:
+        own = slice(4 * (worker.data_rank or 0), 4 * (worker.data_rank or 0) + 4)
+        return float(worker.step(*(() if worker.data_rank is None else (words[:, own], after[:, own]))))
+
+    if "separation" not in strategy:  # which has one reader
+        assert on_workers(program, run) == pytest.approx([float(expected)] * 2, rel=1e-5)
+
+
 def test_dim_0_is_the_batch_where_it_keeps_examples_apart() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     program = analyse(model, torch.randn(6, 8), torch.randn(6, 8), F.mse_loss)

@@ -34,6 +34,14 @@ def test_floats_keep_a_range_that_is_nonnegative_or_within_one() -> None:
     assert float(drawn(torch.rand(4, 6) * 9).min()) >= 0
 
 
+def test_dims_lie_in_memory_as_those_of_the_example() -> None:
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    for how in Draw:
+        assert drawn(images, how=how).is_contiguous(memory_format=torch.channels_last)
+        for words, strides in ((torch.ones(7, 4), (64, 1)), (torch.ones(4, 7).t(), (1, 7))):
+            assert GenericData({"x": words}, {}, {"x": 1}).draw(64, 1, how)["x"].stride() == strides
+
+
 def test_equal_rows_become_different_rows() -> None:
     assert len(drawn(torch.randn(1, 6).expand(4, 6)).unique(dim=0)) == 64
 
