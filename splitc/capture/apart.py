@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
-from splitc.capture.region_runs import unchanged
+from splitc.capture.region_flow import ran
 from splitc.capture.source_lines import first_line
 from splitc.capture.twins import Twin
 from splitc.errors import CaptureError
@@ -84,12 +84,14 @@ class Apart:
         values: list[Any] = []
         for k, runner in enumerate(runners):
             try:
-                if k and self._is_known(node):
-                    value = self._rows(node, values[0], k)
+                if is_region(node):
+                    value, why = ran(node, runner, not k, self.flattened)
+                    if why:
+                        self.couplings[node] = why
+                        return
                 else:
-                    module = runner.fetch_attr(str(node.target)) if is_region(node) else nn.Module()
-                    with unchanged(module.buffers()):
-                        value = runner.run_node(node)
+                    is_known = k and self._is_known(node)
+                    value = self._rows(node, values[0], k) if is_known else runner.run_node(node)
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
                 if k == 0:

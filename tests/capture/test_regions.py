@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Loss
+from splitc.capture.example import Example, Loss
 from splitc.capture.regions import importable
+from splitc.capture.validate import validate_capture
 from splitc.errors import CaptureError
 from splitc.ir.graph import info, region_of
 from splitc.ir.program import Program, TensorSpec
@@ -181,7 +183,7 @@ class Memory:
 
 
 class Remembering(nn.Module):
-    """A model that reads data and returns an object, besides its result."""
+    """A model that reads a number and returns an object, besides its result."""
 
     def __init__(self, keeps_tensor: bool) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class Remembering(nn.Module):
         self.keeps_tensor = keeps_tensor
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        noise = float(x.sum() > 1e9)
+        noise = float(self.fc.weight.sum() > 1e9)
         return {"logits": self.out(self.fc(x).relu() + noise), "memory": Memory(x if self.keeps_tensor else [])}
 
 
@@ -200,3 +202,94 @@ def test_an_object_that_a_region_returns_may_be_passed_on_but_not_used(keeps_ten
     assert found(program)[""].output["memory"] is Unread
     with pytest.raises(CaptureError, match="which a graph cannot hold"):
         traced(model, lambda out, y: F.cross_entropy(out["logits"], y) + len(out["memory"].kept))
+
+
+class Mapped(nn.Module):
+    """Applies a function that reads data."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def coupling(function: Callable[[Tensor], Tensor]) -> str:
+    """Why a region in the middle of a model couples its examples; "" where it does not."""
+    model = Perceptron(Mapped(function))
+    program = capture(model, X, Y, F.cross_entropy)
+    program = validate_capture(program, model, Example.bind(model, X, Y, F.cross_entropy))
+    assert found(program).keys() == {"middle.0"}
+    return program.coupled[0].why if program.coupled else ""
+
+
+def _counted(x: Tensor) -> Tensor:
+    return x * 3 if sum(row.mean().item() > 0 for row in x) > 2 else x
+
+
+def _averaged(x: Tensor) -> Tensor:
+    scores = [float(row.mean()) for row in x]
+    return x * 3 if sum(scores) / len(scores) > 1e2 else x
+
+
+def _listed(x: Tensor) -> Tensor:
+    return x * 3 if torch.tensor([row[0].tolist() for row in x]).mean() > 1e2 else x
+
+
+MIXED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "float": ("a number", lambda x: x * 3 if float(x.mean()) > 1e9 else x),
+    "bool": ("a number", lambda x: x * 3 if (x > 1e9).any() else x),
+    "index": ("a number", lambda x: x + 0 * x[int(x[:, 0].argmax())]),
+    "equal": ("a number", lambda x: x * 3 if torch.equal(x, x + 1) else x),
+    "allclose": ("a number", lambda x: x * 3 if torch.allclose(x, x + 1) else x),
+    "tensors in a list": ("a number", lambda x: x * 3 if torch.tensor([r.mean() for r in x]).mean() > 1e9 else x),
+    "numpy": ("numpy()", lambda x: x * 3 if x.detach().numpy().mean() > 1e9 else x),
+    "tolist": ("tolist()", lambda x: x * 3 if max(x[:, 0].tolist()) > 1e9 else x),
+    "a length": ("a size", lambda x: x * 3 if len(x[x.mean(1) > 1e9]) > 3 else x),
+    "a shape": ("a size", lambda x: x * 3 if torch.nonzero(x > 1e9).shape[0] else x),
+    "a view of it": ("a number", lambda x: x * 3 if float(x.flatten().sum(0, keepdim=True)[0]) > 1e9 else x),
+    "a script": ("", lambda x: untraceable._scripted(x)),
+    "no branch": ("", lambda x: torch.where(x.mean() > 1e9, x * 3, x) + 0 * float(x[0, 0] > 1e9)),
+    "sorted": ("", lambda x: x + 0 * x[x[:, 0].argsort()] + 0 * float(x[0, 0] > 1e9)),
+    "counted in Python": ("", _counted),
+    "averaged in Python": ("", _averaged),
+    "averaged again in a tensor": ("", _listed),
+}
+
+
+@pytest.mark.parametrize("how", MIXED)
+def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_it_is_here(how: str) -> None:
+    what, function = MIXED[how]
+    assert f"the loss couples examples: {what}" in coupling(function)
+
+
+def _written(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for k in range(x.shape[0]):
+        out[k] = x[k] * 2 if x[k].sum() > 0 else x[k]
+    return out
+
+
+def _routed(x: Tensor) -> Tensor:
+    out, expert = torch.zeros_like(x), (x[:, 0] > 0).long()
+    for k in range(2):
+        out[expert == k] = x[expert == k] * (k + 1)
+    return out
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: torch.stack([row * 3 if max(row.tolist()) > 0.5 else row for row in x]),
+    "rows in place": _written,
+    "routing by masks": _routed,
+    "layers": lambda x: F.layer_norm(
+        F.conv1d(untraceable.sign(x)[:, None], torch.ones(1, 1, 3), padding=1)[:, 0], (6,)
+    ),
+    "within an example": lambda x: untraceable.sign(x).sort(1)[0].gather(1, x.argsort(1)) * F.one_hot(x.argmax(1), 6),
+    "attention": lambda x: (untraceable.sign(x)[:, :, None] @ x[:, None]).softmax(-1).sum(1),
+}
+
+
+@pytest.mark.parametrize("how", APART)
+def test_numbers_of_single_examples_leave_tensors_freely(how: str) -> None:
+    assert coupling(APART[how]) == ""

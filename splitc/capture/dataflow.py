@@ -1,0 +1,227 @@
+"""Follow which examples each element of each tensor depends on, while the user's own code runs.
+
+    h = x.relu()                    bits 1, 2, 4 in the rows of three examples
+    m = h.mean()                    bits 7: of several examples
+    h * 3 if float(m) > 0.3 else h  a number of several examples leaves tensors: Python may do anything with it
+
+A storage has a byte for each of its elements, a bit for each example, so that views share it as they share memory.
+What an operation that is not known here makes of several examples is UNSURE: it may not leave tensors, and
+measurement tells whether it treats them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from splitc.capture.source_lines import user_line
+from splitc.runtime.generators import same_generators
+
+UNSURE = 128
+_FORGED = 64  # numbers in one run, so that a loop that waits for one to change ends
+_EXITS = {"tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"}
+_SIZES = {"shape", "size", "__len__", "numel", "nelement"}
+_MADE = ("empty", "new_", "zero", "ones", "full", "rand", "arange", "fill")
+_EACH = {"dropout", "masked_fill", "native_dropout", "to_copy"}
+_ACROSS = {"cat", "renorm", "stack", "unique_consecutive", "unique_dim"}  # do not only look along the dim they have
+
+
+class Flow(TorchDispatchMode):
+    """Bits of all tensors.  left: where a number of several examples left tensors first, and how.
+
+    alone: whether one of a single example did.  forged: examples whose numbers are `extreme` ones outside of tensors.
+    """
+
+    def __init__(self, forged: int = 0, extreme: bool = False) -> None:
+        super().__init__()
+        self.left, self.alone, self.busy = "", False, False
+        self._forged, self._extreme, self._number = forged, extreme, 0
+        self._held: dict[int, tuple[Any, Tensor]] = {}  # with the storage, so that no other one takes its place
+        self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self, _Functions(self):
+            yield
+
+    def bits(self, value: Tensor) -> Tensor:
+        held = self._held.get(_key(value))
+        if held is None:
+            return torch.zeros((), dtype=torch.uint8, device=value.device).expand(value.shape)
+        if len(held[1]) * value.element_size() != value.untyped_storage().nbytes():
+            return _any(held[1]).expand(value.shape)  # seen in another dtype, or resized
+        return held[1].as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def mark(self, value: Tensor, bits: Tensor) -> None:
+        if _key(value) not in self._held:
+            storage = value.untyped_storage()
+            base = torch.zeros(storage.nbytes() // value.element_size(), dtype=torch.uint8, device=value.device)
+            self._held[_key(value)] = storage, base
+        self.bits(value).copy_(bits)
+
+    def whole(self, values: Any) -> int:
+        """The bits of all that tensors hold."""
+        return reduce(int.__or__, (int(_any(self.bits(t))) for t in _tensors(values) if _key(t) in self._held), 0)
+
+    def sizes(self, values: Any) -> int:
+        """The bits of what their sizes follow from."""
+        return reduce(int.__or__, (self._sizes.get(_key(t), 0) for t in _tensors(values)), 0)
+
+    def leaves(self, what: str, bits: int, value: Any = None) -> Any:
+        """Note that a number leaves tensors; return what it is outside."""
+        if bits & (bits - 1):
+            self.left = self.left or (
+                f"{user_line() or 'its loss'}: the loss couples examples: {what} leaves tensors for Python, computed "
+                f"from several examples; a rank that sees a part of the batch cannot compute it"
+            )
+        elif bits and value is not None:
+            self.alone = True
+            if bits & self._forged and self._number < _FORGED:
+                self._number += 1
+                kind: Any = type(value)
+                number = 1000 * self._extreme - 500 * (kind is not int)
+                return (
+                    torch.full_like(value, number)
+                    if isinstance(value, Tensor)
+                    else kind(self._extreme if kind is bool else number)
+                )
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            given = [] if self.busy else _tensors((args, kwargs))
+            if not any(_key(t) in self._held for t in given):
+                return func(*args, **kwargs)
+            bits = [self.bits(t) for t in given]
+            olds = tree_map_only(Tensor, Tensor.clone, args) if _written(func, args) else args
+            made, whole, sizes = func(*args, **kwargs), reduce(torch.bitwise_or, map(_any, bits)), self.sizes(given)
+            if torch.Tag.data_dependent_output in func.tags:
+                return self.leaves("a number", int(whole), made)
+            if str(func._schema.returns[0].type).endswith("[]"):
+                self.leaves("a number of parts", sizes)
+            if torch.Tag.dynamic_output_shape in func.tags:
+                sizes |= self.whole(given[1:] or given)
+            results = _results(func, args, kwargs, made)
+            if any(each.layout is not torch.strided for each in results):
+                self.leaves("a sparse tensor", int(whole))
+            found = [_known(func, args, kwargs, bits, whole, value) for value in results]
+            if any(each is None for each in found):
+                found = [*_measured(func, olds, kwargs, results, bits, whole)]
+            for value, each in zip(results, found, strict=True):
+                self.mark(value, whole if each is None else each)
+                self._sizes[_key(value)] = sizes if value.dim() else 0
+            return made
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what torch does without an operation: data and sizes that Python reads."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, flow, kwargs = getattr(func, "__name__", ""), self._flow, kwargs or {}
+        name = func.__self__.__name__ if name == "__get__" else name
+        if name in _EXITS:
+            args = (flow.leaves(f"{name}()", flow.whole(args[0]), args[0]), *args[1:])
+        elif name in _SIZES:
+            flow.leaves("a size", flow.sizes(args[0]))
+        elif (
+            func is F.one_hot and len(args) + len(kwargs or {}) > 1 and -1 not in (*args[1:], *(kwargs or {}).values())
+        ):
+            flow.busy = True  # it only checks the bounds of the numbers
+            made = func(*args, **(kwargs or {}))
+            flow.busy = False
+            flow.mark(made, flow.bits(args[0] if args else (kwargs or {})["tensor"]).unsqueeze(-1))
+            return made
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and (bits := flow.whole(args)):
+            flow.mark(made, torch.tensor(bits, dtype=torch.uint8))
+        return made
+
+
+def _known(func: Any, args: Any, kwargs: Any, bits: list[Tensor], whole: Tensor, value: Tensor) -> Tensor | None:
+    """The bits of a result, by what all operations of a kind do; None of another kind."""
+    options = {each.name: each.default_value for each in func._schema.arguments}
+    options.update(zip(options, args, strict=False))
+    options.update(kwargs)
+    name, dim = func._schema.name.split("::")[-1].strip("_"), options.get("dim")
+    if name.startswith(_MADE) and len(bits) == 1:
+        return whole.new_zeros(())
+    if name == "copy":
+        return bits[1]
+    if torch.Tag.pointwise in func.tags or name in _EACH:
+        return reduce(torch.bitwise_or, bits)
+    if len(bits) == 1 and dim not in (None, []) and name not in _ACROSS:
+        dims = (dim,) if isinstance(dim, int) else tuple(dim)
+        found = _any(bits[0], dims)
+        return found if found.dim() == value.dim() else found.squeeze(dims)
+    return None if whole & (whole - 1) and torch.Tag.reduction not in func.tags else whole
+
+
+def _measured(
+    func: Any, args: Any, kwargs: Any, results: list[Tensor], bits: list[Tensor], whole: Tensor
+) -> Iterator[Tensor]:
+    """The bits of results: what changes when the elements with a bit do."""
+    found = [torch.zeros(value.shape, dtype=torch.uint8, device=value.device) for value in results]
+    for mask in (1, 2, 4, UNSURE):
+        own = iter([each & mask != 0 for each in bits])
+        other = tree_map_only(Tensor, lambda t, own=own: torch.where(next(own), _other(t), t), (args, kwargs))
+        try:
+            with same_generators():
+                others = _results(func, *other, func(*other[0], **other[1]))
+            for each, value, new in zip(found, results, others, strict=True):
+                each |= mask * ((value != new) & ~((value != value) & (new != new)))
+        except Exception:  # of indices out of bounds, or results of another shape
+            return ((whole | UNSURE).expand(value.shape) for value in results)
+    return iter(found)
+
+
+def _other(value: Tensor) -> Tensor:
+    """Other values, of the same kind."""
+    if value.dtype == torch.bool:
+        return value.logical_not()
+    if not (value.is_floating_point() or value.is_complex()):
+        return (value + 1) % (value.max() + 1).clamp(min=2) if value.numel() else value
+    generator = torch.Generator().manual_seed(0)
+    return value + 1 + torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+
+
+def _written(func: Any, args: Any) -> list[Tensor]:
+    """The arguments that an operation writes into."""
+    named = zip(func._schema.arguments, args, strict=False)
+    return [t for each, t in named if each.alias_info is not None and each.alias_info.is_write]
+
+
+def _results(func: Any, args: Any, kwargs: Any, made: Any) -> list[Tensor]:
+    """The tensors that an operation has made, or written into."""
+    given = set(map(_key, _tensors((args, kwargs))))
+    fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor) and _key(t) not in given]
+    return [*fresh, *_written(func, args)]
+
+
+def _key(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
+
+
+def _any(bits: Tensor, dims: tuple[int, ...] = ()) -> Tensor:
+    """The bits along dims, which are 1 then; of all dims where none is given."""
+    if not bits.numel() or not bits.dim():
+        return bits.new_zeros(()) if not bits.numel() else bits
+    parts = ((bits & mask).amax(dims, keepdim=bool(dims)) for mask in (1, 2, 4, UNSURE))
+    return reduce(torch.bitwise_or, parts)
