@@ -29,8 +29,10 @@ from splitc.ir.transitions import transition_of
 from splitc.runtime.collectives.layouts import Transition
 from tests.support.compiled import CLUSTER, analyse
 from tests.support.delays import delays
-from tests.support.random_models import CLASSES, LOSSES, VOCABULARY, Loss
-from tests.support.random_training import differences, random_run
+from tests.support.random_blocks import CLASSES, VOCABULARY
+from tests.support.random_losses import LOSSES, Loss
+from tests.support.random_runs import random_run
+from tests.support.random_training import differences
 from tests.support.wire_bytes import assert_defined
 
 WORLDS = (2, 3, 4, 6, 8)
@@ -240,6 +242,7 @@ class Case:
     seed: int
     model: Chain
     loss: Loss
+    batch_dim: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

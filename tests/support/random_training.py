@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+import tempfile
+import time
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,26 +19,18 @@ from torch import Tensor, nn
 from splitc.capture.example import Example
 from splitc.capture.random_calls import draw_layouts
 from splitc.capture.regions import own_draws
-from splitc.compiled import CompiledProgram, Settings, compile_example
-from splitc.errors import PlacementError, SplitcError
-from splitc.ir.placements import Placement
+from splitc.compiled import CompiledProgram
+from splitc.errors import SplitcError
 from splitc.ir.program import Program
+from splitc.passes.analysis import analyse
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.transport.simulated import run_ranks
 from splitc.runtime.weights import part_of
 from splitc.runtime.worker import Worker
-from tests.support.compiled import CLUSTER
-from tests.support.random_models import RandomCase, random_case
-from tests.support.ranks import part_of as share_of
+from tests.support.random_models import random_case
+from tests.support.random_runs import STEPS, Run, optimizer_of, random_program, run_of, schedule_of, share
 from tests.support.ranks import worker_of
-
-STEPS = 4
-STRATEGIES = (
-    *("data_parallel", "data_parallel(all_reduce=recursive_doubling)", "late_multiply", "hybrid_single", "auto"),
-    *("layer_separation", "modulo_shard(mp=2)", "modulo_shard(mp=2, scheme=B)", "modulo_shard(mp=2, scheme=BK)"),
-    *("parameter_server(servers=1)", "parameter_server(servers=2, beside=True)", "mixed"),
-)
 
 
 class Case(Protocol):
@@ -45,22 +42,10 @@ class Case(Protocol):
     def model(self) -> nn.Module: ...
     @property
     def tolerance(self) -> float: ...
-    def batch(self, examples: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor]: ...
-    def value(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a model is trained.  sizes: the readers' examples of every step; None: as compiled."""
-
-    strategy: str
-    world: int
-    global_batch: int | None
-    pins: Mapping[str, str | Placement]
-    optimizer: str
-    accumulate: int
-    clip_norm: float | None
-    sizes: tuple[tuple[int, ...] | None, ...]
+    @property
+    def batch_dim(self) -> int: ...
+    def batch(self, examples: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor | None]: ...
+    def value(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -75,128 +60,144 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed.  refused: why splitc did not take the model.  wrong: what differs from eager training."""
+    """What became of a seed.
+
+    refused: why splitc did not take the model.  wrong: what differs from eager training.  crashed: an error that is no
+    refusal.  of, loss: the model's kind and its loss.  seconds: of CPU.
+    """
 
     seed: int
     run: Run | None = None
     refused: str = ""
     wrong: tuple[str, ...] = ()
+    crashed: str = ""
+    of: str = ""
+    loss: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_right(self) -> bool:
+        return not (self.refused or self.wrong or self.crashed)
+
+    def __str__(self) -> str:
+        what = self.crashed or "\n  ".join(self.wrong[:5]) or self.refused or "right"
+        return f"seed {self.seed}, {self.of} with {self.loss}, {self.run}\n  {what}"
 
 
 def outcome(seed: int) -> Outcome:
-    """Train the model of a seed in a random way."""
-    case, choose = random_case(seed), random.Random(f"run {seed}")
+    """Train the model of a seed in a random way; the exceptions that are no refusals are part of what it says."""
+    begin, case = time.process_time(), random_case(seed)
+    found = Outcome(seed, of=type(case.model).__name__, loss=case.loss_name)
     try:
-        program, run = _compiled(case, choose)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _outcome(found, case)
     except SplitcError as error:
-        return Outcome(seed, refused=f"{type(error).__name__}: {error}")
-    if isinstance(why := program.program.evaluation, str):
-        return Outcome(seed, refused=why)
-    return Outcome(seed, run, wrong=differences(case, program, run))
+        found = replace(found, refused=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        found = replace(found, crashed=_described(error))
+    return replace(found, seconds=time.process_time() - begin)
 
 
-def differences(case: Case, program: CompiledProgram, run: Run) -> tuple[str, ...]:
-    """What differs between the training of a program on ranks and the plain loop."""
-    options = {"clip_norm": run.clip_norm, "accumulate": run.accumulate, "seed": case.seed}
-    ranks = run_ranks(
-        run.world, lambda transport: _on_rank(case, run, worker_of(program, transport, _optimizer(run), **options))
-    )
-    eager = _eager(case, run, program.plan.local_batches, program.program)
-    return tuple(_differences(ranks, eager, case.tolerance))
-
-
-def random_run(choose: random.Random, program: CompiledProgram) -> Run:
-    """A way to train a compiled program: an optimizer, batches that differ in size, accumulation, clipping."""
-    plan, sizes, optimizer = program.plan, _sizes(choose, program), choose.choice(_OPTIMIZERS)
-    accumulated, clip = choose.choice([1, 1, 2]), choose.choice([None, None, 0.5])
-    return Run(plan.strategy, plan.world, plan.global_batch, {}, optimizer, accumulated, clip, sizes)
-
-
-_OPTIMIZERS = ("sgd", "adam")
-
-
-def _sizes(choose: random.Random, program: CompiledProgram) -> tuple[tuple[int, ...] | None, ...]:
-    """The readers' examples of every step: as compiled, or some more."""
-    compiled = program.plan.local_batches
-    return tuple(
-        None if choose.random() < 0.5 else tuple(size + choose.randint(0, 3) for size in compiled) for _ in range(STEPS)
-    )
-
-
-def _compiled(case: RandomCase, choose: random.Random) -> tuple[CompiledProgram, Run]:
-    """A program of the first random plan that is possible for the model; data_parallel is the last."""
+def _outcome(found: Outcome, case: Any) -> Outcome:
+    choose = random.Random(f"run {case.seed}")
     inputs, target = case.batch(4, 0)
-    whole, goal = ((*inputs, target), None) if case.loss is None else (inputs, target)
+    whole, goal = (inputs, target) if case.loss is not None else (inputs if target is None else (*inputs, target), None)
     example = Example.bind(case.model, whole, goal, case.loss)
-    world = choose.randint(2, 4)
-    strategies = [*choose.sample(STRATEGIES, 3), "data_parallel"]
-    accumulated, clip = choose.choice([1, 1, 2]), choose.choice([None, None, 0.5])
-    for strategy in strategies:
-        pins: dict[str, Any] = {}
-        if strategy == "mixed":
-            linears = [n for n, m in case.model.named_modules() if type(m) is nn.Linear and m.weight.requires_grad]
-            pins = {
-                n: choose.choice([Placement(sync="late_multiply"), Placement(holding="sharded", group=2)])
-                for n in linears
-                if choose.random() < 0.5
-            }
-            pins["head"] = Placement(role="fc") if choose.random() < 0.5 else Placement(sync="all_reduce")
-        name = strategy
-        if strategy == "layer_separation" and choose.random() < 0.7:
-            first = choose.randint(1, world - 1)
-            name = f"layer_separation(n_c={first}, n_f={world - first})"
-        if case.normalises_the_batch:
-            name = f"{name[:-1]}, sync_batchnorm=True)" if "(" in name else f"{name}(sync_batchnorm=True)"
-        batch = choose.choice([None, None, 4 * world + 1])
-        try:
-            program = compile_example(case.model, example, Settings(world, batch, CLUSTER, name, pins))
-        except PlacementError as error:
-            refused = error
-            continue
-        sizes, optimizer = _sizes(choose, program), choose.choice(_OPTIMIZERS)
-        return program, Run(name, world, batch, pins, optimizer, accumulated, clip, sizes)
-    raise refused
+    analysed = analyse(case.model, example)
+    program, then = random_program(choose, case, example, analysed), None
+    if choose.random() < 0.35:
+        then = random_program(choose, case, example, analysed, program.plan.global_batch)
+    run = run_of(choose, case, program, then)
+    if isinstance(why := program.program.evaluation, str):
+        return replace(found, run=run, refused=f"evaluation: {why}")
+    try:
+        return replace(found, run=run, wrong=differences(case, program, run, then))
+    except SplitcError as error:
+        return replace(found, run=run, refused=f"while it trains: {type(error).__name__}: {error}")
+    except Exception as error:
+        return replace(found, run=run, crashed=_described(error))
 
 
-def _optimizer(run: Run) -> Any:
-    if run.optimizer == "adam":
-        return lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=0.01, eps=1e-3)
-    return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
+def _described(error: Exception) -> str:
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
 
 
-def _batches(case: Case, sizes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    for step, each in enumerate(sizes, start=1):
-        inputs, target = case.batch(sum(each), step)
-        yield *inputs, target
+def differences(case: Case, program: CompiledProgram, run: Run, then: CompiledProgram | None = None) -> tuple[str, ...]:
+    """What differs between the training of a program on ranks and the plain loop.  then: goes on after half the steps.
+
+    It goes on from a checkpoint.
+    """
+    legs = [(program, 0, STEPS)]
+    if then is not None:
+        legs = [(program, 0, STEPS // 2), (then, STEPS // 2, STEPS)]
+    sizes = [run.sizes[step] or leg.plan.local_batches for leg, first, last in legs for step in range(first, last)]
+    options = {"clip_norm": run.clip_norm, "accumulate": run.accumulate, "seed": case.seed}
+    before, ranks = Trained([], [], {}, {}), list[tuple[Worker, Trained]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for leg, first, last in legs:
+
+            def train(transport: Any, leg: Any = leg, steps: range = range(first, last)) -> tuple[Worker, Trained]:
+                worker = worker_of(leg, transport, optimizer_of(run), **options)
+                return _on_rank(case, run, worker, sizes, steps, folder)
+
+            before = ranks[0][1] if ranks else before
+            ranks = run_ranks(leg.plan.world, train)
+    both = [
+        (worker, replace(t, losses=before.losses + t.losses, evaluated=before.evaluated + t.evaluated))
+        for worker, t in ranks
+    ]
+    eager = _eager(case, run, [sum(each) for each in sizes], program.program)
+    return tuple(_differences(both, eager, case.tolerance))
 
 
-def _on_rank(case: Case, run: Run, worker: Worker) -> tuple[Worker, Trained]:
-    compiled = tuple(
-        b - a for a, b in zip(worker.rank.spec.batch_offsets, worker.rank.spec.batch_offsets[1:], strict=False)
-    )
+def _batches(case: Case, totals: Sequence[int]) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None]]:
+    for step, total in enumerate(totals, start=1):
+        yield case.batch(total, step)
+
+
+def _on_rank(
+    case: Case, run: Run, worker: Worker, sizes: Sequence[tuple[int, ...]], steps: range, folder: str
+) -> tuple[Worker, Trained]:
     losses, evaluated = [], []
-    for own, sizes in zip(_batches(case, [s or compiled for s in run.sizes]), run.sizes, strict=True):
-        worker.use_sizes(sizes)
-        share = share_of(worker, own, sizes or compiled)
-        losses.append(float(worker.step(*share)))
-        evaluated.append(float(worker.evaluate(*share)))
+    make = schedule_of(run)
+    schedule = None if make is None else worker.scheduler(make)
+    if steps.start:
+        worker.resume(folder)
+    for step, (inputs, target) in enumerate(_batches(case, [sum(each) for each in sizes])):
+        if step not in steps:
+            continue
+        worker.use_sizes(run.sizes[step])
+        batch = inputs if target is None else (*inputs, target)
+        part = share(batch, sizes[step], worker.data_rank, case.batch_dim)
+        loss = worker.step(*part)
+        assert not loss.requires_grad, "the loss requires a gradient"
+        losses.append(float(loss))
+        if schedule is not None and (step + 1) % run.accumulate == 0:
+            schedule.step()
+        evaluated.append(float(worker.evaluate(*part)))
+    if steps.stop < len(sizes):
+        worker.save(folder)
+        worker.close()
     gradients = {name: gradient.clone() for name, gradient in worker.gradients().items()}
     return worker, Trained(losses, evaluated, gradients, worker.state_dict() or {})
 
 
-def _eager(case: Case, run: Run, compiled: tuple[int, ...], program: Program) -> Trained:
+def _eager(case: Case, run: Run, totals: Sequence[int], program: Program) -> Trained:
     """The plain loop.  program: says only which random numbers are drawn by whom."""
     model, losses, evaluated = case.model, [], []
-    optimizer = _optimizer(run)([(name, p) for name, p in model.named_parameters()])
-    sizes = [s or compiled for s in run.sizes]
-    ends = list(accumulate(sum(each) for each in sizes))
-    for step, (*inputs, target) in enumerate(_batches(case, sizes)):
+    optimizer = optimizer_of(run)([(name, p) for name, p in model.named_parameters()])
+    make = schedule_of(run)
+    schedule = None if make is None else make(optimizer)
+    ends = list(accumulate(totals))
+    for step, (inputs, target) in enumerate(_batches(case, totals)):
         update, position = divmod(step, run.accumulate)
         if position == 0:
             optimizer.zero_grad()
         first = ends[step - position - 1] if step > position else 0
-        before = ends[step] - sum(sizes[step]) - first
-        draws = Draws(case.seed, update, [(before, before + sum(sizes[step]))])
+        before = ends[step] - totals[step] - first
+        draws = Draws(case.seed, update, [(before, before + totals[step])])
         with SeededRandom(draws, draw_layouts(program)), own_draws(model, program.graph):
             loss = case.value(tuple(inputs), target)
         (loss / run.accumulate).backward()
@@ -205,6 +206,8 @@ def _eager(case: Case, run: Run, compiled: tuple[int, ...], program: Program) ->
             if run.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), run.clip_norm)
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
         model.eval()
         with torch.no_grad():
             evaluated.append(float(case.value(tuple(inputs), target)))
