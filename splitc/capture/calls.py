@@ -89,6 +89,17 @@ def normalized(call: Call) -> Call:
     return replace(call, args=first, kwargs=options)
 
 
+def with_sizes(call: Call, values: tuple[Any, ...]) -> Call:
+    """A `view` or `reshape` with a number in place of -1, for a dim that no batch changes: it runs without examples."""
+    sizes = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], (tuple, list)) else call.args[1:]
+    shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    if call.name not in ("view", "reshape") or {len(shape) for shape in shapes} != {len(sizes)}:
+        return call
+    known = zip(sizes, *shapes, strict=True)
+    found = tuple(a if type(size) is int and size == -1 and a == b else size for size, a, b in known)
+    return replace(call, args=(call.args[0], *found) if sizes is not call.args[1] else (call.args[0], found))
+
+
 def is_plain(values: tuple[Any, ...]) -> bool:
     """Whether a value is plain Python and the same at every batch size."""
     first = values[0]

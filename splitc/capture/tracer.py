@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.attributes import Attributes, identifier
 from splitc.capture.batch_guards import BatchGuards
-from splitc.capture.calls import Call, is_plain, normalized, require_recordable
+from splitc.capture.calls import Call, is_plain, normalized, require_recordable, with_sizes
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.example import LOSS
@@ -129,7 +129,7 @@ class Tracer:
             values = self.evaluator.values(new)
         except DYNAMIC as error:
             return self._constant(new, error)
-        result = self._result(new, values, name)
+        result = self._result(with_sizes(new, values), values, name)
         return result if new.written is None else self._writes.write(new.written, result)
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:

@@ -34,7 +34,7 @@ def runs_batches_of(program: LoweredProgram, sizes: Sequence[int]) -> bool:
     plan = program.plan
     context = StepContext(plan.batch_offsets[plan.reader], tuple(accumulate(sizes, initial=0)))
     offsets = {role: tuple(map(context.moved, bounds)) for role, bounds in plan.batch_offsets.items()}
-    allowed = min(sizes) >= plan.microbatches and all(map(program.allows, (sum(sizes), *sizes)))
+    allowed = all(map(program.allows, (sum(sizes), *sizes)))
     return allowed and not any(_too_few_values(program, replace(plan, batch_offsets=offsets)))
 
 
@@ -61,6 +61,8 @@ def _too_few_values(program: LoweredProgram, plan: Plan) -> Iterator[str]:
             spec = tensor_spec(node)
             for rank in plan.roles[stage.role]:
                 for k in range(plan.num_microbatches(stage.role)):
+                    if not plan.pieces(stage.role, rank).parts(k):
+                        continue  # of a small batch
                     sizes = plan.microbatch_sizes(stage.role, rank, k)
                     own = plan.batch(stage.role, rank, k) if info(node).state is State.BATCH else sum(sizes)
                     batch, channels, *others = spec.at(own)

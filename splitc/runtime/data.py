@@ -16,9 +16,12 @@ HasWork = Callable[[Sequence[int]], bool]
 """Whether a step with these batch offsets gives an example to every rank with work."""
 
 
-def tail_offsets(offsets: Sequence[int], examples: int) -> tuple[int, ...]:
-    """The batch offsets of a smaller last batch of `examples`, divided in proportion."""
-    return tuple(offset * examples // offsets[-1] for offset in offsets)
+def tail_offsets(offsets: Sequence[int], examples: int, first: bool = False) -> tuple[int, ...]:
+    """The batch offsets of a smaller last batch of `examples`, divided in proportion.
+
+    first: the first readers have what does not go round, as those whose buffers count where others have no example.
+    """
+    return tuple((offset * examples + first * (offsets[-1] - 1)) // offsets[-1] for offset in offsets)
 
 
 def plan_epoch(
@@ -29,18 +32,19 @@ def plan_epoch(
     The same on every rank; `last_offsets` says what becomes of a tail.
     """
     whole, left = divmod(max(number - start, 0), offsets[-1])
-    ends = last_offsets(whole > 0, left, offsets, drop_last, has_work)
+    ends = last_offsets(whole > 0, left, offsets, drop_last, has_work, start > 0)
     for bounds in [tuple(offsets)] * (whole - 1) + ends:
         yield start, bounds
         start += bounds[-1]
 
 
 def last_offsets(
-    has_whole: bool, left: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork
+    has_whole: bool, left: int, offsets: Sequence[int], drop_last: bool, has_work: HasWork, begun: bool = False
 ) -> list[tuple[int, ...]]:
     """The batch offsets of the last whole global batch, if there is one, and of `left` examples after it.
 
     Where these alone would leave a rank without examples, both are divided anew into two batches, or are one.
+    begun: steps of the epoch were made; if too few examples are left after a change of readers, some ranks have none.
     """
     last, size = [offsets[-1]] * has_whole, offsets[-1] + left
     ways = [[*last, left], [size - size // 2, size // 2], [size]] if has_whole else [[left]]
@@ -48,6 +52,8 @@ def last_offsets(
         bounds = [tail_offsets(offsets, each) for each in sizes]
         if all(map(has_work, bounds)):
             return bounds
+    if begun and left and not drop_last:
+        return [tail_offsets(offsets, left, first=True)]
     return [tuple(offsets)] * has_whole
 
 
@@ -82,6 +88,12 @@ def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tenso
     else:
         items = list(batch)
     return tuple(tensor for item in items for tensor in as_tuple(item, paths))
+
+
+def without_examples(batch: Sequence[Tensor], spec: RankSpec) -> tuple[Tensor, ...]:
+    """Of a batch as `as_tuple` gives it no example, for a reader that has none in a step."""
+    dims = (each.shape.index(-1) for each in spec.inputs.values())
+    return tuple(tensor.narrow(dim, 0, 0) for tensor, dim in zip(batch, dims, strict=False))
 
 
 def _require_known(names: Iterable[str], inputs: Sequence[str]) -> None:

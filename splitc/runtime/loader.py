@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.sampler import BatchSampler
 
-from .data import as_tuple, last_offsets, order, plan_epoch
+from .data import as_tuple, last_offsets, order, plan_epoch, without_examples
 from .errors import LaunchError
 from .rank import Rank
 
@@ -60,6 +60,7 @@ class Loader:
         self._shuffle, self._drop_last, self._seed = shuffle, drop_last, seed
         self._is_stream = isinstance(dataset, IterableDataset)
         self.epoch, self._examples = 0, 0
+        self._workers = options.get("num_workers", 0)  # which read the present epoch
         self.dropped: int | None = None
         if not self._is_stream:
             if not hasattr(dataset, "__len__"):
@@ -85,23 +86,27 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the begin of an epoch."""
-        self.epoch, self._examples = epoch, 0
+        self.epoch, self._examples, self._workers = epoch, 0, self._options.get("num_workers", 0)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the examples of its global batches so far: a position that holds for any world."""
+        """The epoch, and the examples of its global batches so far: a position that holds for any world.
+
+        Within an epoch of a stream also how many of torch's workers read it, since its order depends on them.
+        """
         epoch, examples = self._position()
-        return {"epoch": epoch, "examples": examples, "seed": self._seed}
+        workers = {"workers": self._workers} if self._is_stream and examples else {}
+        return {"epoch": epoch, "examples": examples, "seed": self._seed, **workers}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.epoch, self._examples, self._seed = state["epoch"], state["examples"], state["seed"]
+        self._workers = state.get("workers", self._options.get("num_workers", 0))
 
     def report(self) -> None:
         """Print how many examples an epoch leaves out, if any."""
         if self.dropped:
             every = "" if self._is_stream else f" of {len(self._dataset)}"
-            why = "drop_last=False takes them in" if self._drop_last else "not every rank would get one of them"
             text = f"an epoch leaves out {self.dropped}{every} examples, which fill no global batch of"
-            print(f"splitc: {text} {self._offsets[-1]}; {why}", file=sys.stderr, flush=True)
+            print(f"splitc: {text} {self._offsets[-1]}; drop_last=False takes them in", file=sys.stderr, flush=True)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -137,8 +142,9 @@ class Loader:
         if own is not None:
             indices = order(len(self._dataset), self._shuffle, self._seed, epoch)
             taken = [indices[first + bounds[own] : first + bounds[own + 1]].tolist() for first, bounds in steps]
-            given = DataLoader(self._dataset, batch_sampler=taken, **self._with_generator(epoch))
-            batches = (as_tuple(batch, self._rank.spec.paths) for batch in given)
+            read = [each or [int(indices[first])] for each, (first, _) in zip(taken, steps, strict=True)]
+            given = DataLoader(self._dataset, batch_sampler=read, **self._with_generator(epoch))
+            batches = (self._tensors(batch, len(each)) for batch, each in zip(given, taken, strict=True))
         for batch, (_, bounds) in zip(batches, steps, strict=True):
             yield batch, _sizes(bounds)
 
@@ -156,7 +162,7 @@ class Loader:
             if held:
                 yield self._own(held, offsets), _sizes(offsets)
             held = tail if reads else [None] * whole
-        ends = last_offsets(bool(held), left, offsets, self._drop_last, self._has_work)
+        ends = last_offsets(bool(held), left, offsets, self._drop_last, self._has_work, self._examples > 0)
         self.dropped = len(held) + left - sum(bounds[-1] for bounds in ends)
         held, first = held + tail, 0
         for bounds in ends:
@@ -166,7 +172,9 @@ class Loader:
     def _stream(self, epoch: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-        options = {**self._with_generator(epoch), "collate_fn": _as_is}
+        options = {**self._with_generator(epoch), "collate_fn": _as_is, "num_workers": self._workers}
+        if not self._workers:
+            options = {name: value for name, value in options.items() if name not in _OF_WORKERS}
         return iter(DataLoader(self._dataset, batch_size=None, **options))
 
     def _agreed(self, number: int) -> int:
@@ -184,8 +192,13 @@ class Loader:
     def _own(self, examples: Sequence[Any], bounds: Sequence[int]) -> tuple[Tensor, ...]:
         if (own := self._rank.spec.data_rank) is None:
             return ()
-        collate = self._options.get("collate_fn") or default_collate
-        return as_tuple(collate(list(examples[bounds[own] : bounds[own + 1]])), self._rank.spec.paths)
+        collate, taken = self._options.get("collate_fn") or default_collate, examples[bounds[own] : bounds[own + 1]]
+        return self._tensors(collate(list(taken or examples[:1])), len(taken))
+
+    def _tensors(self, batch: Any, number: int) -> tuple[Tensor, ...]:
+        """The tensors of a collated batch; where this reader has no example, of one that another has, without it."""
+        found = as_tuple(batch, self._rank.spec.paths)
+        return found if number else without_examples(found, self._rank.spec)
 
     def _with_generator(self, epoch: int) -> dict[str, Any]:
         """The options, with a generator of its own: reading leaves torch's as it is, for a run that is resumed."""

@@ -6,13 +6,14 @@ import copy
 import functools
 import importlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import LaunchError
+from .nested import Path, replaced, tensors
 
 
 class OwnModel(nn.Module):
@@ -110,3 +111,31 @@ def _train(module: nn.Module, mode: bool = True, *, evaluating: Sequence[str] = 
     for path in evaluating:
         module.get_submodule(path).training = False
     return module
+
+
+def of_no_examples(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a region returns on a rank without examples: tensors without any, and gradients of zero.
+
+    Python on data rarely expects none: a copy of the module runs on one and on two examples of zeros, and the dims in
+    which its results differ are without examples.
+    """
+    given, copied = list(tensors((args, kwargs))), copy.deepcopy(module)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        first, second = (_ran(copied, (args, kwargs), number) for number in (1, 2))
+    sources = [*(tensor for _, tensor in given), *module.parameters()]
+    anchor = sum((source.sum() * 0.0 for source in sources if source.requires_grad), torch.zeros(()))
+    sizes = {path: tensor.shape for path, tensor in tensors(second)}
+
+    def without(path: Path, tensor: Tensor) -> Tensor:
+        shape = [n if n == m else 0 for n, m in zip(tensor.shape, sizes[path], strict=True)]
+        made = tensor.new_zeros(shape)
+        return made + anchor.to(made) if made.is_floating_point() or made.is_complex() else made
+
+    return replaced(first, {path: without(path, tensor) for path, tensor in tensors(first)})
+
+
+def _ran(module: nn.Module, given: tuple[Any, Any], number: int) -> Any:
+    """What a module returns for as many examples of zeros."""
+    made = {path: tensor.new_zeros([n or number for n in tensor.shape]) for path, tensor in tensors(given)}
+    args, kwargs = replaced(given, made)
+    return module(*args, **kwargs)

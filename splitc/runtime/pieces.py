@@ -21,7 +21,8 @@ class Pieces:
     """How a batch is divided into pieces.
 
     number: of pieces.  bounds: where each share of the batch begins, and where the last ends.
-    whole_shares: piece k has the k-th of every `number` shares, whole; else the k-th of `number` parts of every share.
+    whole_shares: piece k has the k-th of every `number` shares, whole; else the k-th of `number` parts of every share,
+    or of as many as the smallest share has examples: the last pieces of a small batch have none.
     """
 
     number: int
@@ -33,6 +34,9 @@ class Pieces:
         shares, n = enumerate(pairwise(self.bounds)), self.number
         if self.whole_shares:
             return [share for j, share in shares if j % n == piece]
+        n = min(n, max(1, min(b - a for a, b in pairwise(self.bounds))))
+        if piece >= n:
+            return []  # a small batch
         return [(a + (b - a) * piece // n, a + (b - a) * (piece + 1) // n) for _, (a, b) in shares]
 
     def examples(self, examples: Interval, piece: int | None) -> list[Interval]:

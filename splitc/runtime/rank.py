@@ -84,9 +84,10 @@ class Rank:
         """The communicator of a role."""
         return next(comm for comm in self.comms if comm.role == role)
 
-    def batch_offsets(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
+    def batch_offsets(self, sizes: Sequence[int] | None, is_tail: bool = False) -> tuple[int, ...]:
         """Where each reader's examples begin when reader k gives `sizes[k]` of them; None: as compiled.
 
+        is_tail: of an epoch that was begun with other readers, which may leave ranks without examples.
         Raises LaunchError, on every rank alike, when some rank would be left without examples.
         """
         compiled = [last - first for first, last in pairwise(self.spec.batch_offsets)]
@@ -95,9 +96,8 @@ class Rank:
         text = f"a batch of {' + '.join(map(str, sizes))} examples leaves"
         if len(sizes) != readers:
             raise LaunchError(f"sizes of {len(sizes)} readers given, but {readers} ranks read data")
-        if idle := self.without_examples(offsets):
-            each = f" in one of {number} microbatches" if (number := self.spec.roles[0].microbatches) > 1 else ""
-            raise LaunchError(f"{text} rank {', '.join(map(str, idle))} without any{each}; give each reader more")
+        if (idle := self.without_examples(offsets)) and not is_tail:
+            raise LaunchError(f"{text} rank {', '.join(map(str, idle))} without any; give each reader more")
         context = StepContext(self.spec.batch_offsets, offsets)
         if self.spec.guards and (why := refused_batch(self.spec.guards, self._batches(context))):
             raise LaunchError(f"{why}; give other sizes, or leave the batch size out of that line")
@@ -130,10 +130,8 @@ class Rank:
         return found
 
     def without_examples(self, offsets: Sequence[int]) -> list[int]:
-        """The ranks with work that get no example of a step with these batch offsets, a reader in any microbatch."""
-        context, number = StepContext(self.spec.batch_offsets, tuple(offsets)), self.spec.roles[0].microbatches
-        shares = zip(self.spec.readers, pairwise(offsets), strict=False)
-        idle = [rank for rank, (first, last) in shares if last - first < number > 1]
+        """The ranks with work that get no example of a step with these batch offsets."""
+        context, idle = StepContext(self.spec.batch_offsets, tuple(offsets)), list[int]()
         for (rank, _), examples in self._examples.items():
             first, last = context.interval(examples)
             if examples[0] < examples[1] and first == last:

@@ -79,7 +79,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         compiled = self._pieces = self._compiled_pieces
         if compiled.number > 1:
             self._pieces = replace(compiled, bounds=tuple(map(context.moved, compiled.bounds)))
-            self._busy = [k for k in range(compiled.number) if any(self[k]._group_rows(1))]
+            self._busy = [k for k in range(compiled.number) if any(self[k]._group_rows(1))] or [0]
 
     def __getitem__(self, microbatch: int) -> RoleComm:
         piece = copy(self)
@@ -117,7 +117,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         return self._rows_of(self.members, rows)
 
     def microbatches(self) -> list[int]:
-        """Those of a step in which this rank's group has examples."""
+        """Those of a step in which this rank's group has examples; the first one where it has none in any."""
         return self._busy
 
     def piece(self, value: Tensor, dim: int = 0, rows: int = 1) -> Tensor:
@@ -220,8 +220,10 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
     def late_multiply(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""
         first, last = self.examples
-        per_example = value[..., 0].numel() // max(last - first, 1)
-        rows = self._rows_of(self._spec.replicas, per_example)
+        rows = self._rows_of(self._spec.replicas, own := value[..., 0].numel() // max(last - first, 1))
+        if not all(examples := self._rows_of(self._spec.replicas, 1)):  # then one without knows no rows of an example
+            each = self._replicas.all_reduce_scalar(torch.tensor(own, device=value.device))
+            rows = [number * (int(each) // (len(rows) - examples.count(0))) for number in examples]
         return self._late.linear(value, weight, bias, rows=rows, is_last=self._is_last)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -257,7 +259,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         The batch is that of all ranks that train together.  own: it was this rank's own examples, not its group's.
         """
         rows = self._group_rows(1)
-        share = (rows[self._position] if own else sum(rows)) / self._unit_examples
+        share = (rows[self._position] if own else sum(rows)) / max(self._unit_examples, 1)
         return value * share if share else value.nan_to_num() * 0.0  # the mean of no examples is not a number
 
     def _draws(self, own: bool = False) -> Draws:

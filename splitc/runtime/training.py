@@ -76,6 +76,7 @@ class Training:
         self._updates = Updates(self._state, accumulate, clip_norm, check_finite, self._loss_scale(loss_scale))
         self._steps = self._examples = 0  # of the run, and of the batches that are accumulated to the next update
         self._sizes: tuple[int, ...] | None = None
+        self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets = program.rank.batch_offsets
         self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
         self._averages = None if ema is None else self._moving_averages(ema)
@@ -246,5 +247,5 @@ class Training:
 
         Raises LaunchError when a step cannot take it.
         """
-        self.batch_offsets = self.rank.batch_offsets(self._sizes)
+        self.batch_offsets = self.rank.batch_offsets(self._sizes, self._is_tail)
         return data.checked(batch, self.rank.spec, self.batch_offsets, self._transport.device)

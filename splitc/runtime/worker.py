@@ -56,7 +56,7 @@ class Worker(Training):
         spec = self.rank.spec
         own = data.without_targets((*inputs, named) if named else inputs, spec)
         taken = replace(spec, inputs={name: spec.inputs[name] for name in spec.predicts})
-        self.batch_offsets = self.rank.batch_offsets(self._sizes)
+        self.batch_offsets = self.rank.batch_offsets(self._sizes, self._is_tail)
         batch = data.checked(own, taken, self.batch_offsets, self._transport.device)
         self.end_round()
         self.recompute_statistics()
@@ -80,6 +80,7 @@ class Worker(Training):
         DataLoader, which says the rest itself.
         batch_size: examples for each reader; None: as compiled.
         drop_last: False takes in the tail too; if it cannot give every rank an example, with those of the batch before.
+        After a change of readers so few may be left that some ranks run a step without any.
         Without shuffle it is for evaluation, and not in checkpoints.
         options: of torch's DataLoader (num_workers, collate_fn, pin_memory).
         """
@@ -215,9 +216,10 @@ class Worker(Training):
         return (total / sum(number for _, number in means)).float()
 
     def _with_sizes(self, batches: Iterable[Step]) -> Iterator[tuple[Tensor, ...]]:
-        before = self._sizes
+        before = self._sizes, self._is_tail
         try:
             for batch, self._sizes in batches:
+                self._is_tail = True
                 yield batch
         finally:
-            self._sizes = before  # of a loop around this one
+            self._sizes, self._is_tail = before  # of a loop around this one

@@ -17,12 +17,11 @@ from splitc.errors import PlacementError
 from splitc.ir.actions import print_actions
 from splitc.ir.placements import SCHEDULES
 from splitc.ir.strategies import ModuloShard, parse_strategy
-from splitc.runtime.errors import LaunchError
 from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
 from tests.support.delays import delays
 from tests.support.every_strategy import Asked, every_strategy, planned
-from tests.support.ranks import assert_same, batches_for, compile_net, on_workers, one_process, plain, train
+from tests.support.ranks import assert_same, batch_of, batches_for, compile_net, on_workers, one_process, plain, train
 
 
 def in_pieces(world: int, asked: Asked, number: int, schedule: str, **options: Any) -> CompiledProgram:
@@ -146,19 +145,26 @@ def test_evaluation_runs_whole_and_accumulation_adds_up() -> None:
     assert "microbatches" not in program.files["fc.py"].partition("def evaluate")[2]
 
 
-def test_a_tail_that_leaves_a_microbatch_empty_is_refused_before_anything_is_sent() -> None:
+@pytest.mark.parametrize("sizes", [(4, 2), (1, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "strategy", ["layer_separation(n_c=2, n_f=1, microbatches=3{})", "data_parallel(microbatches=4)"]
+)
+@pytest.mark.parametrize("schedule", ["all_forward", "1f1b"])
+def test_a_batch_of_fewer_examples_than_microbatches_runs_in_fewer(
+    strategy: str, schedule: str, sizes: tuple[int, ...]
+) -> None:
     model, _ = plain()
-    program = compile_net(model, "layer_separation(n_c=2, n_f=1, microbatches=3)")
+    program = compile_net(model, strategy.format(f",schedule={schedule}"), 3 if "layer" in strategy else 2)
+    batches = [batch_of(sum(sizes)) for _ in range(2)]
+    losses, state = on_workers(program, lambda worker: train(worker, batches, sizes))[0]
+    expected, trained = one_process(deepcopy(model), batches)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_same(state, trained)
 
-    def run(worker: Any) -> str:
-        with pytest.raises(LaunchError) as refused:
-            worker.use_sizes((4, 2))
-            worker.step()
-        return str(refused.value)
 
-    assert set(on_workers(program, run)) == {
-        "a batch of 4 + 2 examples leaves rank 1 without any in one of 3 microbatches; give each reader more"
-    }
+def test_a_plan_in_microbatches_is_verified_with_fewer_examples() -> None:
+    program = compile_net(plain()[0], "layer_separation(n_c=2, n_f=1, microbatches=3)")
+    program.verify(examples=2)
 
 
 REFUSED = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from splitc.errors import LaunchError
 from splitc.runtime.data import as_tuple, order, plan_epoch, tail_offsets
 from splitc.runtime.loader import Loader, taken_over
+from splitc.runtime.spec import Input
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
@@ -49,8 +59,9 @@ def loader_of(
     **options: Any,
 ) -> Loader:
     dataset = dataset or TensorDataset(torch.arange(number), 10 * torch.arange(number))
+    inputs = {name: Input((-1,), "int64") for name in ("number", "label")}
     rank: Any = SimpleNamespace(
-        spec=SimpleNamespace(data_rank=reader, paths={}, readers=range(len(gather(0)))),
+        spec=SimpleNamespace(data_rank=reader, paths={}, inputs=inputs, readers=range(len(gather(0)))),
         transport=SimpleNamespace(all_gather_objects=gather),
         without_examples=lambda offsets: [] if all_fit(offsets) else [0],
     )
@@ -238,6 +249,55 @@ def test_reading_leaves_the_global_random_generator_alone() -> None:
     before = torch.get_rng_state()
     seen(loader_of(8, (0, 2), 0, shuffle=True))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Dealt(Numbers):
+    """Its examples are dealt to torch's workers in blocks, so that their order depends on how many there are."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        index, number = (info.id, info.num_workers) if info else (0, 1)
+        return iter(range(self.bound * index // number, self.bound * (index + 1) // number))
+
+
+def epoch_over_stops(made: Callable[..., list[Loader]], stops: Sequence[tuple[Any, int]]) -> list[int]:
+    """What all readers together see in an epoch that goes on with other readers at each of these steps."""
+    found, state = list[int](), {"epoch": 3, "examples": 0, "seed": 0}
+    for asked, steps in [*stops, (stops[-1][0], 10**6)]:
+        loaders = made(*asked)
+        for loader in loaders:
+            loader.load_state_dict(state)
+            found += [int(k) for batch, *_ in islice(loader, steps) if loader.epoch == 3 for k in batch]
+        state = loaders[-1].state_dict()
+        if state["epoch"] > 3:
+            break
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_over_any_stops_readers_and_batches_has_each_example_once(stream: bool) -> None:
+    numbers = random.Random(7)
+    for _ in range(150):
+        count = numbers.randint(4, 23)
+
+        def made(readers: int, batch: int, number: int = count) -> list[Loader]:
+            bounds, data = range(0, readers * batch + 1, batch), Numbers(number) if stream else None
+            return [loader_of(number, bounds, k, dataset=data, shuffle=True, drop_last=False) for k in range(readers)]
+
+        stops = [((numbers.randint(1, 4), numbers.randint(1, 5)), numbers.randint(0, 3)) for _ in range(4)]
+        assert sorted(epoch_over_stops(made, stops)) == list(range(count)), (count, stops)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_an_epoch_of_a_stream_goes_on_in_the_order_of_the_workers_that_began_it() -> None:
+    def made(readers: int, batch: int, workers: int) -> list[Loader]:
+        bounds = range(0, readers * batch + 1, batch)
+        own = {"num_workers": workers, **({"prefetch_factor": 2} if workers else {})}
+        return [loader_of(11, bounds, k, dataset=Dealt(11), drop_last=False, **own) for k in range(readers)]
+
+    for stops in ([((2, 1, 3), 2), ((1, 2, 0), 1), ((4, 4, 2), 1)], [((2, 2, 0), 1), ((4, 4, 3), 1)]):
+        assert sorted(epoch_over_stops(made, stops)) == list(range(11)), stops
 
 
 # -- a DataLoader ------------------------------------------------------------------------------------------------------

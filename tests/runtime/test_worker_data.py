@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from splitc.errors import LaunchError
+from splitc.runtime.data import order
 from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.ranks import (
@@ -247,6 +248,76 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_ranks(tmp_path: Path, 
     assert len(whole) == 10
     assert rest == pytest.approx(whole[7:], rel=1e-5)
     assert position == end
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was made with global batches of")
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "late_multiply", "modulo_shard", "layer_separation(n_c=3, n_f=1)"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tail_of_an_epoch_is_trained_after_a_change_to_more_readers_than_examples_are_left(
+    tmp_path: Path, strategy: str, stream: bool
+) -> None:
+    model, two = plain("data_parallel")
+    four, examples = compile_net(model, strategy, 4), TensorDataset(*batch_of(5))
+
+    def trained(worker: Worker, batch: int, resumes: bool) -> tuple[list[float], dict[str, Tensor] | None]:
+        loader = worker.loader(Stream(examples) if stream else examples, batch_size=batch, drop_last=False)
+        if resumes:
+            worker.resume(tmp_path)
+        losses = []
+        for each in loader:
+            losses.append(float(worker.step(*each)))
+            if not resumes:
+                worker.save(tmp_path)
+                break
+        assert (loader.epoch, worker.steps) == ((1, 2) if resumes else (0, 1))
+        return losses, worker.state_dict()
+
+    first, *_ = on_workers(two, lambda worker: trained(worker, 2, False))
+    then, *_ = on_workers(four, lambda worker: trained(worker, 4, True))
+    indices = range(5) if stream else order(5, True, 0, 0).tolist()
+    batches = [tuple(tensor[list(part)] for tensor in examples.tensors) for part in (indices[:3], indices[3:])]
+    losses, state = one_process(copy.deepcopy(model), batches)
+    assert first[0] + then[0] == pytest.approx(losses, rel=1e-5)
+    assert_same(then[1], state)
+
+
+class Gate(nn.Module):
+    """What no graph can hold, and of no examples cannot run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 if float(row.detach()[0]) > 0 else row for row in self.layer(x)])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(8, 12), Gate(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.gate(self.first(x.view(x.size(0), -1))))
+        return scores
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "late_multiply", "hybrid_single"])
+def test_a_rank_without_examples_runs_views_and_regions(strategy: str) -> None:
+    model, target = Gated(), torch.tensor([2])
+    program = compiled(model, torch.rand(4, 2, 4), torch.randint(0, 3, (4,)), F.cross_entropy, 3, strategy)
+    x = torch.rand(1, 2, 4)
+
+    def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
+        worker._sizes, worker._is_tail = (1, 0, 0), True  # as a loader sets them
+        return [float(worker.step(*part_of(worker, (x, target), (1, 0, 0))))], worker.state_dict()
+
+    found = on_workers(program, run)[0]
+    losses, state = one_process(copy.deepcopy(model), [(x, target)])
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert_same(found[1], state)
 
 
 def test_rank_0_says_once_how_many_examples_an_epoch_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

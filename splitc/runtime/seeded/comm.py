@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
 from ..generators import seeded_generators
+from ..own_code import of_no_examples
 from ..spec import StepContext
 from .draws import Draws, Label, Layout
 from .mode import SeededRandom
@@ -86,6 +87,8 @@ class SeededComm:
         """A region: `module` of the user's own model, called as it is within `seeded`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not any(last - first for first, last in self._draws(own).examples or ()):
+                return of_no_examples(module, args, kwargs)
             with self.seeded(draw, draws, own):
                 return module(*args, **kwargs)
 
