@@ -44,8 +44,8 @@ class ScaleLoss(Pass[PlacedProgram, PlacedProgram]):
         nodes = {node.name: node for node in graph.nodes}
         for term in program.loss_terms:
             node = nodes[term.node]
-            if term.kind == "weighted":
-                _divide_by_weight(graph, node)
+            if term.kind.startswith("weighted"):
+                node = _divide_by_weight(graph, node)
             for function in _AFTER.get(term.kind, ()):
                 node = _after(graph, node, function)
         if microbatched:
@@ -81,7 +81,7 @@ def _compute_once(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
             _compute_once(graph, apart, total)
 
 
-def _divide_by_weight(graph: fx.Graph, node: fx.Node) -> None:
+def _divide_by_weight(graph: fx.Graph, node: fx.Node) -> fx.Node:
     target = node.args[1] if len(node.args) > 1 else node.kwargs["target"]
     weight = node.kwargs.get("weight")
     ignore_index = node.kwargs.get("ignore_index", -100)
@@ -94,6 +94,7 @@ def _divide_by_weight(graph: fx.Graph, node: fx.Node) -> None:
     weights = insert_after(graph, node, comm_ops.global_weight, (target,), name, node, options, spec=spec)
     scaled = insert_after(graph, weights, operator.truediv, (node, weights), "loss", node)
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    return scaled
 
 
 def _after(graph: fx.Graph, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
@@ -106,5 +107,6 @@ _AFTER = {
     "mean": (comm_ops.scale_by_share,),
     "mean denominator": (comm_ops.scale_by_share, comm_ops.all_reduce_scalar),
     "sum denominator": (comm_ops.all_reduce_scalar,),
+    "weighted denominator": (comm_ops.all_reduce_scalar,),
 }
 """Kind of a term -> what follows it, one after the other; the parts of a sum add up by themselves."""
