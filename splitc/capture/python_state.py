@@ -103,11 +103,11 @@ class _State:
         elif isinstance(value, (set, frozenset, itertools.count)):
             self.found[name] = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
         elif isinstance(value, random.Random):
-            self.found[name] = hash(value.getstate())
+            self.found[f"the random generator {name}"] = hash(value.getstate())
         elif isinstance(value, torch.Generator):
-            self.found[name] = hash(value.get_state().numpy().tobytes())
-        elif hasattr(value, "bit_generator"):  # of numpy
-            self.found[name] = repr(value.bit_generator.state)
+            self.found[f"the random generator {name}"] = hash(value.get_state().numpy().tobytes())
+        elif bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None)):  # of numpy
+            self.found[f"the random generator {name}"] = repr(bits.state)
         elif hasattr(value, "tobytes"):
             self.found[name] = hash(value.tobytes()) if getattr(value, "nbytes", 0) < _LARGE else 0
         elif isinstance(value, MethodType):
@@ -115,9 +115,10 @@ class _State:
             self.add(name, value.__self__)
         elif isinstance(value, FunctionType):
             self._add_function(name, value)
-        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
-            for key, item in list(vars(value).items()):
-                self.add(f"{name}.{key}", item)
+        elif type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+            slots = [slot for cls in type(value).__mro__ for slot in getattr(cls, "__slots__", ())]
+            for key in (*getattr(value, "__dict__", ()), *(slot for slot in slots if hasattr(value, slot))):
+                self.add(f"{name}.{key}", getattr(value, key))
 
     def _add_function(self, name: str, function: FunctionType) -> None:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -127,10 +127,11 @@ def _compare(
 
 def _compare_runs(program: Program, twin: Twin, batches: list[dict[str, Tensor]]) -> None:
     """Run the model and its graph on one batch, and again on another one.  Raises CaptureError where they differ."""
+    before = python_state(twin.model, twin.example.loss)
     expected, own_gradients = _model_run(program, twin, batches[0])
     state = python_state(twin.model, twin.example.loss)
     got, captured = _graph_run(program, twin, batches[0])
-    _require_equal(program, expected, got, twin.tolerance, ())
+    _require_equal(program, expected, got, twin.tolerance, changed(before, state))
     for name in differing(own_gradients, captured, twin.tolerance):
         raise CaptureError(
             f"the gradient of {name} differs between the model and its captured graph: something between {name} "
@@ -231,7 +232,8 @@ def _refuse_counting(twin: Twin, names: list[str]) -> None:
     if names:
         raise CaptureError(
             f"every call of {type(twin.model).__name__} changes {', '.join(names[:6])}, and a graph would keep what it "
-            f"was in one call; count outside of forward, or in a buffer that forward only adds to (self.steps.add_(1))"
+            f"was in one call; count outside of forward, or in a buffer that forward only adds to "
+            f"(self.steps.add_(1)); draw from torch, random or numpy.random themselves, which are seeded alike on ranks"
         )
 
 

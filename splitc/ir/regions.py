@@ -76,12 +76,14 @@ class Unread:
 class Region(nn.Module):
     """Stands in for a region: the module's tensors, and results without values.  names: of the tensors, inside it."""
 
+    own: OwnCode
+    names: tuple[str, ...]
+
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, dict(module._modules)
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self.own = own
-        self.names = tuple(_names(self))
+        self.__dict__.update(own=own, names=tuple(_names(self)))  # which the module's tensors may be called too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensor for _, tensor in tensors_of((args, kwargs))]

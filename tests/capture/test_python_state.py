@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.python_state import changed, python_state
+from splitc.errors import CaptureError
 from tests.support.capturing import captured, refusal, validated
 from tests.support.models import CLASSES, labels, made, vectors
 
@@ -75,8 +76,12 @@ STATES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any], str]
     "seen": (lambda m, x: m.fc(x) * (2 if bump(m.seen, "all") > 99 else 1), lambda: {"all": 0}, "seen['all']"),
     "counter": (lambda m, x: m.fc(x) * (2 if m.counter.next() > 99 else 1), Counter, "changes counter.n"),
     "numbers": (once, lambda: itertools.count(1), "changes numbers"),
-    "rng": (lambda m, x: m.fc(x) * m.rng.random(), lambda: random.Random(1), "changes rng"),
-    "rng_np": (lambda m, x: m.fc(x) * float(m.rng_np.random()), lambda: np.random.default_rng(1), "changes rng_np"),
+    "rng": (lambda m, x: m.fc(x) * m.rng.random(), lambda: random.Random(1), "the random generator rng,"),
+    "rng_np": (
+        lambda m, x: m.fc(x) * float(m.rng_np.random()),
+        lambda: np.random.default_rng(1),
+        "the random generator rng_np,",
+    ),
     "t": (stepped, lambda: torch.zeros(()), "t changed"),
     "mean": (averaged, lambda: torch.zeros(()), "mean changed"),
     "before": (cached, lambda: None, "before"),
@@ -92,6 +97,32 @@ def test_state_that_forward_changes_is_refused_by_name(name: str) -> None:
     model = made(run, fc=nn.Linear(8, CLASSES))
     setattr(model, name, state())
     assert said in refusal(model, torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), CE)
+
+
+class Held:
+    __slots__ = ("own",)
+
+    def __init__(self, own: random.Random) -> None:
+        self.own = own
+
+
+GENERATORS: dict[str, tuple[Any, Callable[[Any], float]]] = {
+    "RandomState": (np.random.RandomState(3), lambda g: float(g.rand())),
+    "default_rng": (np.random.default_rng(3), lambda g: float(g.random())),
+    "Random": (random.Random(3), lambda g: float(g.random())),
+    "Generator": (torch.Generator(), lambda g: float(torch.rand((), generator=g))),
+    "in a list": ([np.random.RandomState(3)], lambda g: float(g[0].rand())),
+    "in a slot": (Held(random.Random(3)), lambda g: float(g.own.random())),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_of_ones_own_is_refused_by_name_in_a_region_too(name: str) -> None:
+    generator, draw = GENERATORS[name]
+    model = made(lambda m, x: m.fc(x) * (1 + (m.own[0].item() > 1e9)) * draw(m.generator), fc=nn.Linear(8, CLASSES))
+    model.own, model.generator = nn.Parameter(torch.ones(1)), generator
+    with pytest.raises(CaptureError, match=r"the random generator generator.*draw from torch, random or numpy"):
+        validated(model, torch.randn(4, 8), torch.zeros(4, dtype=torch.long), CE)
 
 
 def test_a_counter_in_the_loss_is_refused() -> None:
