@@ -50,8 +50,9 @@ def compile(
     or where that cannot be, another one that agrees in size (sequences time first).
     Arguments may be nested: dicts, lists, dataclasses and objects of tensors, with plain values among them.
     None: the program compiles on the first batch of its worker.
-    target: a tensor with a row for each example, or a tuple of them.  loss: a function of (output, target) or a module,
-    or a list of them, which are summed; None: the model returns the loss, or something that holds it.
+    target: a tensor with a row for each example, or a tuple of them; None for a loss of the output alone.
+    loss: a function of (output, target) or a module, or a list of them, which are summed; None: the model returns the
+    loss, or something that holds it.
     global_batch: examples in a step over all ranks; None: the example's for each rank that reads data.
     cluster: a known name, a TOML file or a Cluster; None: this machine, measured once.
     strategy: a name, optionally with options, or a Strategy.  pins: layer pattern -> role or Placement.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from splitc.capture.example import LOSS, Example, Loss
+from splitc.capture.example import LOSS, Example, Loss, inputs_and_target
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.launch.loader import load_rank, of_rank_0
@@ -36,16 +36,13 @@ class DeferredProgram:
         )
 
     def compile(self, batch: Any) -> CompiledProgram:
-        """Compile on one reader's batch: the inputs, followed by the target when there is a loss.
+        """Compile on one reader's batch: the inputs, followed by the targets that a loss takes, most often one.
 
         The inputs may be a dict of keyword arguments, as in `compile`.
         """
         inputs, target = batch, None
         if self._loss is not None:
-            if isinstance(batch, (Tensor, Mapping)) or len(batch) < 2:
-                raise LaunchError("with a loss the first batch must be inputs and a target: (inputs..., target)")
-            *inputs, target = batch
-            inputs = inputs[0] if isinstance(inputs[0], Mapping) else inputs
+            inputs, target = inputs_and_target(self._model, self._loss, batch)
         example = Example.bind(self._model, inputs, target, self._loss)
         return compile_example(self._model, example, self._settings, name=self._name)
 

@@ -29,8 +29,8 @@ def prepare(
     those that read data.  Rank 0 compiles on the first batch.
 
     optimizer: makes the optimizer of the named parameters that it is given.
-    loss: a function of (output, target); None where the model returns it.
-    loader: a plain DataLoader, whose batches are the inputs, followed by the target when there is a loss.
+    loss: a function of (output, target), or of the output alone; None where the model returns it.
+    loader: a plain DataLoader, whose batches are the inputs, followed by the targets that the loss takes.
     options: of `compile` (cluster, strategy, pins, global_batch, ...) and of its worker (clip_norm, accumulate,
     ...).  seed: also of the order of the examples.
 

@@ -98,6 +98,19 @@ def test_the_first_step_without_shard_takes_a_batch_on_every_rank_and_uses_the_r
     assert_same(state, expected[1])
 
 
+def test_a_loss_of_the_output_alone_takes_batches_without_a_target() -> None:
+    model, dataset = Net(norm=False), TensorDataset(batch_of(20)[0])
+
+    def energy(scores: Tensor) -> Tensor:
+        return scores.logsumexp(1).mean()
+
+    def run(worker: DeferredWorker) -> Any:
+        return [float(worker.step(*batch)) for batch in worker.shard(dataset, 4, shuffle=False)]
+
+    losses, *_ = on_deferred(model, run, loss=energy, strategy="data_parallel")
+    assert losses[0] == pytest.approx(float(energy(model(dataset[:12][0])).detach()), rel=1e-5)
+
+
 def test_before_the_first_batch_everything_else_says_that_it_is_not_compiled() -> None:
     def run(worker: DeferredWorker) -> None:
         for name in ("data_rank", "data_world", "optimizer", "state_dict", "load_state_dict", "evaluate"):

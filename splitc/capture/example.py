@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.loss_value import SummedLosses, losses_in, total
+from splitc.capture.loss_value import SummedLosses, losses_in, takes, total
 from splitc.capture.refusals import refuse_model
 from splitc.errors import CaptureError
 from splitc.runtime.nested import Path, at, replaced, tensors
@@ -159,8 +159,32 @@ class Example:
                 "a target is given but no loss; give loss=..., or let the model return it and pass the target as one "
                 "of its inputs"
             )
-        if self.loss is not None and not self.targets:
-            raise CaptureError("a loss is given but no target; give target=..., one row for each example")
+        if self.loss is not None and not self.targets and not takes(self.loss, 1):
+            raise CaptureError(
+                "a loss is given but no target, and it takes more than the output; give target=..., one row for each "
+                "example, or where the output holds all that the loss takes, loss=lambda output: ...(*output)"
+            )
+
+
+def inputs_and_target(model: nn.Module, loss: Any, batch: Any) -> tuple[Any, Any]:
+    """A batch (inputs..., targets...) as `compile` takes it: one target, else as few as forward and the loss take.
+
+    Raises CaptureError where they do not take it.
+    """
+    given = [batch] if isinstance(batch, (Tensor, Mapping)) else list(batch)
+    for count in (len(given) - 1, *range(len(given), 0, -1)):
+        inputs, targets = given[:count], given[count:]
+        by_name = count == 1 and isinstance(inputs[0], Mapping)
+        last = targets[0] if len(targets) == 1 else tuple(targets)
+        number = len(last) if type(last) in (tuple, list) else 1
+        needed = len(targets) < 2 or not takes(loss, number)
+        if count > 0 and (by_name or takes(model, count)) and takes(loss, 1 + number) and needed:
+            return inputs[0] if by_name else inputs, last if targets else None
+    raise CaptureError(
+        f"with a loss the first batch must be inputs and a target, (inputs..., target), or what forward takes if the "
+        f"loss takes the output alone: this one has {len(given)} parts, which {type(model).__name__}.forward"
+        f"{inspect.signature(model.forward)} and the loss do not take"
+    )
 
 
 def layouts(found: Mapping[str, Tensor]) -> Iterator[dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -24,6 +25,24 @@ class SummedLosses(nn.Module):
     def forward(self, output: Any, *targets: Any) -> Any:
         values = (losses_in(loss(output, *targets), f"loss {k}") for k, loss in enumerate(self._losses))
         return {f"loss{k}": total(found) for k, found in enumerate(values)}
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether a function, a module, or each of several losses takes so many tensors by position.
+
+    A parameter with a default takes one where that is None: `beta=1.0` is no target.
+    """
+    if isinstance(function, (SummedLosses, Sequence)):
+        return all(takes(each, count) for each in getattr(function, "_losses", function))
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called, follow_wrapped=False)
+        given = signature.bind(*range(count)).arguments
+    except TypeError:
+        return False
+    except ValueError:  # it has none, as some builtin functions
+        return count <= 2
+    return all(signature.parameters[name].default in (None, inspect.Parameter.empty) for name in given)
 
 
 def losses_in(returned: Any, by: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from splitc.capture.example import Example
+from splitc.capture.loss_value import takes
 from splitc.cli.example_input import check_example, check_target, evaluated, parse_sizes, resized, rows, takes_batch
 from splitc.cli.names import FORM, model_name
 from splitc.errors import CaptureError
@@ -49,10 +50,10 @@ def load_model(argument: str, sizes: str | None = None) -> ModelFile:
     model = _model(module, attribute, argument, where)
     loss = _loss(getattr(module, "loss", None), where)
     inputs, target = _data(module, where, model, asked)
-    if loss is not None and target is None:
+    if loss is not None and target is None and not takes(loss, 1):
         raise CaptureError(
             f"{where} has a `loss` but no `target`; add one: a tensor with a row for each example, or a function of "
-            f"`batch` that makes it"
+            f"`batch` that makes it; or let the loss take the output alone"
         )
     if loss is None and target is not None:
         raise CaptureError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.capture.example import Example
+from splitc.capture.example import Example, inputs_and_target
 from splitc.errors import CaptureError
 from tests.support.compiled import compiled
 
@@ -73,6 +75,70 @@ def test_another_precision_changes_floats_and_a_copy_of_the_loss() -> None:
 def test_plain_inputs_reach_the_one_process_that_verify_trains() -> None:
     program = compiled(Net(), (X, Y, 2.0), LABELS, F.cross_entropy, 2, "data_parallel")
     assert program.verify(steps=1).holds
+
+
+class Autoencoder(nn.Module):
+    """A variational one, which returns all that its loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.width, self.decoder = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mean, width = self.mean(x), self.width(x)
+        return self.decoder(mean + torch.randn_like(mean) * width.exp()), mean, width, x
+
+
+def evidence(output: tuple[Tensor, ...], weight: float = 1.0) -> Tensor:
+    made, mean, width, x = output
+    return F.mse_loss(made, x) - weight * (width - mean**2 - width.exp()).sum(1).mean()
+
+
+@pytest.mark.parametrize("loss", [evidence, [evidence, lambda output: output[0].abs().mean()]])
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+def test_a_loss_of_the_output_alone_needs_no_target(strategy: str, loss: Any) -> None:
+    program = compiled(Autoencoder(), torch.randn(4, 3), None, loss, 2, strategy)
+    assert program.verify(dtype=torch.float64).holds
+
+
+@pytest.mark.parametrize(
+    "loss", [F.cross_entropy, nn.MSELoss(), [evidence, F.mse_loss], lambda made, mean, *more: made]
+)
+def test_a_loss_that_takes_more_than_the_output_needs_a_target(loss: Any) -> None:
+    with pytest.raises(CaptureError, match=r"no target, and it takes more than the output; .* loss=lambda output: ..."):
+        Example.bind(Autoencoder(), torch.randn(4, 3), None, loss)
+
+
+def of_two(output: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    raise AssertionError
+
+
+DIVIDED: dict[str, tuple[nn.Module, Any, list[Any], int, int | None]] = {
+    "inputs and a target": (nn.Bilinear(3, 3, 2), F.cross_entropy, [X, Y, LABELS], 2, 0),
+    "an optional input": (Net(), F.cross_entropy, [X, Y, 2.0, LABELS], 3, 0),
+    "a target that the loss need not have": (nn.Linear(3, 2), lambda out, target=None: out.mean(), [X, Y], 1, 0),
+    "no target where it is not there": (nn.Linear(3, 2), lambda out, target=None: out.mean(), [X], 1, None),
+    "no target": (nn.Bilinear(3, 3, 2), torch.mean, [X, Y], 2, None),
+    "two targets": (nn.Linear(3, 2), of_two, [X, Y, LABELS], 1, 2),
+    "a target of two parts": (nn.Linear(3, 2), of_two, [X, (Y, LABELS)], 1, 2),
+    "inputs by name": (Net(), F.cross_entropy, [{"x": X, "y": Y}, LABELS], 1, 0),
+    "inputs by name alone": (Autoencoder(), evidence, [{"x": X}], 1, None),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_what_forward_and_loss_take_tells_inputs_from_targets(name: str) -> None:
+    model, loss, batch, count, parts = DIVIDED[name]
+    inputs, target = inputs_and_target(model, loss, batch)
+    assert len(inputs) == count if isinstance(inputs, list) else inputs is batch[0]
+    assert target is None if parts is None else len(target) == (parts or len(LABELS))
+
+
+def test_a_batch_that_forward_and_loss_do_not_take_is_refused() -> None:
+    cases: list[tuple[Any, Any]] = [(evidence, [X, LABELS]), (F.mse_loss, X), (F.mse_loss, [X, Y, Y])]
+    for loss, batch in cases:
+        with pytest.raises(CaptureError, match="with a loss the first batch must be inputs and a target"):
+            inputs_and_target(Autoencoder(), loss, batch)
 
 
 def test_a_hook_of_the_model_gets_what_was_given_by_position() -> None:

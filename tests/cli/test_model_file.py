@@ -70,6 +70,11 @@ def test_a_loss_may_be_a_module_or_its_class(loss: str) -> None:
     assert isinstance(load_model(write(edited(loss=loss))).example.loss, nn.CrossEntropyLoss)
 
 
+def test_a_loss_of_the_output_alone_needs_no_target() -> None:
+    text = edited(loss="def loss(output):\n    return output.logsumexp(1).mean()", target="")
+    assert not load_model(write(text)).example.targets
+
+
 @pytest.mark.parametrize(
     "example", ["example = torch.randn(4, 6)", "example = [torch.randn(4, 6)]", "example = {'x': torch.randn(4, 6)}"]
 )
