@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.region_flow import ran
 from splitc.capture.source_lines import first_line
@@ -56,7 +57,7 @@ class Apart:
     flattened: dict[fx.Node, int] = field(default_factory=dict)  # see `Program`
 
     def __post_init__(self) -> None:
-        self.couplings.update(self.terms.couplings)
+        self.couplings.update(readers_of_kept(self.program.graph) | self.terms.couplings)
 
     def run(self, twin: Twin, tensors: Mapping[str, Tensor], noise: bool = False) -> None:
         """noise: is added to what is summed over examples, where a term is 0 without it."""

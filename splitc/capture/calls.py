@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ _BY_NAME = {
     F.instance_norm: ("input", "running_mean", "running_var"),
 }
 """Functions whose options are read from the graph -> the arguments that stay positional."""
+
+FOREACH = "_foreach_"
+"""Begins the names of functions that do the same to each of several tensors."""
 
 _STATEFUL = ("embedding", "batch_norm", "instance_norm")
 """In the names of functions that may change their arguments; the options of those in torch.nn.functional are known."""
@@ -98,6 +101,13 @@ def with_sizes(call: Call, values: tuple[Any, ...]) -> Call:
     known = zip(sizes, *shapes, strict=True)
     found = tuple(a if type(size) is int and size == -1 and a == b else size for size, a, b in known)
     return replace(call, args=(call.args[0], *found) if sizes is not call.args[1] else (call.args[0], found))
+
+
+def each_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Yield the arguments for each tensor of `torch._foreach_add_(xs, ys)`: those of `x.add_(y)`."""
+    for k in range(len(args[0])):
+        own, options = ([v[k] if isinstance(v, (list, tuple)) else v for v in g] for g in (args, kwargs.values()))
+        yield tuple(own), dict(zip(kwargs, options, strict=True))
 
 
 def is_plain(values: tuple[Any, ...]) -> bool:

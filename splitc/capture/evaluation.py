@@ -8,6 +8,7 @@ stays on) has a graph of its own for that, which is validated as the one for tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -15,9 +16,11 @@ from torch import fx, nn
 from splitc.capture.capture import capture
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
+from splitc.capture.in_batch import readers_of_kept
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
 from splitc.ir.graph import NORMS, changes_statistics, copy_graph, info, op_name
+from splitc.ir.layers import Coupling
 from splitc.ir.program import Program
 from splitc.runtime.evaluation import evaluating
 
@@ -43,7 +46,9 @@ def capture_evaluation(
             if _operations(found) == _operations(program) and _of_outputs(found) == _of_outputs(program):
                 return None
             known = [layer.name for layer in program.layers]
-            found = gather_coupled(validated(found), known)
+            found = validated(found)
+            kept = [Coupling(node.name, why) for node, why in readers_of_kept(found.graph, program.graph).items()]
+            found = gather_coupled(replace(found, coupled=(*found.coupled, *kept)), known)
             if found.in_batch not in ("", *known):
                 raise CaptureError(f"in evaluation alone examples are coupled: {found.coupled[0].why}")
             _skip(found.graph, [node for node in found.graph.nodes if op_name(node) == "detach"])

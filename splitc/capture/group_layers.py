@@ -18,7 +18,7 @@ from torch import fx
 
 from splitc.capture.in_batch import LAYER, in_batch_nodes
 from splitc.ir.comm_ops import store_buffer
-from splitc.ir.graph import info, tensors_of_node, update_info
+from splitc.ir.graph import changes_statistics, info, tensors_of_node, update_info
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, SizeSpec
 
@@ -43,7 +43,8 @@ def group_layers(program: Program, in_batch: Collection[fx.Node] = (), known: Co
                 index[node] = index[reader]
                 join(node, name)
 
-    _mark_copied(program.graph, parameters)
+    changing = (n for n in program.graph.nodes if n.op == "call_module" or changes_statistics(n))
+    _mark_copied(program.graph, parameters.union(*(tensors_of_node(program, node) for node in changing)))
     last = _unused(program, LAYER) if in_batch else ""
     for node in sorted(program.graph.nodes, key=lambda node: node in in_batch):  # stable
         if node.op in ("placeholder", "output", "get_attr"):

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from splitc.ir.graph import info, tensors_of_node
+from splitc.ir.graph import info, stores, tensors_of_node
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 
 LAYER = "in_batch"
@@ -33,6 +33,36 @@ def in_batch_nodes(program: Program, coupling: Iterable[fx.Node]) -> set[fx.Node
         if more <= found:
             return found
         found |= more
+
+
+def readers_of_kept(graph: fx.Graph, training: fx.Graph | None = None) -> dict[fx.Node, str]:
+    """The nodes that use tensors in which the model keeps what it computed from a batch -> why they need all of it.
+
+    So these are alike on all ranks.  training: the graph that writes into them, if it is another one.
+    """
+    lines = _kept(training or graph)
+    return {
+        user: f"{node.target} keeps values of the batch ({lines[str(node.target)]}), and is alike on all ranks where "
+        f"they have all of it"
+        for node in graph.find_nodes(op="get_attr")
+        for user in node.users
+        if node.target in lines
+    }
+
+
+def _kept(graph: fx.Graph) -> dict[str, str]:
+    """Tensors of the model that are given values that depend on the batch -> the user's line."""
+    kept: dict[str, str] = {}
+    while True:
+        depends: set[fx.Node] = set()
+        for node in graph.nodes:
+            is_device = node.target is getattr and node.args[1] == "device"
+            if node.op == "placeholder" or node.target in kept or not depends.isdisjoint(node.all_input_nodes):
+                depends |= {node} - ({node} if is_device else set())
+        found = {str(n.all_input_nodes[0].target): info(n).source for n in stores(graph) if n.args[1] in depends}
+        if found.keys() <= kept.keys():
+            return kept
+        kept |= found
 
 
 def _parameters(program: Program, node: fx.Node) -> frozenset[str]:

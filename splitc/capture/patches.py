@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 
 from splitc.capture.attributes import identifier
 from splitc.capture.proxy import TracedTensor, is_proxy, leaves
-from splitc.capture.refusals import hook_text
+from splitc.capture.refusals import Unsupported, hook_text
 from splitc.capture.tracer import Tracer
 
 DROPPING = (nn.modules.dropout._DropoutNd, nn.RNNBase)
@@ -86,13 +86,19 @@ def _module_call(tracer: Tracer, paths: Mapping[nn.Module, str], leaf_paths: set
         path = paths.get(module)
         if tracer.evaluator.busy or path is None:
             return call(module, *args, **kwargs)
-        if path in leaf_paths:
+        if path in leaf_paths and not _is_changed(tracer, module):
             name = identifier(path, module) if path else type(tracer.original).__name__.lower()
             return tracer.record("call_module", path, args, kwargs, name=name)
         with tracer.running(path, module):
             return call(module, *args, **kwargs)
 
     return module_call
+
+
+def _is_changed(tracer: Tracer, module: nn.Module) -> bool:
+    """Whether the user's code has written into a tensor of the module, which a node that calls it would not see."""
+    tensors = (*module.parameters(), *module.buffers()) if tracer.writes.changing else ()
+    return any(tracer.attributes.known(each) in tracer.writes.changing for each in tensors)
 
 
 def _module_getattr(tracer: Tracer) -> Callable[..., Any]:
@@ -112,13 +118,11 @@ def _module_setattr(tracer: Tracer) -> Callable[..., Any]:
         held = {**module._parameters, **module._buffers}.get(name)
         if held is None or tracer.evaluator.busy:
             put(module, name, value)
-        elif tracer.attribute_of(held) is not value:  # `self.steps += 1` has written into the buffer already
-            tracer.refuse(
-                f"assigns to {name} of {type(module).__name__} while the model runs: ranks see different parts of the "
-                f"batch, so their copies would differ; use a plain attribute for what forward computes anew, or change "
-                f"it outside of forward",
-                stays=True,
-            )
+        elif (proxy := tracer.attribute_of(held)) is not value:  # `self.steps += 1` has written into it already
+            try:
+                tracer.writes.assign(proxy, value)
+            except Unsupported as error:
+                raise tracer.refused(error) from None
 
     return module_setattr
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.attributes import Attributes, identifier
 from splitc.capture.batch_guards import BatchGuards
-from splitc.capture.calls import Call, is_plain, normalized, require_recordable, with_sizes
+from splitc.capture.calls import FOREACH, Call, each_of, is_plain, normalized, require_recordable, with_sizes
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.example import LOSS
@@ -64,8 +64,8 @@ class Tracer:
         self._proxies: dict[fx.Node, TracedTensor] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._batched: set[fx.Node] = set()
-        self._writes = Writes(self, self._proxies, self._constants)
-        self.random = RandomCalls(self.record, self._writes.write)
+        self.writes = Writes(self, self._proxies, self._constants)
+        self.random = RandomCalls(self.record, self.writes.write)
 
     def placeholder(self, name: str, values: tuple[Any, Any]) -> Any:
         node = self.graph.placeholder(name)
@@ -94,7 +94,7 @@ class Tracer:
 
     def output(self, value: Any) -> None:
         for name in self._constants.changing:
-            self._writes.store(self._attribute_nodes[name])
+            self.writes.store(self._attribute_nodes[name])
         update_info(self.graph.output(map_tree(value, self._argument)), source="output")
 
     def record(
@@ -111,6 +111,9 @@ class Tracer:
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A torch function or tensor method that was reached through `__torch_function__`."""
         op, target, args = operation(function, args, kwargs)
+        if (name := getattr(function, "__name__", "")).startswith(FOREACH):
+            calls = each_of(args, kwargs)
+            return tuple(self.record("call_method", name.removeprefix(FOREACH), own, of) for own, of in calls)
         draws = self.random.form(Call(op, target, args, kwargs)) is not None
         if not draws and not any(isinstance(v, torch.Tensor) or is_proxy(v) for v in leaves((args, kwargs))):
             return function(*args, **kwargs)  # changes a setting, or makes a tensor that is constant
@@ -119,10 +122,10 @@ class Tracer:
     def _record(self, call: Call, name: str | None) -> Any:
         if (form := self.random.form(call)) is not None:
             return self.random.run(form, call)
+        if call.target is setattr:
+            call = self.writes.data_set(call)
         self.evaluator.unrecorded(lambda: require_recordable(call))
         new = functional(normalized(call))
-        if id(new.written) in self._writes.owned:
-            self._writes.require_counter(call, new.written, any(v._node in self._batched for v in call.inputs))
         if new.target is assigned and is_assigned(new):
             return new.written
         try:
@@ -130,7 +133,7 @@ class Tracer:
         except DYNAMIC as error:
             return self._constant(new, error)
         result = self._result(with_sizes(new, values), values, name)
-        return result if new.written is None else self._writes.write(new.written, result)
+        return result if new.written is None else self.writes.write(new.written, result, call.name)
 
     def _result(self, call: Call, values: tuple[Any, ...], name: str | None = None) -> Any:
         """The value as plain Python, or a proxy of a new node; a tuple of these for a tuple."""
@@ -220,14 +223,14 @@ class Tracer:
         self.values[node] = values
         if not isinstance(values[0], torch.Tensor):
             return TracedNumber(self, node, values)
-        self._writes.aliasing.add(node, self._writes.storage(values[0]))
+        self.writes.aliasing.add(node, self.writes.storage(values[0]))
         self._proxies[node] = self.evaluator.unrecorded(lambda: TracedTensor(self, node, values))
         return self._proxies[node]
 
     def _argument(self, value: Any) -> Any:
         """A leaf of the arguments as an argument of a node."""
         if is_proxy(value):
-            self._writes.aliasing.require_fresh(value._node)
+            self.writes.aliasing.require_fresh(value._node)
             return value._node
         return value
 
@@ -251,7 +254,7 @@ class Tracer:
             tensor = self.evaluator.unrecorded(lambda: self.fake.from_tensor(self.attributes.traced(name)))
             self._attribute_nodes[name] = node = self.graph.create_node("get_attr", name, (), {}, identifier(name))
             update_info(node, source=self.source(), module=name.rpartition(".")[0])
-            self._writes.owned[id(self._proxy(node, (tensor, tensor)))] = name
+            self.writes.owned[id(self._proxy(node, (tensor, tensor)))] = name
         return self._proxies[self._attribute_nodes[name]]
 
     def source(self) -> str:

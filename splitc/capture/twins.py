@@ -26,6 +26,7 @@ from splitc.capture.random_calls import draw_layouts
 from splitc.capture.region_runs import unchanged
 from splitc.capture.regions import own_draws, with_loss_module
 from splitc.ir.autocast import under_autocast
+from splitc.ir.graph import stores
 from splitc.ir.program import Program
 from splitc.ir.regions import Region
 from splitc.runtime.seeded.draws import Draws
@@ -86,7 +87,7 @@ class Precision(Enum):
 class Twin:
     """A copy of a model with its loss, and of the modules that the captured graph reads.
 
-    model, example: the copies.  root: further copies, with buffers of their own.  wide: computes in float64.
+    model, example: the copies.  root: further copies, which share parameters that no call changes.  wide: in float64.
     tolerance: the relative rounding error allowed.
     """
 
@@ -99,7 +100,9 @@ class Twin:
         shared: dict[int, Any] = {}
         (self.model, loss), self._tensors = _copied((model, example.loss), wide, shared)
         self.example = replace(example, loss=loss)
-        parameters = {key: value for key, value in self._tensors.items() if isinstance(value, nn.Parameter)}
+        changing = {str(node.all_input_nodes[0].target) for node in stores(program.graph)}
+        known = (id(p) for name, p in model.named_parameters() if name not in changing)
+        parameters = {key: self._tensors[key] for key in known}
         (other, loss), self._root_tensors = _copied((model, example.loss), wide, parameters)
         self.root = real_root(program, other, replace(example, loss=loss))
         for name, constant in program.root.named_buffers(recurse=False):

@@ -30,6 +30,7 @@ from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import Coupling
 from splitc.ir.program import Program
 from splitc.runtime.generators import same_generators
+from splitc.runtime.weights import named_tensors
 
 _SEEDS = 4  # tried where a loss is not finite
 _LARGE = 1 << 28  # parameters; more are not copied in float64
@@ -238,10 +239,11 @@ def _refuse_counting(twin: Twin, names: list[str]) -> None:
 
 
 def _require_same_buffers(twin: Twin) -> None:
-    captured = dict(twin.root.named_buffers())
-    for name, buffer in twin.model.named_buffers():
+    captured = dict(named_tensors(twin.root))
+    for name, buffer in named_tensors(twin.model).items():
         other = captured.get(name)
-        if other is None:
+        if other is None or other is buffer:
             continue
         if buffer.shape != other.shape or not torch.allclose(buffer, other, rtol=twin.tolerance, equal_nan=True):
-            raise CaptureError(f"the buffer {name} differs between the model and its captured graph after some runs")
+            kind = "parameter" if isinstance(buffer, nn.Parameter) else "buffer"
+            raise CaptureError(f"the {kind} {name} differs between the model and its captured graph after some runs")

@@ -62,6 +62,11 @@ def denominators(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if info(node).once and any(not info(user).once for user in node.users)]
 
 
+def stores(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that give tensors of the model other values from the next step on."""
+    return [node for node in graph.nodes if node.target is comm_ops.store_buffer]
+
+
 def is_region(node: fx.Node) -> bool:
     """Return whether a node calls a region."""
     return node.op == "call_module" and info(node).draw is not None

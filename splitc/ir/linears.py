@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
-from splitc.ir.graph import arguments_of, called_module, info, put_in_place, set_info
+from splitc.ir.graph import arguments_of, called_module, info, put_in_place, set_info, tensor_spec
 from splitc.ir.layers import Layer
 from splitc.ir.program import Program, TensorSpec
 
@@ -68,6 +68,8 @@ def _uses(program: Program, layer: Layer, nodes: dict[str, fx.Node]) -> tuple[Li
         node = nodes[name]
         reads = [n for n in node.all_input_nodes if n.op == "get_attr" and not info(n).copied_to_each_stage]
         module = called_module(program.root, node)
+        if module is None and isinstance(info(node).spec, TensorSpec) and not tensor_spec(node).requires_grad:
+            continue  # a moving average of the weight, say
         if not (reads if module is None else any(True for _ in module.parameters())):
             continue
         linear = as_linear(program, node)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, here, refusal
-from tests.support.models import labels, made, tokens, vectors
+from tests.support.models import CLASSES, labels, made, tokens, vectors
 
 Run = Callable[..., Any]
 
@@ -96,16 +96,6 @@ def shared_memory(m: Any, x: Tensor) -> Tensor:
     return m.fc(y)  # here
 
 
-def buffer_from_batch(m: Any, x: Tensor) -> Tensor:
-    m.mean.mul_(0.9).add_(0.1 * x.mean(0))  # here
-    return m.fc(x - m.mean)
-
-
-def buffer_assigned(m: Any, x: Tensor) -> Tensor:
-    m.mean = 0.9 * m.mean + x.mean(0)  # here
-    return m.fc(x)
-
-
 def parameter_written(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.fc.weight.clamp_(-1, 1)  # here
@@ -125,10 +115,19 @@ def own_operator(m: Any, x: Tensor) -> Tensor:
     return m.fc(x * torch.ops.aten.bernoulli(x.sigmoid()))  # here
 
 
-def counter_from_batch(m: Any, x: Tensor) -> Tensor:
-    m.mean.mul_(0.9)
-    m.mean[0] = x.mean()  # here
-    return m.fc(x - m.mean)
+def assigned_another_shape(m: Any, x: Tensor) -> Tensor:
+    m.mean = m.mean[:4]  # here
+    return m.fc(x)
+
+
+def assigned_another_tensor(m: Any, x: Tensor) -> Tensor:
+    m.mean = m.fc.bias.data  # here
+    return m.fc(x)
+
+
+def kept_with_its_graph(m: Any, x: Tensor) -> Tensor:
+    m.mean.mul_(m.fc.weight[0])  # here
+    return m.fc(x)
 
 
 def counter_in_a_branch(m: Any, x: Tensor) -> Tensor:
@@ -191,17 +190,13 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (vectorised, "torch.vmap and torch.func are not traced", {}),
     (set_data, "sets .data of a tensor; make a new tensor instead", {}),
     (shared_memory, "a (HERE - 2) shares memory with t, into which HERE - 1 writes", {}),
-    (
-        buffer_from_batch,
-        "add_ writes into mean while the model runs: ranks see different",
-        {"mean": nn.Buffer(torch.ones(8))},
-    ),
-    (buffer_assigned, "assigns to mean of Made while the model runs", {"mean": nn.Buffer(torch.ones(8))}),
     (parameter_written, "clamp_ writes into fc.weight while the model runs", {}),
     (parameter_written_by_data, "writes into fc.weight while the model runs", {}),
     (array_factor, "mul is given a ndarray, which a graph cannot hold", {}),
     (own_operator, "bernoulli is no function of torch, so generated code cannot call it", {}),
-    (counter_from_batch, "setitem writes into mean while the model runs", {"mean": nn.Buffer(torch.ones(8))}),
+    (assigned_another_shape, "mean is given another shape, dtype or kind", {"mean": nn.Buffer(torch.ones(8))}),
+    (assigned_another_tensor, "mean is made the same memory as fc.bias", {"mean": nn.Buffer(torch.ones(CLASSES))}),
+    (kept_with_its_graph, "mul_ keeps in mean how it was computed", {"mean": nn.Buffer(torch.ones(8))}),
     (counter_in_a_branch, "add_ changes mean, whose value forward has used", {"mean": nn.Buffer(torch.ones(8))}),
     (counter_in_an_old_view, "shares memory with mean, into which HERE - 1", {"mean": nn.Buffer(torch.ones(8))}),
     (swallowed, f"a branch needs the value of gt (HERE); its value {DATA}", {}),
