@@ -78,7 +78,7 @@ def _require_named(call: Call) -> None:
             raise Unsupported(f"{call.name} may change tensors that it is given; call torch.nn.functional or a module")
         options = inspect.signature(target).bind(*call.args, **call.kwargs).arguments
     for problem in table_problems(options):
-        raise Unsupported(f"{call.name} {problem}; leave it out")
+        raise Unsupported(f"{call.name} {problem}; leave it out", stays=True)
 
 
 def normalized(call: Call) -> Call:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc.capture.loss_value import SummedLosses, losses_in, takes, total
-from splitc.capture.refusals import refuse_model
+from splitc.capture.refusals import refuse_model, unusual
 from splitc.errors import CaptureError
 from splitc.runtime.nested import Path, at, replaced, tensors
 
@@ -154,6 +154,9 @@ class Example:
         return replace(self, batch_dims=found)
 
     def _require_pair(self) -> None:
+        for name, tensor in self.tensors.items():
+            if kind := unusual(tensor):
+                raise CaptureError(f"{name} is {kind[0]}, whose examples ranks cannot take apart; give {name}{kind[1]}")
         if self.loss is None and self.targets:
             raise CaptureError(
                 "a target is given but no loss; give loss=..., or let the model return it and pass the target as one "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitc.capture.source_lines import first_line
 from splitc.errors import CaptureError
 
 _SAMPLE = 1 << 16  # elements that are compared one by one, beside the norm and the sum of all
@@ -27,7 +28,7 @@ class Gradient:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Gradient:
-        dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        dense = tensor.detach()
         flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).flatten()
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         finite = flat if bool(flat.sum().isfinite()) else torch.where(flat.isfinite(), flat, 0)
@@ -61,6 +62,11 @@ def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
     def keep(parameter: str, tensor: Tensor) -> None:
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {parameter} is sparse, and ranks sum dense ones; leave out sparse=True, "
+                f"sparse_grad=True and torch.sparse where it is used"
+            )
         found[parameter] = Gradient.of(gradient)
 
     trained = [(n, p) for n, p in root.named_parameters() if p.requires_grad]
@@ -69,7 +75,7 @@ def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
         if loss.requires_grad:  # in evaluation it may not
             loss.backward()
     except RuntimeError as error:
-        raise CaptureError(f"the backward of {name} fails: {error}") from error
+        raise CaptureError(f"the backward of {name} fails: {first_line(error)}") from error
     finally:
         for hook in hooks:
             hook.remove()

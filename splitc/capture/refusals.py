@@ -145,8 +145,8 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
         if hasattr(nn.Module, name):
             yield f"{where} has a child named {name!r}, which hides nn.Module.{name}; rename it"
     for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            yield f"{where}.{name} is a sparse tensor, which programs cannot hold; keep it dense ({name}.to_dense())"
+        if isinstance(value, torch.Tensor) and (kind := unusual(value)):
+            yield f"{where}.{name} is {kind[0]}, which programs cannot hold; keep it dense ({name}{kind[1]})"
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             yield (
@@ -154,6 +154,17 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
                 f"compute it in forward (torch.nn.utils.parametrizations.weight_norm in place of "
                 f"torch.nn.utils.weight_norm)"
             )
+
+
+def unusual(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that has no plain memory, and what makes one with it; None for any other."""
+    if tensor.is_nested:
+        return "a nested tensor", ".to_padded_tensor(0.0)"
+    if tensor.is_quantized:
+        return "a quantized tensor", ".dequantize()"
+    if tensor.layout is not torch.strided:
+        return f"{'an MKLDNN' if tensor.is_mkldnn else 'a sparse'} tensor", ".to_dense()"
+    return None
 
 
 def _overlaps(model: nn.Module) -> Iterator[str]:
@@ -180,7 +191,7 @@ def table_problems(options: Mapping[str, Any]) -> Iterator[str]:
     if options.get("max_norm") is not None:
         yield "has max_norm, which writes into its weight: ranks would differ"
     if options.get("sparse") or options.get("sparse_grad"):
-        yield "has sparse gradients: ranks would differ"
+        yield "has sparse gradients, which ranks cannot sum"
     if options.get("scale_grad_by_freq"):
         yield "has scale_grad_by_freq, which counts indices over the whole batch: ranks would differ"
 

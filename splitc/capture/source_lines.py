@@ -37,8 +37,8 @@ def frame_of(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().partition("\n")[0].rstrip(".")
+    """The first line of an error's text, without what torch's dispatcher adds about its backends."""
+    return str(error).strip().partition("\n")[0].partition(" This could be because the operator")[0].rstrip(".")
 
 
 def name_in_user_code(value: object) -> str | None:

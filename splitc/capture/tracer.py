@@ -26,7 +26,7 @@ from splitc.capture.inplace import functional
 from splitc.capture.proxy import Traced, TracedNumber, TracedTensor, is_proxy, leaves, map_tree, operation
 from splitc.capture.queries import Queries
 from splitc.capture.random_calls import RandomCalls
-from splitc.capture.refusals import DATA, Failed, Unsupported, no_python_randomness
+from splitc.capture.refusals import DATA, Failed, Unsupported, no_python_randomness, unusual
 from splitc.capture.regions import Failure
 from splitc.capture.source_lines import line_of, user_line
 from splitc.capture.writes import Writes, is_assigned
@@ -169,6 +169,8 @@ class Tracer:
             return self._proxy(node, values if len(values) > 2 else self.evaluator.size_at_probes(values))
         if not isinstance(first, (torch.Tensor, torch.device)):
             raise Unsupported(f"{node.name} gives a {type(first).__name__}; keep to what gives tensors and numbers")
+        if isinstance(first, torch.Tensor) and (kind := unusual(first)):
+            raise Unsupported(f"{node.name} is {kind[0]}, which a graph cannot hold; keep it dense ({kind[1]})")
         proxy = self._proxy(node, values)
         if isinstance(first, torch.Tensor) and not torch.is_grad_enabled() and self._hides_gradient(node):
             with torch.enable_grad():

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from splitc.capture.capture import capture
+from splitc.capture.example import Example
+from splitc.capture.validate import validate_capture
 from splitc.errors import CaptureError
 from tests.support.capturing import captured, here, refusal
 from tests.support.models import CLASSES, labels, made, tokens, vectors
@@ -202,7 +205,7 @@ MAY_NOT: list[tuple[Run, str, dict[str, Any]]] = [
     (swallowed, f"a branch needs the value of gt (HERE); its value {DATA}", {}),
     (swallowed_first, f"float() needs the value of mean (HERE); its value {DATA}", {}),
     (raw_norm, "batch_norm may change tensors that it is given", {"mean": nn.Buffer(torch.zeros(8))}),
-    (sparse_gather, "gather has sparse gradients: ranks would differ", {"mean": nn.Parameter(torch.ones(8))}),
+    (sparse_gather, "gather has sparse gradients, which ranks cannot sum", {"mean": nn.Parameter(torch.ones(8))}),
     (mistake, "AttributeError: 'FakeTensor' object has no attribute 'missing'; if the model itself runs", {}),
 ]
 
@@ -219,7 +222,7 @@ def test_a_forward_is_refused_at_its_line_with_a_remedy(run: Run, text: str, chi
 
 TABLE_OPTIONS = [
     ({"max_norm": 1.0}, "max_norm, which writes into its weight: ranks would differ; leave it out"),
-    ({"sparse": True}, "sparse gradients: ranks would differ; leave it out"),
+    ({"sparse": True}, "sparse gradients, which ranks cannot sum; leave it out"),
     ({"scale_grad_by_freq": True}, "scale_grad_by_freq, which counts indices over the whole batch"),
 ]
 
@@ -233,6 +236,41 @@ def test_a_table_may_not_be_changed_or_counted_by_the_function_that_reads_it(
         lambda m, x: m.fc(function(x, m.table, **options).flatten(1)[:, :8]), table=nn.Parameter(torch.ones(11, 8))
     )
     assert f"{function.__name__} has {text}" in refusal(model, tokens()(), labels()(), F.cross_entropy)
+
+
+def test_a_sparse_gradient_in_own_code_names_its_parameter() -> None:
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, table: Tensor, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return table[x[:, 0]]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                return torch.sparse_coo_tensor(ctx.saved_tensors[0][:, 0][None], grads[0], (11, 8)), None
+
+    model = made(lambda m, x: m.fc(Gathered.apply(m.table, x)), table=nn.Parameter(torch.ones(11, 8)))
+    with pytest.raises(CaptureError, match="the gradient of table is sparse, and ranks sum dense ones"):
+        bound = Example.bind(model, tokens()(), labels()(), F.cross_entropy)
+        validate_capture(capture(model, bound), model, bound)
+
+
+UNUSUAL = {
+    "a sparse tensor": (Tensor.to_sparse, ".to_dense()"),
+    "an MKLDNN tensor": (Tensor.to_mkldnn, ".to_dense()"),
+    "a nested tensor": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), ".to_padded_tensor(0.0)"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("name", ["x", "target"])
+def test_a_batch_without_plain_memory_is_refused_in_one_line(kind: str, name: str) -> None:
+    change, remedy = UNUSUAL[kind]
+    batch = {"x": vectors()(), "target": torch.randn(4, CLASSES)}
+    batch[name] = change(batch[name])
+    said = refusal(made(lambda m, x: m.fc(x)), batch["x"], batch["target"], F.mse_loss)
+    assert said == f"{name} is {kind}, whose examples ranks cannot take apart; give {name}{remedy}"
 
 
 def test_an_operation_that_fails_may_be_caught_as_in_the_model() -> None:
