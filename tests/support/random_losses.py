@@ -45,7 +45,16 @@ def _smoothed(scores: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores, target, label_smoothing=0.1) + F.huber_loss(scores[:, 0], target.to(scores.dtype))
 
 
-LOSSES = (F.cross_entropy, _ignoring, _masked, _weighted, _sum, _squares, _several, _smoothed)
+LOSSES: tuple[Callable[..., Tensor], ...] = (
+    F.cross_entropy,
+    _ignoring,
+    _masked,
+    _weighted,
+    _sum,
+    _squares,
+    _several,
+    _smoothed,
+)
 
 
 def _relative(scores: Tensor, target: Tensor) -> Tensor:
@@ -112,7 +121,7 @@ def _similar(scores: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(unit @ unit.t(), same)
 
 
-LABELLED = (
+LABELLED: tuple[Callable[..., Tensor], ...] = (
     *(_relative, _annealed, _balanced, _normalised, _above_the_mean, _bounded, _branching, _focal, _dice, _hardest),
     *(_picked, _selected, _similar),
 )
@@ -136,7 +145,7 @@ def _critic(scores: Tensor, target: Tensor | None) -> Tensor:
     return scores[:, 0].mean() - scores[:, 1].sigmoid().mean()
 
 
-UNLABELLED = (_energy, _entropy, _spread, _critic)
+UNLABELLED: tuple[Callable[..., Tensor], ...] = (_energy, _entropy, _spread, _critic)
 
 
 # -- of several outputs ------------------------------------------------------------------------------------------------

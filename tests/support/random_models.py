@@ -139,7 +139,7 @@ def random_case(seed: int) -> RandomCase:
 
 
 def _chain(choose: random.Random) -> tuple[nn.Module, Loss | None]:
-    of = choose.choices([*LOSSES, *LABELLED, *UNLABELLED])[0]
+    of: Callable[..., Tensor] = choose.choice([*LOSSES, *LABELLED, *UNLABELLED])
     loss = Loss(of, pair=choose.choice(PAIRS))
     inside = choose.random() < 0.2
     model = Random(choose, loss if inside else None)

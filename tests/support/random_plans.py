@@ -230,7 +230,8 @@ def random_block(choose: random.Random, width: int, flat: bool) -> tuple[nn.Modu
 class Shifted(Loss):
     """A language model's loss: the scores of a token are of the next one."""
 
-    def __call__(self, scores: Any, target: Tensor) -> Tensor:
+    def __call__(self, scores: Any, target: Tensor | None = None) -> Tensor:
+        assert target is not None
         several = scores if isinstance(scores, tuple) else (scores,)
         return super().__call__(tuple(each[..., :-1, :] for each in several), target[..., 1:])
 
@@ -265,7 +266,7 @@ class Case:
         shape = (examples, 3) if self.model.by_token else (examples,)
         return (x,), torch.randint(self.model.classes, shape, generator=generator)
 
-    def value(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    def value(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor:
         """The loss of a batch, as eager code computes it."""
         return self.loss(self.model(*inputs), target)
 

@@ -150,7 +150,7 @@ def optimizer_of(run: Run) -> Any:
         biases = [(n, p) for n, p in named if n.endswith("bias") and not any(n == name for name, _ in heads)]
         taken = {name for name, _ in (*heads, *biases)}
         rest = [(n, p) for n, p in named if n not in taken]
-        parts = [{"params": rest}, {"params": biases, "lr": 0.02}, {"params": heads, "lr": 0.08}]
+        parts: list[dict[str, Any]] = [{"params": rest}, {"params": biases, "lr": 0.02}, {"params": heads, "lr": 0.08}]
         if run.groups == "few":
             return make([each for each in parts if each["params"]])
         return make(
@@ -197,8 +197,11 @@ def schedule_of(run: Run) -> Callable[[torch.optim.Optimizer], Any] | None:
     return _SCHEDULES.get(run.schedule)
 
 
-def share(batch: tuple[Tensor, ...], sizes: tuple[int, ...], reader: int | None, dim: int) -> tuple[Tensor, ...]:
-    """What a reader has of a global batch."""
+def share(
+    batch: tuple[Tensor, ...], sizes: tuple[int, ...], reader: int | None, dims: int | tuple[int | None, ...]
+) -> tuple[Tensor, ...]:
+    """What a reader has of a global batch.  dims: of the examples, of all tensors or of each; None: it has them all."""
     if reader is None:
         return ()
-    return tuple(tensor.split(sizes, dim)[reader].clone() for tensor in batch)
+    of = (dims,) * len(batch) if isinstance(dims, int) else dims
+    return tuple(x if dim is None else x.split(sizes, dim)[reader].clone() for x, dim in zip(batch, of, strict=True))

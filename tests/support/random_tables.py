@@ -38,7 +38,7 @@ class Tables(nn.Module):
         for k, table in enumerate(self.tables):
             if self.bag:
                 found.append(table(ids[:, k]))
-            elif self.by_frequency:
+            elif self.by_frequency and isinstance(table, nn.Embedding):
                 found.append(F.embedding(ids[:, k, 0], table.weight, scale_grad_by_freq=True))
             else:
                 found.append(table(ids[:, k, 0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import time
@@ -43,14 +44,17 @@ class Case(Protocol):
     @property
     def tolerance(self) -> float: ...
     @property
-    def batch_dim(self) -> int: ...
+    def batch_dim(self) -> int | tuple[int | None, ...]: ...
     def batch(self, examples: int, seed: int) -> tuple[tuple[Tensor, ...], Tensor | None]: ...
     def value(self, inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Trained:
-    """losses, evaluated: of every step.  gradients: of the last update.  state: at the end."""
+    """losses, evaluated: of every step.  gradients: of the last update.  state: at the end.
+
+    Where eager code draws other numbers each time it is evaluated, that is not a number.
+    """
 
     losses: list[float]
     evaluated: list[float]
@@ -210,7 +214,8 @@ def _eager(case: Case, run: Run, totals: Sequence[int], program: Program) -> Tra
                 schedule.step()
         model.eval()
         with torch.no_grad():
-            evaluated.append(float(case.value(tuple(inputs), target)))
+            value, again = (float(case.value(tuple(inputs), target)) for _ in range(2))
+        evaluated.append(value if value == again else math.nan)
         model.train()
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     return Trained(losses, evaluated, gradients, model.state_dict())
@@ -219,11 +224,12 @@ def _eager(case: Case, run: Run, totals: Sequence[int], program: Program) -> Tra
 def _differences(ranks: Sequence[tuple[Worker, Trained]], eager: Trained, tolerance: float) -> Iterator[str]:
     def differ(got: Any, expected: Any) -> bool:
         got, expected = torch.as_tensor(got).double(), torch.as_tensor(expected).double()
-        return got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
+        return got.shape != expected.shape or not torch.allclose(got, expected, tolerance, tolerance, True)
 
     for rank, (worker, trained) in enumerate(ranks):
         for name in ("losses", "evaluated"):
-            if differ(getattr(trained, name), getattr(eager, name)):
+            got, expected = getattr(trained, name), getattr(eager, name)
+            if differ([math.nan if math.isnan(b) else a for a, b in zip(got, expected, strict=True)], expected):
                 yield f"{name} of rank {rank}: {getattr(trained, name)}, eager {getattr(eager, name)}"
         for name, gradient in trained.gradients.items():
             expected = eager.gradients.get(name)

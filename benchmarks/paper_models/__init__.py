@@ -1,0 +1,1 @@
+"""Models written after their papers, trained on ranks as in a plain loop: `python -m benchmarks.paper_models`."""
