@@ -96,7 +96,7 @@ class Apart:
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
                 if k == 0:
-                    raise CaptureError(what) from error
+                    raise error if isinstance(error, CaptureError) else CaptureError(what) from error
                 self.couplings[node] = f"{what}; ranks may have as few"
                 return
             self._note(node, runner, value)

@@ -23,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from splitc.capture.refusals import table_problems
 from splitc.capture.source_lines import user_line
+from splitc.errors import CaptureError
 from splitc.runtime.generators import same_generators
 
 UNSURE = 128
@@ -32,6 +34,7 @@ _EXITS = {"tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "untyped_sto
 _SIZES = {"shape", "size", "__len__", "numel", "nelement"}
 _MADE = ("empty", "new_", "zero", "ones", "full", "rand", "arange", "fill")
 _EACH = {"dropout", "masked_fill", "native_dropout", "to_copy"}
+_PLACED = ("bincount", "histc", "histogram", "index_add", "index_copy", "index_fill", "index_put", "put", "scatter")
 _ACROSS = {"cat", "renorm", "stack", "unique_consecutive", "unique_dim"}  # do not only look along the dim they have
 
 
@@ -114,7 +117,7 @@ class Flow(TorchDispatchMode):
             results = _results(func, args, kwargs, made)
             if any(each.layout is not torch.strided for each in results):
                 self.leaves("a sparse tensor", int(whole))
-            found = [_known(func, args, kwargs, bits, whole, value) for value in results]
+            found = [_known(func, _options(func, args, kwargs), given, bits, value) for value in results]
             if any(each is None for each in found):
                 found = [*_measured(func, olds, kwargs, results, bits, whole)]
             for value, each in zip(results, found, strict=True):
@@ -151,12 +154,20 @@ class _Functions(TorchFunctionMode):
         return made
 
 
-def _known(func: Any, args: Any, kwargs: Any, bits: list[Tensor], whole: Tensor, value: Tensor) -> Tensor | None:
-    """The bits of a result, by what all operations of a kind do; None of another kind."""
+def _options(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operation by name.  Raises CaptureError for those that no rank may use on a part."""
     options = {each.name: each.default_value for each in func._schema.arguments}
     options.update(zip(options, args, strict=False))
     options.update(kwargs)
-    name, dim = func._schema.name.split("::")[-1].strip("_"), options.get("dim")
+    for problem in table_problems(options):
+        raise CaptureError(f"{user_line() or 'its loss'}: {func._opname} {problem}; leave it out")
+    return options
+
+
+def _known(func: Any, options: dict[str, Any], given: list[Tensor], bits: list[Tensor], value: Tensor) -> Tensor | None:
+    """The bits of a result, by what all operations of a kind do; None of another kind."""
+    name, dim = func._opname.strip("_"), options.get("dim")
+    whole = reduce(torch.bitwise_or, map(_any, bits))
     if name.startswith(_MADE) and len(bits) == 1:
         return whole.new_zeros(())
     if name == "copy":
@@ -167,6 +178,12 @@ def _known(func: Any, args: Any, kwargs: Any, bits: list[Tensor], whole: Tensor,
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
         found = _any(bits[0], dims)
         return found if found.dim() == value.dim() else found.squeeze(dims)
+    is_placed = name.startswith(_PLACED)
+    numbers = (b for t, b in zip(given, bits, strict=True) if t.dtype == torch.int64 or name.startswith("hist"))
+    places = [_any(b) for b in numbers if is_placed]
+    if any(place & (place - 1) for place in places):  # where it writes, others may write too, on other data
+        along = reduce(torch.bitwise_or, bits[1:]) if name.startswith("scatter") else None
+        return whole if along is None else bits[0] | _any(along, (dim,))
     return None if whole & (whole - 1) and torch.Tag.reduction not in func.tags else whole
 
 

@@ -138,7 +138,7 @@ def test_a_region_that_writes_into_a_parameter_is_refused() -> None:
             self.table = nn.Embedding(5, FEATURES)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + F.embedding(x.abs().long().clamp(max=4)[:, 0], self.table.weight, max_norm=0.1)
+            return untraceable.sign(x) + F.embedding(x.abs().long().clamp(max=4)[:, 0], self.table.weight, max_norm=0.1)
 
     with pytest.raises(CaptureError, match=r"writes into middle.0.table.weight while the model runs"):
         traced(Perceptron(Bounded()))
@@ -224,6 +224,10 @@ def coupling(function: Callable[[Tensor], Tensor]) -> str:
     return program.coupled[0].why if program.coupled else ""
 
 
+def _ids(x: Tensor) -> Tensor:
+    return (x[:, 0].abs() * 40).long().clamp(max=98)
+
+
 def _counted(x: Tensor) -> Tensor:
     return x * 3 if sum(row.mean().item() > 0 for row in x) > 2 else x
 
@@ -252,6 +256,15 @@ MIXED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "a script": ("", lambda x: untraceable._scripted(x)),
     "no branch": ("", lambda x: torch.where(x.mean() > 1e9, x * 3, x) + 0 * float(x[0, 0] > 1e9)),
     "sorted": ("", lambda x: x + 0 * x[x[:, 0].argsort()] + 0 * float(x[0, 0] > 1e9)),
+    "counts of what it holds": (
+        "",
+        lambda x: untraceable.sign(x) * torch.bincount(_ids(x), minlength=99)[_ids(x)][:, None],
+    ),
+    "a histogram": ("", lambda x: untraceable.sign(x) * torch.histc(x[:, 0], 99, -5, 5)[_ids(x)][:, None]),
+    "added by index": (
+        "",
+        lambda x: untraceable.sign(x) * torch.zeros(99).index_add(0, _ids(x), x[:, 1])[_ids(x)][:, None],
+    ),
     "counted in Python": ("", _counted),
     "averaged in Python": ("", _averaged),
     "averaged again in a tensor": ("", _listed),
@@ -293,3 +306,28 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", APART)
 def test_numbers_of_single_examples_leave_tensors_freely(how: str) -> None:
     assert coupling(APART[how]) == ""
+
+
+TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "embedding": lambda ids, table: F.embedding(ids, table, scale_grad_by_freq=True).mean(1),
+    "embedding_bag": lambda ids, table: F.embedding_bag(ids, table, scale_grad_by_freq=True),
+    "torch.embedding": lambda ids, table: torch.embedding(table, ids, -1, True).mean(1),
+    "in a region": lambda ids, table: untraceable.sign(table[0]) + torch.embedding(table, ids, -1, True).mean(1),
+    "gather": lambda ids, table: torch.gather(table, 0, ids[:, :1].expand(-1, FEATURES), sparse_grad=True),
+}
+
+
+@pytest.mark.parametrize("how", TABLES)
+def test_what_counts_indices_is_refused_by_name_however_seldom_they_meet(how: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fc = nn.Parameter(torch.randn(2000, FEATURES)), nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.fc(TABLES[how](ids, self.table))
+
+    with pytest.raises(
+        CaptureError, match=r"^test_regions.py:\d+: \w+ has (scale_grad_by_freq|sparse gradients).*leave"
+    ):
+        validated(Model(), torch.randint(0, 2000, (4, 3)), Y, F.cross_entropy)
