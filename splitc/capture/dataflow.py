@@ -12,7 +12,6 @@ measurement tells whether it treats them apart.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -33,7 +32,6 @@ _FORGED = 64  # numbers in one run, so that a loop that waits for one to change 
 _EXITS = {"tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "untyped_storage", "storage"}
 _SIZES = {"shape", "size", "__len__", "numel", "nelement"}
 _MADE = ("empty", "new_", "zero", "ones", "full", "rand", "arange", "fill")
-_EACH = {"dropout", "masked_fill", "native_dropout", "to_copy"}
 _PLACED = ("bincount", "histc", "histogram", "index_add", "index_copy", "index_fill", "index_put", "put", "scatter")
 _ACROSS = {"cat", "renorm", "stack", "unique_consecutive", "unique_dim"}  # do not only look along the dim they have
 
@@ -41,28 +39,21 @@ _ACROSS = {"cat", "renorm", "stack", "unique_consecutive", "unique_dim"}  # do n
 class Flow(TorchDispatchMode):
     """Bits of all tensors.  left: where a number of several examples left tensors first, and how.
 
-    alone: whether one of a single example did.  forged: examples whose numbers are `extreme` ones outside of tensors.
+    alone: whether one of a single example did.  forged: examples whose numbers are `number` outside of tensors.
     """
 
-    def __init__(self, forged: int = 0, extreme: bool = False) -> None:
+    def __init__(self, forged: int = 0, number: int = 0) -> None:
         super().__init__()
-        self.left, self.alone, self.busy = "", False, False
-        self._forged, self._extreme, self._number = forged, extreme, 0
+        self.left, self.alone, self.busy = "", 0, False
+        self._forged, self._number = forged, number
         self._held: dict[int, tuple[Any, Tensor]] = {}  # with the storage, so that no other one takes its place
         self._sizes: dict[int, int] = {}
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with self, _Functions(self):
-            yield
-
     def bits(self, value: Tensor) -> Tensor:
-        held = self._held.get(_key(value))
-        if held is None:
-            return torch.zeros((), dtype=torch.uint8, device=value.device).expand(value.shape)
-        if len(held[1]) * value.element_size() != value.untyped_storage().nbytes():
-            return _any(held[1]).expand(value.shape)  # seen in another dtype, or resized
-        return held[1].as_strided(value.shape, value.stride(), value.storage_offset())
+        _, held = self._held.get(_key(value), (None, torch.zeros((), dtype=torch.uint8, device=value.device)))
+        if held.numel() * value.element_size() != value.untyped_storage().nbytes():
+            return _any(held).expand(value.shape)  # none, or seen in another dtype, or resized
+        return held.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def mark(self, value: Tensor, bits: Tensor) -> None:
         if _key(value) not in self._held:
@@ -73,7 +64,7 @@ class Flow(TorchDispatchMode):
 
     def whole(self, values: Any) -> int:
         """The bits of all that tensors hold."""
-        return reduce(int.__or__, (int(_any(self.bits(t))) for t in _tensors(values) if _key(t) in self._held), 0)
+        return reduce(int.__or__, (int(_any(self.bits(t))) for t in _tensors(values)), 0)
 
     def sizes(self, values: Any) -> int:
         """The bits of what their sizes follow from."""
@@ -81,23 +72,15 @@ class Flow(TorchDispatchMode):
 
     def leaves(self, what: str, bits: int, value: Any = None) -> Any:
         """Note that a number leaves tensors; return what it is outside."""
-        if bits & (bits - 1):
-            self.left = self.left or (
+        if bits & (bits - 1) and not self.left:
+            self.left = (
                 f"{user_line() or 'its loss'}: the loss couples examples: {what} leaves tensors for Python, computed "
                 f"from several examples; a rank that sees a part of the batch cannot compute it"
             )
-        elif bits and value is not None:
-            self.alone = True
-            if bits & self._forged and self._number < _FORGED:
-                self._number += 1
-                kind: Any = type(value)
-                number = 1000 * self._extreme - 500 * (kind is not int)
-                return (
-                    torch.full_like(value, number)
-                    if isinstance(value, Tensor)
-                    else kind(self._extreme if kind is bool else number)
-                )
-        return value
+        self.alone += bool(bits) and value is not None
+        if value is None or bits not in (1, 2, 4) or not bits & self._forged or self.alone > _FORGED:
+            return value
+        return torch.full_like(value, self._number) if isinstance(value, Tensor) else type(value)(self._number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,7 +89,7 @@ class Flow(TorchDispatchMode):
             if not any(_key(t) in self._held for t in given):
                 return func(*args, **kwargs)
             bits = [self.bits(t) for t in given]
-            olds = tree_map_only(Tensor, Tensor.clone, args) if _written(func, args) else args
+            olds = tree_map_only(Tensor, Tensor.clone, args) if func._schema.is_mutable else args
             made, whole, sizes = func(*args, **kwargs), reduce(torch.bitwise_or, map(_any, bits)), self.sizes(given)
             if torch.Tag.data_dependent_output in func.tags:
                 return self.leaves("a number", int(whole), made)
@@ -114,10 +97,10 @@ class Flow(TorchDispatchMode):
                 self.leaves("a number of parts", sizes)
             if torch.Tag.dynamic_output_shape in func.tags:
                 sizes |= self.whole(given[1:] or given)
-            results = _results(func, args, kwargs, made)
-            if any(each.layout is not torch.strided for each in results):
+            if any(isinstance(each, Tensor) and each.layout is not torch.strided for each in tree_leaves(made)):
                 self.leaves("a sparse tensor", int(whole))
-            found = [_known(func, _options(func, args, kwargs), given, bits, value) for value in results]
+            results = _results(func, args, kwargs, made)
+            found = [_known(func, args, kwargs, given, bits, whole, value) for value in results]
             if any(each is None for each in found):
                 found = [*_measured(func, olds, kwargs, results, bits, whole)]
             for value, each in zip(results, found, strict=True):
@@ -126,7 +109,7 @@ class Flow(TorchDispatchMode):
             return made
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     """Sees what torch does without an operation: data and sizes that Python reads."""
 
     def __init__(self, flow: Flow) -> None:
@@ -140,50 +123,39 @@ class _Functions(TorchFunctionMode):
             args = (flow.leaves(f"{name}()", flow.whole(args[0]), args[0]), *args[1:])
         elif name in _SIZES:
             flow.leaves("a size", flow.sizes(args[0]))
-        elif (
-            func is F.one_hot and len(args) + len(kwargs or {}) > 1 and -1 not in (*args[1:], *(kwargs or {}).values())
-        ):
-            flow.busy = True  # it only checks the bounds of the numbers
-            made = func(*args, **(kwargs or {}))
+        flow.busy = func is F.one_hot and {-1} < {-1, *args[1:], *kwargs.values()}  # it checks bounds, no more
+        made = func(*args, **kwargs)
+        if flow.busy or func in (torch.tensor, torch.as_tensor):
+            bits = flow.bits(args[0]).unsqueeze(-1) if flow.busy else torch.tensor(flow.whole(args), dtype=torch.uint8)
+            flow.mark(made, bits)
             flow.busy = False
-            flow.mark(made, flow.bits(args[0] if args else (kwargs or {})["tensor"]).unsqueeze(-1))
-            return made
-        made = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and (bits := flow.whole(args)):
-            flow.mark(made, torch.tensor(bits, dtype=torch.uint8))
         return made
 
 
-def _options(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of an operation by name.  Raises CaptureError for those that no rank may use on a part."""
+def _known(
+    func: Any, args: Any, kwargs: Any, given: list[Tensor], bits: list[Tensor], whole: Tensor, value: Tensor
+) -> Tensor | None:
+    """The bits of a result, by what all operations of a kind do; None of another kind.
+
+    Raises CaptureError for options that no rank may use on a part of the batch.
+    """
     options = {each.name: each.default_value for each in func._schema.arguments}
-    options.update(zip(options, args, strict=False))
-    options.update(kwargs)
-    for problem in table_problems(options):
-        raise CaptureError(f"{user_line() or 'its loss'}: {func._opname} {problem}; leave it out")
-    return options
-
-
-def _known(func: Any, options: dict[str, Any], given: list[Tensor], bits: list[Tensor], value: Tensor) -> Tensor | None:
-    """The bits of a result, by what all operations of a kind do; None of another kind."""
+    options |= dict(zip(options, args, strict=False)) | kwargs
     name, dim = func._opname.strip("_"), options.get("dim")
-    whole = reduce(torch.bitwise_or, map(_any, bits))
+    for problem in table_problems(options):
+        raise CaptureError(f"{user_line() or 'its loss'}: {name} {problem}; leave it out")
     if name.startswith(_MADE) and len(bits) == 1:
-        return whole.new_zeros(())
-    if name == "copy":
-        return bits[1]
-    if torch.Tag.pointwise in func.tags or name in _EACH:
+        return torch.zeros_like(whole)
+    if torch.Tag.pointwise in func.tags or name in ("to_copy", "dropout"):
         return reduce(torch.bitwise_or, bits)
     if len(bits) == 1 and dim not in (None, []) and name not in _ACROSS:
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
         found = _any(bits[0], dims)
         return found if found.dim() == value.dim() else found.squeeze(dims)
-    is_placed = name.startswith(_PLACED)
-    numbers = (b for t, b in zip(given, bits, strict=True) if t.dtype == torch.int64 or name.startswith("hist"))
-    places = [_any(b) for b in numbers if is_placed]
-    if any(place & (place - 1) for place in places):  # where it writes, others may write too, on other data
-        along = reduce(torch.bitwise_or, bits[1:]) if name.startswith("scatter") else None
-        return whole if along is None else bits[0] | _any(along, (dim,))
+    if name.startswith(_PLACED):  # where an example writes, others may write too, on other data
+        places = [_any(b) for t, b in zip(given, bits, strict=True) if t.dtype == torch.int64 or name[:4] == "hist"]
+        if any(place & (place - 1) for place in places):
+            return bits[0] | _any(reduce(torch.bitwise_or, bits[1:]), (dim,)) if name[:4] == "scat" else whole
     return None if whole & (whole - 1) and torch.Tag.reduction not in func.tags else whole
 
 
@@ -215,17 +187,11 @@ def _other(value: Tensor) -> Tensor:
     return value + 1 + torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
 
 
-def _written(func: Any, args: Any) -> list[Tensor]:
-    """The arguments that an operation writes into."""
-    named = zip(func._schema.arguments, args, strict=False)
-    return [t for each, t in named if each.alias_info is not None and each.alias_info.is_write]
-
-
 def _results(func: Any, args: Any, kwargs: Any, made: Any) -> list[Tensor]:
     """The tensors that an operation has made, or written into."""
-    given = set(map(_key, _tensors((args, kwargs))))
-    fresh = [t for t in tree_leaves(made) if isinstance(t, Tensor) and _key(t) not in given]
-    return [*fresh, *_written(func, args)]
+    given, named = set(map(_key, _tensors((args, kwargs)))), zip(func._schema.arguments, args, strict=False)
+    written = [t for each, t in named if each.alias_info is not None and each.alias_info.is_write]
+    return [*(t for t in _tensors(made) if _key(t) not in given), *written]
 
 
 def _key(value: Tensor) -> int:
