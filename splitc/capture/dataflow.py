@@ -43,7 +43,7 @@ class Flow(TorchDispatchMode):
     """
 
     def __init__(self, forged: int = 0, number: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.left, self.alone, self.busy = "", 0, False
         self._forged, self._number = forged, number
         self._held: dict[int, tuple[Any, Tensor]] = {}  # with the storage, so that no other one takes its place
@@ -142,20 +142,20 @@ def _known(
     options = {each.name: each.default_value for each in func._schema.arguments}
     options |= dict(zip(options, args, strict=False)) | kwargs
     name, dim = func._opname.strip("_"), options.get("dim")
+    dims: tuple[int, ...] = (dim,) if isinstance(dim, int) else tuple(dim or ())
     for problem in table_problems(options):
         raise CaptureError(f"{user_line() or 'its loss'}: {name} {problem}; leave it out")
     if name.startswith(_MADE) and len(bits) == 1:
         return torch.zeros_like(whole)
     if torch.Tag.pointwise in func.tags or name in ("to_copy", "dropout"):
         return reduce(torch.bitwise_or, bits)
-    if len(bits) == 1 and dim not in (None, []) and name not in _ACROSS:
-        dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    if len(bits) == 1 and dims and name not in _ACROSS:
         found = _any(bits[0], dims)
         return found if found.dim() == value.dim() else found.squeeze(dims)
     if name.startswith(_PLACED):  # where an example writes, others may write too, on other data
         places = [_any(b) for t, b in zip(given, bits, strict=True) if t.dtype == torch.int64 or name[:4] == "hist"]
         if any(place & (place - 1) for place in places):
-            return bits[0] | _any(reduce(torch.bitwise_or, bits[1:]), (dim,)) if name[:4] == "scat" else whole
+            return bits[0] | _any(reduce(torch.bitwise_or, bits[1:]), dims) if name[:4] == "scat" else whole
     return None if whole & (whole - 1) and torch.Tag.reduction not in func.tags else whole
 
 
@@ -166,10 +166,14 @@ def _measured(
     found = [torch.zeros(value.shape, dtype=torch.uint8, device=value.device) for value in results]
     for mask in (1, 2, 4, UNSURE):
         own = iter([each & mask != 0 for each in bits])
-        other = tree_map_only(Tensor, lambda t, own=own: torch.where(next(own), _other(t), t), (args, kwargs))
+
+        def changed(value: Tensor, own: Iterator[Tensor] = own) -> Tensor:
+            return torch.where(next(own), _other(value), value)
+
+        new_args, new_kwargs = tree_map_only(Tensor, changed, (args, kwargs))
         try:
             with same_generators():
-                others = _results(func, *other, func(*other[0], **other[1]))
+                others = _results(func, new_args, new_kwargs, func(*new_args, **new_kwargs))
             for each, value, new in zip(found, results, others, strict=True):
                 each |= mask * ((value != new) & ~((value != value) & (new != new)))
         except Exception:  # of indices out of bounds, or results of another shape
@@ -179,12 +183,10 @@ def _measured(
 
 def _other(value: Tensor) -> Tensor:
     """Other values, of the same kind."""
-    if value.dtype == torch.bool:
-        return value.logical_not()
-    if not (value.is_floating_point() or value.is_complex()):
-        return (value + 1) % (value.max() + 1).clamp(min=2) if value.numel() else value
-    generator = torch.Generator().manual_seed(0)
-    return value + 1 + torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+    if value.is_floating_point() or value.is_complex():
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return value + 1 + noise.to(value)
+    return ~value if value.dtype == torch.bool or not value.numel() else (value + 1) % (value.max() + 1).clamp(min=2)
 
 
 def _results(func: Any, args: Any, kwargs: Any, made: Any) -> list[Tensor]:

@@ -84,7 +84,10 @@ def gather_coupled(program: Program, known: Collection[str] = ()) -> Program:
     names = {each.node for each in program.coupled}
     nodes = in_batch_nodes(program, [node for node in program.graph.nodes if node.name in names])
     grouped = group_layers(program, nodes, known)
-    note = f"{grouped['in_batch']} runs where the whole batch is: {program.coupled[0].why}"
+    layers, trained = grouped["layers"], {name for name, tensor in program.tensors.items() if tensor.trainable}
+    is_all = all(layer.name == grouped["in_batch"] or trained.isdisjoint(layer.tensors) for layer in layers)
+    gain = " All that trains is in it, so several ranks gain nothing over one: let a module of its own hold the line."
+    note = f"{grouped['in_batch']} runs where the whole batch is: {program.coupled[0].why}.{gain if is_all else ''}"
     return replace(program, **grouped, notes=(*program.notes, note))
 
 

@@ -29,42 +29,29 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
 
     def flow(forged: int = 0, number: int = 0) -> tuple[Any, Flow]:
         seen = Flow(forged, number)
-        for each in node.all_input_nodes:
+        for each in node.all_input_nodes if follow else ():
             for tensor, spec in _specified(runner.env[each], info(each).spec):
                 seen.mark(tensor, _examples(tensor, spec, outer.get(each, 1)))
-        with unchanged(runner.fetch_attr(str(node.target)).buffers()), seen, Functions(seen), torch.enable_grad():
+        with unchanged(runner.fetch_attr(str(node.target)).buffers()), seen, Functions(seen):
             return runner.run_node(node), seen
 
-    if not follow:
-        with unchanged(runner.fetch_attr(str(node.target)).buffers()):
-            return runner.run_node(node), ""
     value, seen = flow()
+    found = [(tensor, spec, seen.bits(tensor)) for tensor, spec in _specified(value, info(node).spec) if follow]
     where = f"{info(node).source}: the loss couples examples: what {node.name} makes of an example"
-    if seen.left:
-        return value, seen.left
-    for tensor, spec in _specified(value, info(node).spec):
-        bits = seen.bits(tensor)
-        if not any(_is_apart(bits, _examples(tensor, spec, a)) for a in range(1, spec.rows + 1) if spec.rows % a == 0):
-            return value, f"{where} is computed from several"
-    for kept, number in product((1, 2, 4), (500, -500, 0)) if seen.alone else ():
+    for tensor, spec, bits in found:
+        outers = (_examples(tensor, spec, a) for a in range(1, spec.rows + 1) if spec.rows % a == 0)
+        if all(((bits < UNSURE) & (bits & ~own != 0)).any() for own in outers):
+            return value, seen.left or f"{where} is computed from several"
+    for kept, number in product((1, 2, 4), (500, -500, 0)) if seen.alone and not seen.left else ():
         try:
             other, changed = flow(7 - kept, number)
         except Exception:  # its code does not expect these numbers
             continue
-        if changed.left or _differs(value, other, info(node).spec, seen, kept):
+        others = [tensor for tensor, _ in _specified(other, info(node).spec)]
+        pairs = [(a[bits == kept], b[bits == kept]) for (a, _, bits), b in zip(found, others, strict=True)]
+        if changed.left or not all(torch.allclose(a, b, rtol=1e-4, equal_nan=True) for a, b in pairs):
             return value, f"{where} depends on numbers of others"
-    return value, ""
-
-
-def _differs(value: Any, other: Any, spec: Any, seen: Flow, kept: int) -> bool:
-    """Whether two results differ in what is of the kept example alone."""
-    pairs = zip(_specified(value, spec), _specified(other, spec), strict=False)
-    rows = ((a, b, seen.bits(a) == kept) for (a, _), (b, _) in pairs if a.shape == b.shape)
-    return any(not torch.allclose(a[own], b[own], rtol=1e-4, equal_nan=True) for a, b, own in rows)
-
-
-def _is_apart(bits: Tensor, expected: Tensor) -> bool:
-    return not bool(((bits & UNSURE == 0) & (bits & ~expected != 0)).any())
+    return value, seen.left
 
 
 def _specified(value: Any, spec: Any) -> Iterator[tuple[Tensor, TensorSpec]]:

@@ -147,6 +147,38 @@ def test_a_saved_build_imports_the_users_model(tmp_path: Path, monkeypatch: pyte
     assert program_of(untraceable.gated, "layer_separation").verify(processes=True, dtype=torch.float64).holds
 
 
+class Deciding(torch.nn.Module):
+    """Branches on a number of the whole batch, which few batches fall on both sides of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if float(x.mean()) > self.above else x
+
+    above = 0.3
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single", "auto"])
+def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = Perceptron(Deciding())
+    program = program_of(model, strategy)
+    assert program.verify(dtype=torch.float64).holds
+    assert "test_own_code.py:" in program.report() and "computed from several examples" in " ".join(
+        program.report().split()
+    )
+
+
+def test_the_report_says_that_a_model_of_one_part_with_its_loss_gains_nothing() -> None:
+    class Masked(Perceptron):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return F.cross_entropy(out[y > 0], y[y > 0])
+
+    program = splitc.compile(
+        Masked(), 2, (torch.randn(4, FEATURES), torch.arange(4) % CLASSES), cluster=CLUSTER, strategy="data_parallel"
+    )
+    assert "several ranks gain nothing over one" in " ".join(program.report().split())
+
+
 class Merged(untraceable.Noisy):
     """Draws for rows of which an example has two."""
 
