@@ -34,7 +34,7 @@ from splitc.ir import comm_ops
 from splitc.ir.autocast import under_autocast
 from splitc.ir.constructors import construction
 from splitc.ir.fake_mode import FakeMode
-from splitc.ir.graph import NORMS, changes_statistics, info, is_region, rename
+from splitc.ir.graph import NORMS, changes_statistics, info, is_region, rename, tensor_spec
 from splitc.ir.interpreter import fake_copy, quiet, shapes_at
 from splitc.ir.layers import StateTensor
 from splitc.ir.names import is_ours
@@ -104,7 +104,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         name=name,
         graph=graph,
         root=root,
-        inputs=tuple(_input(name, example, graph, root) for name in example.tensors),
+        inputs=tuple(_input(name, example, tracer) for name in example.tensors),
         batch=example.batch,
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
@@ -229,22 +229,21 @@ def _state_tensors(model: nn.Module, root: nn.Module, graph: fx.Graph, reached: 
     return found
 
 
-def _input(name: str, example: Example, graph: fx.Graph, root: nn.Module) -> Input:
-    tensor = example.tensors[name]
-    node = next(n for n in graph.nodes if n.op == "placeholder" and n.target == name)
-    spec = info(node).spec
-    assert isinstance(spec, TensorSpec)
-    high = None
+def _input(name: str, example: Example, tracer: Tracer) -> Input:
+    tensor = example.tensors[name].detach()
+    node = next(n for n in tracer.graph.nodes if n.op == "placeholder" and n.target == name)
+    high, bound = None, class_bound(node, tracer.root, tensor, tracer.attributes.real)
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        high = class_bound(node, root)
+        high = bound
         if tensor.device.type != "meta" and tensor.numel():
-            largest = int(tensor.max())
-            ignored = {reader.kwargs.get("ignore_index") for reader in graph.nodes}
-            if high is not None and largest >= high and largest not in ignored:
-                raise CaptureError(f"{name} holds {largest}, out of bounds: what reads it takes numbers below {high}")
-            high = largest + 1 if high is None else high
+            ignored = {reader.kwargs.get("ignore_index") for reader in tracer.graph.nodes}
+            high = int(tensor.max()) + 1 if bound is None else bound
+            if wrong := {*tensor.cpu()[tensor.cpu() >= torch.tensor(high)].tolist()} - ignored:
+                raise CaptureError(
+                    f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}"
+                )
     path = example.paths[name]
-    return Input(name, spec, high, path[0] in example.targets, path if len(path) > 1 else None)
+    return Input(name, tensor_spec(node), high, path[0] in example.targets, path if len(path) > 1 else None, bound)
 
 
 def _require_loss(program: Program, training: Program | None) -> None:

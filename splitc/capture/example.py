@@ -180,13 +180,13 @@ def inputs_and_target(model: nn.Module, loss: Any, batch: Any) -> tuple[Any, Any
         by_name = count == 1 and isinstance(inputs[0], Mapping)
         last = targets[0] if len(targets) == 1 else tuple(targets)
         number = len(last) if type(last) in (tuple, list) else 1
-        needed = len(targets) < 2 or not takes(loss, number)
-        if count > 0 and (by_name or takes(model, count)) and takes(loss, 1 + number) and needed:
+        needed = takes(loss, 1 + number) and (len(targets) < 2 or not takes(loss, number))
+        if count > 0 and needed and (by_name or takes(model, count)):
             return inputs[0] if by_name else inputs, last if targets else None
     raise CaptureError(
-        f"with a loss the first batch must be inputs and a target, (inputs..., target), or what forward takes if the "
-        f"loss takes the output alone: this one has {len(given)} parts, which {type(model).__name__}.forward"
-        f"{inspect.signature(model.forward)} and the loss do not take"
+        f"with a loss the first batch must be inputs and a target, (inputs..., target), or inputs alone for a loss of "
+        f"the output; {type(model).__name__}.forward{inspect.signature(model.forward)} and the loss take no such "
+        f"division of its {len(given)} parts"
     )
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitc.ir.program import Program
-from splitc.ir.value_range import class_bound
 
 
 class Draw(IntEnum):
@@ -48,16 +48,14 @@ class GenericData:
     """
 
     tensors: Mapping[str, Tensor]
-    bounds: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, Any] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, tensors: Mapping[str, Tensor]) -> GenericData:
         """Data for the inputs of `program`, like `tensors`."""
-        nodes = {str(node.target): node for node in program.graph.nodes if node.op == "placeholder"}
-        found = {name: class_bound(nodes[name], program.root) for name in tensors if name in nodes}
         dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
-        return cls(tensors, {name: bound for name, bound in found.items() if bound is not None}, dims)
+        return cls(tensors, {each.name: each.bound for each in program.inputs if each.bound is not None}, dims)
 
     def draw(self, size: int, seed: int, how: Draw = Draw.GENERIC) -> dict[str, Tensor]:
         """A batch of `size` examples by name, on the devices and in the dtypes of the tensors."""
@@ -70,7 +68,10 @@ class GenericData:
                 rows = torch.randint(len(seen), (size,), generator=generator)
             chosen = seen[torch.arange(size) % len(seen) if how is Draw.EXAMPLE else rows]
             if how < Draw.ROWS and chosen.numel():
-                chosen = _drawn(seen, chosen, self.bounds.get(name), how, generator)
+                bound = self.bounds.get(name)
+                if isinstance(bound, list):
+                    bound = torch.tensor(bound).expand_as(tensor).movedim(self.batch_dims.get(name, 0), 0)[:1]
+                chosen = _drawn(seen, chosen, bound, how, generator)
             drawn[name] = _in_memory_as(tensor, chosen.movedim(0, self.batch_dims.get(name, 0))).to(tensor.device)
         return drawn
 
@@ -83,8 +84,11 @@ def _in_memory_as(seen: Tensor, drawn: Tensor) -> Tensor:
     return drawn.permute(order).contiguous().permute([order.index(dim) for dim in range(seen.dim())])
 
 
-def _drawn(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator: torch.Generator) -> Tensor:
-    """Values like those of `seen`, of the shape of `chosen`, which are some of its rows."""
+def _drawn(seen: Tensor, chosen: Tensor, bound: Any, how: Draw, generator: torch.Generator) -> Tensor:
+    """Values like those of `seen`, of the shape of `chosen`, which are some of its rows.
+
+    bound: of whole numbers: one, a tensor of one for each column, or None.
+    """
     if seen.is_complex():
         parts = torch.view_as_real(seen), torch.view_as_real(chosen)
         return torch.view_as_complex(_floats(*parts, None, how, generator).to(parts[0].dtype).contiguous())
@@ -96,7 +100,7 @@ def _drawn(seen: Tensor, chosen: Tensor, bound: int | None, how: Draw, generator
     if seen.dtype == torch.bool or (bound is None and low >= 0 and high <= 1):
         return _without_empty_rows(seen, chosen, torch.randint(2, chosen.shape, generator=generator).to(seen.dtype))
     first, last = (0, bound) if bound is not None else (low, high + 1)
-    numbers = torch.randint(first, max(last, first + 1), chosen.shape, generator=generator).to(seen.dtype)
+    numbers = (torch.randint(1 << 62, chosen.shape, generator=generator) % (last - first) + first).to(seen.dtype)
     return numbers if low >= first else torch.where(chosen < first, chosen, numbers)
 
 

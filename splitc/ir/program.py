@@ -70,15 +70,17 @@ Spec = TensorSpec | SizeSpec | tuple["Spec", ...] | None
 class Input:
     """One input of the step, a placeholder of the graph.
 
-    high: bound of its whole numbers (exclusive), for synthetic data.  target: whether it goes to the loss.
+    high: bound of its whole numbers (exclusive), for synthetic data; nested lists broadcast against the tensor.
+    bound: such a bound, where its readers imply one.  target: whether it goes to the loss.
     path: where it is in a nested argument, `("batch", "image")`; None for an argument that is a tensor.
     """
 
     name: str
     spec: TensorSpec
-    high: int | None = None
+    high: int | list[object] | None = None
     target: bool = False
     path: tuple[str, ...] | None = None
+    bound: int | list[object] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +53,13 @@ class Rows(NamedTuple):
 class Input(NamedTuple):
     """A tensor that a reader reads.
 
-    shape: -1 is the batch.  high: bound of synthetic whole numbers.  path: where it is in a nested argument.
+    shape: -1 is the batch.  high: bound of synthetic whole numbers; nested lists broadcast against the tensor.
+    path: where it is in a nested argument.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    high: int | None = None
+    high: int | list[Any] | None = None
     path: tuple[str, ...] | None = None
 
 

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.value_range import class_bound
-from tests.support.capturing import capture, node
+from splitc.errors import CaptureError
+from splitc.runtime.launch.feed import synthetic
+from splitc.runtime.launch.loader import load_rank
+from tests.support.capturing import capture
+from tests.support.compiled import compiled
 from tests.support.models import made
 
 READERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int | None]] = {
@@ -29,10 +32,65 @@ def test_indices_are_bounded_by_what_they_index(reader: str) -> None:
     model = made(run, embedding=nn.Embedding(9, 4))
     model.weight = nn.Parameter(torch.randn(6, 4))
     program = capture(model, (torch.zeros(2, 3, dtype=torch.long),), torch.randn(2, 3, 4), F.mse_loss)
-    assert class_bound(node(program, program.inputs[0].name), program.root) == bound
+    assert program.inputs[0].bound == bound
 
 
 def test_classes_are_bounded_by_the_logits() -> None:
     program = capture(nn.Linear(3, 7), (torch.randn(4, 3),), torch.zeros(4, dtype=torch.long), F.cross_entropy)
-    bounds = {each.name: class_bound(node(program, each.name), program.root) for each in program.inputs if each.target}
-    assert list(bounds.values()) == [7]
+    assert [each.bound for each in program.inputs] == [None, 7]
+
+
+SIZES = 200, 10, 37
+STARTS = torch.tensor([0, 200, 210])
+
+
+def each(columns: Any) -> Callable[[Any, Tensor], list[Tensor]]:
+    """Each column read by a table of its own."""
+    return lambda m, ids: [table(column).flatten(1) for table, column in zip(m.tables, columns(ids), strict=True)]
+
+
+COLUMNS: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], Any]] = {
+    "index": (each(lambda ids: [ids[:, k] for k in range(3)]), [[200, 10, 37]]),
+    "slice": (each(lambda ids: [ids[:, k : k + 1] for k in range(3)]), [[200, 10, 37]]),
+    "unbind": (each(lambda ids: ids.t().contiguous().unbind()), [[200, 10, 37]]),
+    "split": (each(lambda ids: ids.view(len(ids), 3).split(1, dim=1)), [[200, 10, 37]]),
+    "transposed": (each(lambda ids: [ids.T[k].long() for k in range(3)]), [[200, 10, 37]]),
+    "select": (each(lambda ids: [ids.select(-1, k) for k in range(3)]), [[200, 10, 37]]),
+    "two tables": (lambda m, ids: [m.tables[1](ids[:, 0]), m.tables[0](ids[:, :2]).sum(1)], [[10, 200, 21]]),
+    "starts": (lambda m, ids: list(m.table(ids + STARTS).unbind(1)), [[247, 47, 37]]),
+    "starts in a buffer": (lambda m, ids: list(m.table(m.starts + ids).unbind(1)), [[247, 47, 37]]),
+    "rows of a weight": (lambda m, ids: [m.tables[1].weight[ids[:, 1]]], [[10, 10, 21]]),
+    "remainder": (each(lambda ids: [ids[:, k] % n for k, n in enumerate(SIZES)]), None),
+}
+
+
+class Tables(nn.Module):
+    """Three tables, one after the other too, whose rows are in the columns of one tensor."""
+
+    def __init__(self, read: Callable[[Any, Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.read, self.dense, self.starts = read, nn.Linear(4, 2), nn.Buffer(STARTS.clone())
+        self.tables, self.table = nn.ModuleList(nn.Embedding(n, 4) for n in SIZES), nn.Embedding(sum(SIZES), 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.dense(torch.stack(self.read(self, ids)).sum(0))
+        return scores
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_every_column_is_bounded_by_the_table_that_it_indexes(name: str) -> None:
+    read, bound = COLUMNS[name]
+    ids = torch.tensor([[9, 9, 20], [1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    program = compiled(Tables(read), ids, torch.arange(4) % 2, F.cross_entropy, 2, "data_parallel")
+    assert program.program.inputs[0].bound == bound
+    assert not program.program.notes and program.verify(dtype=torch.float64).holds
+    drawn, _ = next(synthetic(load_rank(program.files, 0).rank))
+    assert bound is None or bool((drawn < torch.tensor(bound)).all())
+
+
+def test_a_number_beyond_the_table_of_its_column_is_refused() -> None:
+    ids = torch.tensor([[199, 10, 3], [1, 2, 3]])
+    with pytest.raises(
+        CaptureError, match=r"holds 10, out of bounds: what reads it takes numbers below \[\[200, 10, 37"
+    ):
+        capture(Tables(COLUMNS["index"][0]), (ids,), torch.arange(2), F.cross_entropy)

@@ -105,10 +105,12 @@ def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
     reader = rank.data_rank or 0
     first, last = rank.batch_offsets[reader], rank.batch_offsets[min(reader + 1, len(rank.batch_offsets) - 1)]
 
-    def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | None) -> Tensor:
+    def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | list[Any] | None) -> Tensor:
         sizes = [last - first if n == -1 else n for n in shape]
         if high is None and (dtype.is_floating_point or dtype.is_complex):
             return torch.randn(sizes, dtype=dtype, generator=generator)
+        if isinstance(high, list):
+            return torch.randint(1 << 62, sizes, generator=generator).remainder_(torch.tensor(high)).to(dtype)
         return torch.randint(0, 2 if high is None else high, sizes, generator=generator).to(dtype)
 
     while True:
