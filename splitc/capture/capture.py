@@ -109,7 +109,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=regions.autocast,
-        notes=(*tracer.notes, *(f"Traced for batches of {guard} ({guard.source})." for guard in tracer.guards.found)),
+        notes=(*tracer.notes, *(guard.note for guard in tracer.guards.found)),
         guards=tuple(tracer.guards.found),
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),
     )

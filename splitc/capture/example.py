@@ -85,6 +85,11 @@ class Example:
         index = {name: (slice(None),) * self.batch_dims.get(name, 0) for name in self.tensors}
         return {name: tensor[(*index[name], rows)].detach() for name, tensor in self.tensors.items()}
 
+    def of(self, rows: Sequence[int]) -> Example:
+        """The example with these examples."""
+        values = self.rows(rows)
+        return replace(self, inputs=self._with(self.inputs, values), targets=self._with(self.targets, values))
+
     def output(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
         """`model` called on copies of `values`, which stand in for the tensors of the same names.
 

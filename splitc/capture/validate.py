@@ -7,8 +7,9 @@ the graph alone runs in float64 on parts of the batch, with BatchNorm in evaluat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from splitc.capture.example import Example
 from splitc.capture.generic_data import Draw, GenericData
 from splitc.capture.gradients import Gradients, differing, gradients
 from splitc.capture.loss_terms import LossTerms, is_known
+from splitc.capture.other_branches import with_other_branches
 from splitc.capture.python_state import changed, is_tensor_state, python_state
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.twins import Precision, Twin
@@ -64,8 +66,31 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
             notes.append(f"Validated on {how.text}, since it does not run on generic data: {failures[0]}.")
         if not widened:
             notes.append("Examples were compared without float64, in which the model does not run.")
-        return _with(program, apart, notes)
+        drawn = partial(data.draw, seed=seed, how=how)
+        agree = partial(_agree, program, model, example, drawn, may_widen)
+        guards = with_other_branches(program, model, example, agree)
+        found = _with(program, apart, notes)
+        said = {guard.note for guard in set(program.guards) - set(guards)}
+        more = [guard.note for guard in guards if guard not in program.guards]
+        return replace(found, guards=guards, notes=(*(n for n in found.notes if n not in said), *more))
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
+
+
+def _agree(
+    program: Program,
+    model: nn.Module,
+    example: Example,
+    draw: Callable[[int], dict[str, Tensor]],
+    may_widen: bool,
+    size: int,
+) -> bool:
+    """Whether the model and its graph compute the same on `size` examples."""
+    with same_generators():
+        try:
+            _compare(program, model, example, [draw(size), draw(size)], may_widen)
+        except (CaptureError, NotFinite, _Fails):
+            return False
+    return True
 
 
 def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:

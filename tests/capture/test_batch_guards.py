@@ -66,6 +66,18 @@ def some(x: Tensor) -> Tensor:
     return x * 2 if x.size(0) else x
 
 
+def dense(x: Tensor) -> Tensor:
+    return x.contiguous() if x.shape[0] >= 64 else x
+
+
+def dense_then_doubled(x: Tensor) -> Tensor:
+    return dense(x) * 2 if x.size(0) > 99 else dense(x)
+
+
+def small_by_hand(x: Tensor) -> Tensor:
+    return x + 0 if x.size(0) < 5 else 1 * x if x.size(0) == 9 else x
+
+
 def of(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 6), torch.randint(0, 5, (rows,))
 
@@ -91,6 +103,28 @@ def test_a_branch_holds_for_the_batches_with_its_outcome(change: Change, rows: i
 
 def test_a_graph_is_compared_with_its_model_on_a_batch_that_takes_its_branches() -> None:
     assert validated(Net(over), *of(64), F.cross_entropy).allows(51)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "ranges"),
+    [
+        (dense, 8, []),
+        (dense, 70, []),
+        (dense_then_doubled, 8, ["1 to 99"]),
+        (small_by_hand, 8, []),
+        (over, 30, ["1 to 50"]),
+        (six, 8, ["1 to 5 or 7 or more"]),
+    ],
+)
+def test_a_branch_that_computes_the_same_fixes_no_batch(change: Change, rows: int, ranges: list[str]) -> None:
+    program = validated(Net(change), *of(rows), F.cross_entropy)
+    assert [str(guard) for guard in program.guards] == ranges
+    assert [note for note in program.notes if "batches" in note] == [guard.note for guard in program.guards]
+
+
+def test_ranks_may_have_parts_of_a_batch_that_takes_such_a_branch() -> None:
+    program = compiled(Net(dense), *of(32), F.cross_entropy, 4, "data_parallel", global_batch=128)
+    assert program.verify(dtype=torch.float64).holds
 
 
 def test_a_number_that_is_used_keeps_its_line() -> None:
