@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -141,7 +142,9 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.goal = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
-        self.inner = nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which would rather have the batch first
+            self.inner = nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.1)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, source: Tensor, goal: Tensor) -> Tensor:
