@@ -18,11 +18,13 @@ from splitc.capture.code_digest import code_digest
 from splitc.capture.evaluation import capture_evaluation
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
+from splitc.capture.parts import require_parts
 from splitc.capture.random_calls import located
 from splitc.capture.validate import validate_capture
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
+from splitc.errors import CaptureError
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
 from splitc.ir.graph import is_region
 from splitc.ir.layers import Coupling, LossTerm
@@ -49,7 +51,9 @@ def analyse(
     now: called with what is being done to the model, before it is.
     """
     now("tracing")
-    digest = None if is_off() else code_digest(model, example, autocast, name, costs, code, evaluation)
+    digest = (
+        None if is_off() or example.is_said else code_digest(model, example, autocast, name, costs, code, evaluation)
+    )
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
@@ -58,12 +62,19 @@ def analyse(
         now("validating")
         return _validated(program, model, laid_out, key)
 
-    program = gather_coupled(
-        first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
-    )
+    program = first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
+    is_whole = any(each.spec.batch_dim is None for each in program.inputs)
+    if program.coupled and (program.part is not None or is_whole):
+        raise CaptureError(
+            f"as batch= divides the examples, a rank cannot train on its part: {program.coupled[0].why}; let the model "
+            f"return a row for each example, and give the loss and a target apart"
+        )
+    if program.part is not None:
+        require_parts(program, model, example)
+    program = gather_coupled(program)
     if evaluation:
         now("tracing the evaluation of")
-        dims = {each.name: each.spec.batch_dim for each in program.inputs if each.spec.batch_dim}
+        dims = {each.name: each.spec.batch_dim for each in program.inputs if each.spec.batch_dim != 0}
         laid_out = replace(example, batch_dims=dims)
         found = capture_evaluation(program, model, laid_out, lambda each: checked(each, laid_out))
         program = replace(program, evaluation=found)

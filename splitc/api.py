@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitc.capture.division import Batch
 from splitc.capture.example import Example, Inputs, Loss
 from splitc.capture.regions import importable
 from splitc.compiled import CompiledProgram, Settings, compile_example
@@ -37,6 +38,7 @@ def compile(
     microbatches: int | str = "auto",
     *,
     autocast: torch.dtype | None = None,
+    batch: Batch = None,
     costs: str = COUNTED,
     accumulate: int = 1,
     name: str | None = None,
@@ -60,6 +62,9 @@ def compile(
     microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
     values travel; "auto": as the strategy says, else 1.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
+    batch: how a batch is divided, where not all tensors have a dim of examples of one size: {"edge_index": None}, which
+    is whole on every rank, or {"tokens": 1}, the dim of its examples; or a function of (batch, a, b), which returns
+    examples a to b of a batch, inputs and target or the inputs alone, in the same structure (jagged tensors).
     costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
     that the cluster has.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
@@ -79,6 +84,6 @@ def compile(
     require_costs(costs)
     settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code, accumulate)
     if example is None:
-        return DeferredProgram(model, loss, settings, name)
-    bound = Example.bind(model, example, target, loss)
+        return DeferredProgram(model, loss, settings, name, batch)
+    bound = Example.bind(model, example, target, loss, batch)
     return compile_example(model, bound, settings, name=name, plan=plan, watch=watch)

@@ -228,6 +228,8 @@ class CompiledProgram:
         if processes:
             require_importable(self.program, "verify(processes=True)")
         sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
+        while self.program.part is not None and sum(sizes) > self.program.batch and max(sizes) > 1:
+            sizes = scaled_down(sizes, max(sizes) - 1)  # there are no others than the example's
         if examples is None and not runs_batches_of(self.program, sizes):
             sizes = self.plan.local_batches
         with borrowed(self._model, self._example.loss, dtype):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from splitc.capture.division import Batch
 from splitc.capture.example import LOSS, Example, Loss, inputs_and_target
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
@@ -24,8 +25,8 @@ from splitc.runtime.worker import Worker
 class DeferredProgram:
     """Returned by `splitc.compile` without an example: it has a worker, but no plan yet."""
 
-    def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None) -> None:
-        self._model, self._loss, self._settings, self._name = model, loss, settings, name
+    def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None, batch: Batch = None) -> None:
+        self._model, self._loss, self._settings, self._name, self._batch = model, loss, settings, name, batch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(CompiledProgram, name):
@@ -43,7 +44,7 @@ class DeferredProgram:
         inputs, target = batch, None
         if self._loss is not None:
             inputs, target = inputs_and_target(self._model, self._loss, batch)
-        example = Example.bind(self._model, inputs, target, self._loss)
+        example = Example.bind(self._model, inputs, target, self._loss, self._batch)
         return compile_example(self._model, example, self._settings, name=self._name)
 
     def worker(

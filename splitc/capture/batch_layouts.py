@@ -16,7 +16,7 @@ def first_apart(example: Example, validated: Callable[[Example], Program]) -> Pr
 
     validated: captures the model on an example and validates the graph.  Raises CaptureError.
     """
-    others = layouts(example.tensors) if len(example.tensors) > 1 else ()
+    others = layouts(example.tensors) if len(example.tensors) > 1 and not example.is_said else ()
     refused, taken, why = None, None, dict[str, str]()
     for dims in (example.batch_dims, *others):
         laid_out = replace(example, batch_dims=dims)
@@ -46,4 +46,4 @@ def _text(example: Example) -> str:
     """`dim 1 of words, dim 0 of target`."""
     dims = {name: example.batch_dims.get(name, 0) for name in example.tensors}
     of = {dim: " and ".join(name for name, d in dims.items() if d == dim) for dim in dict.fromkeys(dims.values())}
-    return ", ".join(f"dim {dim} of {names}" for dim, names in of.items())
+    return ", ".join(f"all of {names}" if dim is None else f"dim {dim} of {names}" for dim, names in of.items())

@@ -60,7 +60,9 @@ def require_recordable(call: Call) -> None:
     for value in leaves((call.args, call.kwargs)):
         if not is_proxy(value) and not isinstance(value, (*_LITERALS, *_SETTINGS, torch.device)):
             kind = "module" if isinstance(value, nn.Module) else type(value).__name__
-            raise Unsupported(f"{call.name} is given a {kind}, which a graph cannot hold; give it tensors and numbers")
+            raise Unsupported(
+                f"{call.name or 'the model'} is given a {kind}, which a graph cannot hold; give it tensors and numbers"
+            )
     if call.op == "call_function" and not is_nameable(call.target):
         raise Unsupported(f"{call.name} is no function of torch, so generated code cannot call it; use one that is")
 

@@ -26,7 +26,7 @@ from splitc.capture.patches import DROPPING, recorded
 from splitc.capture.random_calls import locate_draws
 from splitc.capture.refusals import Unsupported, no_other_autocast, no_python_randomness
 from splitc.capture.region_runs import Counter
-from splitc.capture.regions import Regions, with_loss_module
+from splitc.capture.regions import Failure, Regions, with_loss_module
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.tracer import Tracer
 from splitc.errors import CaptureError
@@ -62,6 +62,9 @@ def capture(
     Raises CaptureError with the op, the user's line and a remedy, of the trace that came further.
     """
     regions = Regions(model, example, autocast, code, counter)
+    if example.division is not None and training is None:
+        why = CaptureError("a function divides its examples, whose sizes follow from the data")
+        regions.add(Failure("", type(model), ""), why)
     if training is not None:
         regions.found = {m.own.path: m.own for m in training.root.modules() if isinstance(m, Region)}
     while True:
@@ -111,6 +114,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         autocast=regions.autocast,
         notes=(*tracer.notes, *(guard.note for guard in tracer.guards.found)),
         guards=tuple(tracer.guards.found),
+        part=None if example.division is None else example.division.part,
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),
     )
     _require_loss(program, training)
@@ -127,8 +131,8 @@ def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, 
     root, original, autocast = tracer.root, tracer.original, regions.autocast
 
     def placeholder(name: str, tensor: torch.Tensor) -> Any:
-        dim = example.batch_dims.get(name, 0)
-        shapes = ((*tensor.shape[:dim], b, *tensor.shape[dim + 1 :]) for b in tracer.evaluator.batches)
+        dim, sizes = example.batch_dims.get(name, 0), tracer.evaluator.batches
+        shapes = (tensor.shape if dim is None else (*tensor.shape[:dim], b, *tensor.shape[dim + 1 :]) for b in sizes)
         with tracer.fake:
             first, second = (torch.empty(shape, dtype=tensor.dtype, device=tensor.device) for shape in shapes)
         return tracer.placeholder(name, (first, second))
@@ -243,7 +247,9 @@ def _input(name: str, example: Example, tracer: Tracer) -> Input:
                     f"{name} holds {max(wrong)}, out of bounds: what reads it takes numbers below {high}"
                 )
     path = example.paths[name]
-    return Input(name, tensor_spec(node), high, path[0] in example.targets, path if len(path) > 1 else None, bound)
+    loose = None if example.division is None else example.division.loose.get(name)
+    nested = path if len(path) > 1 else None
+    return Input(name, tensor_spec(node), high, path[0] in example.targets, nested, bound, loose)
 
 
 def _require_loss(program: Program, training: Program | None) -> None:

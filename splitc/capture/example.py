@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitc.capture.division import Batch, Division, batches_given, division_of, whole_dims
 from splitc.capture.loss_value import SummedLosses, losses_in, takes, total
 from splitc.capture.refusals import refuse_model, unusual
 from splitc.errors import CaptureError
@@ -32,18 +33,23 @@ class Example:
     """A batch bound to the parameters of `model.forward`, and the loss with its targets.
 
     inputs: arguments by name, plain and nested values included; positional: those that are given by position.
-    targets: by name, in the order in which the loss takes them.  batch_dims: of the tensors that do not have it first.
+    targets: by name, in the order in which the loss takes them.  batch_dims: of the tensors that do not have it first,
+    None of those that are whole on every rank; is_said: by the user.  division: a function that takes examples.
     """
 
     inputs: Mapping[str, Any]
     targets: Mapping[str, Any]
     loss: Callable[..., Any] | nn.Module | None
     positional: tuple[str, ...] = ()
-    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    is_said: bool = False
+    division: Division | None = None
 
     @classmethod
-    def bind(cls, model: nn.Module, inputs: Inputs, target: Any = None, loss: Loss = None) -> Example:
-        """Bind a batch as users give it.  target: a tensor or a tuple of them.
+    def bind(
+        cls, model: nn.Module, inputs: Inputs, target: Any = None, loss: Loss = None, batch: Batch = None
+    ) -> Example:
+        """Bind a batch as users give it.  target: a tensor or a tuple of them.  batch: how it is divided.
 
         Raises CaptureError when the model cannot be captured, when forward does not take the inputs, or when the
         tensors disagree about the batch.
@@ -53,7 +59,7 @@ class Example:
         arguments, positional = _arguments(model, inputs)
         example = cls(arguments, _targets(target, arguments), loss, positional)
         example._require_pair()
-        return example._laid_out()
+        return example._laid_out() if batch is None else example._divided(batch)
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -77,13 +83,21 @@ class Example:
     @property
     def batch(self) -> int:
         """How many examples it holds."""
-        name, tensor = next(iter(self.tensors.items()))
-        return tensor.shape[self.batch_dims.get(name, 0)]
+        if self.division is not None:
+            return self.division.number
+        dims = ((tensor, self.batch_dims.get(name, 0)) for name, tensor in self.tensors.items())
+        return next(tensor.shape[dim] for tensor, dim in dims if dim is not None)
 
     def rows(self, rows: slice | Sequence[int]) -> dict[str, Any]:
         """These examples of every tensor, detached."""
-        index = {name: (slice(None),) * self.batch_dims.get(name, 0) for name in self.tensors}
-        return {name: tensor[(*index[name], rows)].detach() for name, tensor in self.tensors.items()}
+        if self.division is not None:
+            numbers = sorted(
+                range(self.batch)[k] for k in (range(self.batch)[rows] if isinstance(rows, slice) else rows)
+            )
+            return self.division.part(self.tensors, numbers[0], numbers[-1] + 1)
+        dims = {name: self.batch_dims.get(name, 0) for name in self.tensors}
+        index = {name: (...,) if dim is None else (*(slice(None),) * dim, rows) for name, dim in dims.items()}
+        return {name: tensor[index[name]].detach() for name, tensor in self.tensors.items()}
 
     def of(self, rows: Sequence[int]) -> Example:
         """The example with these examples."""
@@ -140,6 +154,25 @@ class Example:
                 )
         return root
 
+    def _divided(self, batch: Batch) -> Example:
+        """The example divided as the user says.  Raises CaptureError where it cannot be."""
+        if callable(batch):
+            given = batches_given(self.inputs, self.targets, bool(self.positional), self.paths)
+            division = division_of(batch, self.tensors, list(given))
+            return replace(self, division=division, is_said=True) if division else self._laid_out()
+        if not isinstance(batch, Mapping):
+            kind = type(batch).__name__
+            raise CaptureError(f"batch= is {kind}; give a dict of dims by name, or a function of (batch, a, b)")
+        dims = whole_dims(batch, self.paths, self.tensors)
+        sizes = {n: t.shape[d] for n, t in self.tensors.items() if (d := dims.get(n, 0)) is not None and t.dim()}
+        if len(set(sizes.values())) != 1 or 0 in sizes.values():
+            listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise CaptureError(
+                f"the example's tensors disagree about the batch: {listed or 'none has any'} rows; give batch= for "
+                f"each that has its examples in another dim, or None where it is whole on every rank"
+            )
+        return replace(self, batch_dims={name: dim for name, dim in dims.items() if dim != 0}, is_said=True)
+
     def _laid_out(self) -> Example:
         """The example with batch dimensions that agree in size.  Raises CaptureError where there are none."""
         if all(path[0] in self.targets for path in self.paths.values()):
@@ -152,7 +185,7 @@ class Example:
             listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise CaptureError(
                 f"the example's tensors disagree about the batch: {listed} rows, and no other size is in all of them; "
-                f"dim 0 must be the batch, or one dim of the same size in each"
+                f"dim 0 must be the batch, or one dim of the same size in each; batch= says how others are divided"
             )
         if 0 in self.tensors[next(iter(self.tensors))].shape[:1]:
             raise CaptureError("the example batch is empty; give at least one example")

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitc.ir.program import Program
+from splitc.errors import CaptureError
+from splitc.ir.program import Part, Program
 
 
 class Draw(IntEnum):
@@ -44,36 +45,59 @@ class GenericData:
     """Draws batches like the tensors of an example.
 
     bounds: exclusive upper bound of whole numbers, where their readers imply one.
-    batch_dims: the dim along which a tensor holds its examples, where that is not 0.
+    batch_dims: the dim along which a tensor holds its examples, where that is not 0; None: it is whole on every rank.
+    part: see `Program`; its examples are drawn as they lie, with noise on floats alone.
     """
 
     tensors: Mapping[str, Tensor]
     bounds: Mapping[str, Any] = field(default_factory=dict)
-    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    part: Part | None = None
+    number: int = 0
 
     @classmethod
     def of(cls, program: Program, tensors: Mapping[str, Tensor]) -> GenericData:
         """Data for the inputs of `program`, like `tensors`."""
-        dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
-        return cls(tensors, {each.name: each.bound for each in program.inputs if each.bound is not None}, dims)
+        dims = {each.name: each.spec.batch_dim for each in program.inputs}
+        bounds = {each.name: each.bound for each in program.inputs if each.bound is not None}
+        return cls(tensors, bounds, dims, program.part, program.batch)
 
     def draw(self, size: int, seed: int, how: Draw = Draw.GENERIC) -> dict[str, Tensor]:
         """A batch of `size` examples by name, on the devices and in the dtypes of the tensors."""
         generator = torch.Generator().manual_seed(seed)
         rows = None
         drawn = {}
+        for name, tensor in self._as_they_lie(size, seed).items():
+            noisy = how < Draw.ROWS and tensor.is_floating_point() and tensor.numel() > 0
+            seen = tensor.detach().cpu()
+            drawn[name] = _drawn(seen, seen, None, how, generator).to(tensor.device) if noisy else tensor
         for name, tensor in self.tensors.items():
-            seen = tensor.detach().cpu().movedim(self.batch_dims.get(name, 0), 0)
+            if name in drawn:
+                continue
+            dim = self.batch_dims.get(name, 0) or 0
+            seen = tensor.detach().cpu().movedim(dim, 0)
             if rows is None:
                 rows = torch.randint(len(seen), (size,), generator=generator)
             chosen = seen[torch.arange(size) % len(seen) if how is Draw.EXAMPLE else rows]
             if how < Draw.ROWS and chosen.numel():
                 bound = self.bounds.get(name)
                 if isinstance(bound, list):
-                    bound = torch.tensor(bound).expand_as(tensor).movedim(self.batch_dims.get(name, 0), 0)[:1]
+                    bound = torch.tensor(bound).expand_as(tensor).movedim(dim, 0)[:1]
                 chosen = _drawn(seen, chosen, bound, how, generator)
-            drawn[name] = _in_memory_as(tensor, chosen.movedim(0, self.batch_dims.get(name, 0))).to(tensor.device)
-        return drawn
+            drawn[name] = _in_memory_as(tensor, chosen.movedim(0, dim)).to(tensor.device)
+        return {name: drawn[name] for name in self.tensors}
+
+    def _as_they_lie(self, size: int, seed: int) -> Mapping[str, Tensor]:
+        """What is taken in the example's order: tensors that are whole on every rank, or that a function divides."""
+        if self.part is None:
+            return {name: tensor for name, tensor in self.tensors.items() if self.batch_dims.get(name, 0) is None}
+        if size > self.number:
+            raise CaptureError(
+                f"batch= is a function that takes examples, of which the example has {self.number}, and {size} are "
+                f"needed to compare; give an example of so many"
+            )
+        first = seed % (self.number - size + 1)
+        return self.part(self.tensors, first, first + size)
 
 
 def _in_memory_as(seen: Tensor, drawn: Tensor) -> Tensor:

@@ -243,8 +243,9 @@ def _dependent(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
     for node in graph.nodes:
         name, spec = op_name(node), info(node).spec
         if node.op == "placeholder":
-            data.add(node)
-            batched.add(node)
+            if not isinstance(spec, TensorSpec) or spec.batch_dim is not None:  # else it is whole on every rank
+                data.add(node)
+                batched.add(node)
         elif name in _NO_TENSOR or (name == "getattr" and node.args[1] in _NO_TENSOR) or isinstance(spec, SizeSpec):
             if isinstance(spec, SizeSpec) and spec.scale:
                 batched.add(node)

@@ -152,6 +152,7 @@ class Runs:
             a, b, _ = calls[0]
             specs = enumerate(_inputs(path, a, b))
             batched = [(k, s.batch_dim, s.rows) for k, s in specs if s and s.batch_dim is not None]
+            batched = batched if self.example.division is None else [(0, 0, 1)]  # as inputs of its sizes are traced
             norms = zip(a.watch.norms, b.watch.norms, strict=False)
             per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
             own = OwnCode(

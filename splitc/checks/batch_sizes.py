@@ -43,6 +43,8 @@ def microbatch_problems(program: Program, plan: Plan) -> Iterator[str]:
     if plan.microbatches == 1:
         return
     why = f"microbatches is {plan.microbatches}, but"
+    if program.part is not None:
+        yield f"{why} a function divides the examples (batch=), which only a reader's whole batch has: take 1"
     if program.in_batch:
         yield f"{why} {program.in_batch} needs the whole batch at once: take 1"
     readers = set(plan.batch_offsets[plan.reader])

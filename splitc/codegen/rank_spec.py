@@ -35,7 +35,10 @@ def rank_spec(program: LoweredProgram, rank: int) -> RankSpec:
         tuple(described),
         plan.roles[plan.reader],
         plan.batch_offsets[plan.reader],
-        {i.name: Input(i.spec.template(), str(i.spec.dtype).removeprefix("torch."), i.high, i.path) for i in inputs},
+        {
+            i.name: Input(i.loose or i.spec.template(), str(i.spec.dtype).removeprefix("torch."), i.high, i.path)
+            for i in inputs
+        },
         served_buckets(program) if SERVER in roles or any(stage.served for stage in stages) else {},
         program.guards,
         program.evaluation if isinstance(program.evaluation, str) else "",

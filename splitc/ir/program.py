@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -73,6 +73,7 @@ class Input:
     high: bound of its whole numbers (exclusive), for synthetic data; nested lists broadcast against the tensor.
     bound: such a bound, where its readers imply one.  target: whether it goes to the loss.
     path: where it is in a nested argument, `("batch", "image")`; None for an argument that is a tensor.
+    loose: its shape, with -2 for sizes that follow from the data, in place of those of `spec`, which a region ignores.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Input:
     target: bool = False
     path: tuple[str, ...] | None = None
     bound: int | list[object] | None = None
+    loose: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ class Stage:
         return {"all_reduce": self.buckets, "push": self.served}.get(action.verb, self.averaged)[action.bucket]
 
 
+Part = Callable[[Mapping[str, torch.Tensor], int, int], dict[str, torch.Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
@@ -177,6 +182,7 @@ class Program:
     evaluation: the program of evaluation mode, where it is another one; a text: why there is none.
     outputs: the program of what the model returns, in place of the loss; a text: why there is none.
     reads_mode: whether it may be another one, since Python asks whether the model trains.
+    part: takes examples of a batch, first to one past the last, where the user's own function divides it.
     """
 
     name: str
@@ -197,6 +203,7 @@ class Program:
     evaluation: Program | str | None = None
     outputs: Program | str = ""
     reads_mode: bool = True
+    part: Part | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def allows(self, batch: int) -> bool:

@@ -92,8 +92,8 @@ def as_tuple(batch: Any, paths: Mapping[str, Path] | None = None) -> tuple[Tenso
 
 def without_examples(batch: Sequence[Tensor], spec: RankSpec) -> tuple[Tensor, ...]:
     """Of a batch as `as_tuple` gives it no example, for a reader that has none in a step."""
-    dims = (each.shape.index(-1) for each in spec.inputs.values())
-    return tuple(tensor.narrow(dim, 0, 0) for tensor, dim in zip(batch, dims, strict=False))
+    shapes = ([slice(0) if n < 0 else slice(None) for n in each.shape] for each in spec.inputs.values())
+    return tuple(tensor[tuple(index)] for tensor, index in zip(batch, shapes, strict=False))
 
 
 def _require_known(names: Iterable[str], inputs: Sequence[str]) -> None:
@@ -155,13 +155,15 @@ def checked(batch: tuple[Any, ...], spec: RankSpec, offsets: Sequence[int], devi
     reader = spec.data_rank or 0
     first, last = offsets[reader : reader + 2] if spec.inputs else (0, 0)
     for tensor, (name, expected) in zip(batch, spec.inputs.items(), strict=True):
-        shape = tuple(last - first if n == -1 else n for n in expected.shape)
         is_tensor = isinstance(tensor, Tensor)
+        own = tensor.shape if is_tensor and tensor.dim() == len(expected.shape) else expected.shape
+        sizes = zip(expected.shape, own, strict=True)
+        shape = tuple(last - first if n == -1 else m if n == -2 else n for n, m in sizes)
         if not is_tensor or tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{expected.dtype}":
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if is_tensor else f"a {type(tensor).__name__}"
             raise LaunchError(
                 f"rank {spec.index}: {name} is {got}, this step needs {shape} torch.{expected.dtype}; batches of "
                 f"other sizes come from worker.loader, or after worker.use_sizes"
             )
-    dims = [expected.shape.index(-1) for expected in spec.inputs.values()]
-    return tuple(tensor.contiguous() if dim else tensor for tensor, dim in zip(batch, dims, strict=True))  # as traced
+    inner = [-1 in expected.shape[1:] for expected in spec.inputs.values()]  # contiguous as traced
+    return tuple(tensor.contiguous() if each else tensor for tensor, each in zip(batch, inner, strict=True))

@@ -117,7 +117,7 @@ def of_no_examples(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> A
     """What a region returns on a rank without examples: tensors without any, and gradients of zero.
 
     Python on data rarely expects none: a copy of the module runs on one and on two examples of zeros, and the dims in
-    which its results differ are without examples.
+    which its results differ are without examples; the first ones, where numbers in the data say how many there are.
     """
     given, copied = list(tensors((args, kwargs))), copy.deepcopy(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -125,10 +125,11 @@ def of_no_examples(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> A
     sources = [*(tensor for _, tensor in given), *module.parameters()]
     anchor = sum((source.sum() * 0.0 for source in sources if source.requires_grad), torch.zeros(()))
     sizes = {path: tensor.shape for path, tensor in tensors(second)}
+    alike = all(tensor.shape == sizes[path] for path, tensor in tensors(first))
 
     def without(path: Path, tensor: Tensor) -> Tensor:
-        shape = [n if n == m else 0 for n, m in zip(tensor.shape, sizes[path], strict=True)]
-        made = tensor.new_zeros(shape)
+        both = enumerate(zip(tensor.shape, sizes[path], strict=True))
+        made = tensor.new_zeros([0 if n != m or (alike and d == 0) else n for d, (n, m) in both])
         return made + anchor.to(made) if made.is_floating_point() or made.is_complex() else made
 
     return replaced(first, {path: without(path, tensor) for path, tensor in tensors(first)})

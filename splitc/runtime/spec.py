@@ -53,7 +53,8 @@ class Rows(NamedTuple):
 class Input(NamedTuple):
     """A tensor that a reader reads.
 
-    shape: -1 is the batch.  high: bound of synthetic whole numbers; nested lists broadcast against the tensor.
+    shape: -1 is the batch, -2 a size that follows from the data.
+    high: bound of synthetic whole numbers; nested lists broadcast against the tensor.
     path: where it is in a nested argument.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -31,8 +32,23 @@ def draw_batches(
 
 def split_batch(program: Program, batch: Batch, local_batches: Sequence[int]) -> list[tuple[Tensor, ...]]:
     """The part of each reader, which has `local_batches[reader]` examples."""
-    dims = {each.name: each.spec.batch_dim or 0 for each in program.inputs}
-    return list(zip(*(t.split(list(local_batches), dims[name]) for name, t in batch.items()), strict=True))
+    bounds = pairwise(accumulate(local_batches, initial=0))
+    return [tuple(examples_of(program, batch, first, last).values()) for first, last in bounds]
+
+
+def examples_of(program: Program, batch: Batch, first: int, last: int) -> dict[str, Tensor]:
+    """Some examples of every tensor, in memory as all of them are."""
+    if program.part is not None:
+        return program.part(batch, first, last)
+    dims = {each.name: each.spec.batch_dim for each in program.inputs}
+    found = {n: t if (dim := dims[n]) is None else t.narrow(dim, first, last - first) for n, t in batch.items()}
+    return {name: part.contiguous() if batch[name].is_contiguous() else part for name, part in found.items()}
+
+
+def number_of_examples(program: Program, batch: Batch) -> int:
+    """The examples of a batch."""
+    dims = ((each.name, each.spec.batch_dim) for each in program.inputs if each.loose is None)
+    return next(batch[name].shape[dim] for name, dim in dims if dim is not None)
 
 
 def scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

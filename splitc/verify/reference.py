@@ -30,6 +30,7 @@ from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws, Label, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import Neurons
+from splitc.verify.batches import examples_of, number_of_examples
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.norm_groups import count_batches, further_calls, norm_groups, unit_examples
 from splitc.verify.rounds import STATISTICS, Outer, Round, Subnet, shared
@@ -114,7 +115,7 @@ def exact_reference(training: Training) -> list[Trial]:
 
 def loss_of_copy(program: Program, model: nn.Module, example: Example, batch: Mapping[str, Tensor]) -> Tensor:
     """The loss of one batch, of the borrowed model."""
-    size = next(iter(batch.values())).shape[program.inputs[0].spec.batch_dim or 0]
+    size = number_of_examples(program, batch)
     seeded = SeededRandom(Draws(0, 0, [(0, size)]), draw_layouts(program))
     with borrowed(model, example.loss), seeded, under_autocast(model, program.autocast), torch.no_grad():
         loss: Tensor = example.loss_of(example.output(model, batch), batch)
@@ -141,9 +142,7 @@ class _Unit:
     def step(self, number: int, batch: Mapping[str, Tensor], subnet: Subnet) -> None:
         """Train on this unit's examples."""
         first, last = self.examples
-        dims = {each.name: each.spec.batch_dim or 0 for each in self.program.inputs}
-        parts = {name: tensor.narrow(dims[name], first, last - first) for name, tensor in batch.items()}
-        batch = {name: part.contiguous() if batch[name].is_contiguous() else part for name, part in parts.items()}
+        batch = examples_of(self.program, batch, first, last)
         model, example = self._model, self._example
         self.optimizer.zero_grad()
         replay, program = _Replay(self, number, subnet), self.program

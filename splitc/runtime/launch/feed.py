@@ -105,6 +105,9 @@ def synthetic(rank: RankSpec, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
     reader = rank.data_rank or 0
     first, last = rank.batch_offsets[reader], rank.batch_offsets[min(reader + 1, len(rank.batch_offsets) - 1)]
 
+    if any(-2 in each.shape for each in rank.inputs.values()):
+        raise LaunchError("a function divides the model's batches, of which none can be drawn here: give --data")
+
     def draw(shape: tuple[int, ...], dtype: torch.dtype, high: int | list[Any] | None) -> Tensor:
         sizes = [last - first if n == -1 else n for n in shape]
         if high is None and (dtype.is_floating_point or dtype.is_complex):
