@@ -181,7 +181,8 @@ class _Walk:
             if reads_no_numbers(node) and state is State.REPLICATE:
                 update_info(node, state=state if _is_size(node) else None)
                 return
-            if leaves_last_dim(node) or (is_elementwise(node) and self._fit(node)):
+            moves = leaves_last_dim(node) and info(first).state is not None  # what `to` and `view_as` read is like it
+            if moves or (is_elementwise(node) and self._fit(node)):
                 self._on_features(node)
                 return
         if isinstance(info(first).spec, tuple):

@@ -30,6 +30,7 @@ from splitc.ir.graph import at_the_end, copy_graph, info, insert_after, rename, 
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import Plan
 from splitc.ir.program import Cut, PlacedProgram, SizeSpec, TensorSpec
+from splitc.passes.rows_apart import flattened, unflattened
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,12 @@ def _transfer(plan: Plan, graph: fx.Graph, value: fx.Node, role: str, names: Ite
     name = value.name if value.op == "placeholder" else next(names)
     source = str(value.target) if value.op == "placeholder" else value.name
     gradient = spec.requires_grad and any(_may_return(user) for user in value.users if info(user).role == role)
-    cut = Cut(name, source, producer, role, spec, gradient, sent=not local)
-    got = carry(graph, value, cut, last_of_inputs(value))
+    sent = unflattened(graph, value) if info(value).outer > 1 else value
+    cut = Cut(name, source, producer, role, tensor_spec(sent), gradient, sent=not local)
+    got = carry(graph, sent, cut, last_of_inputs(sent))
+    if sent is not value:
+        reader = next(user for user in value.users if info(user).role == role)
+        got = flattened(graph, got, value, role=role, layer=info(reader).layer)
     value.replace_all_uses_with(got, delete_user_cb=lambda user: info(user).role == role and user is not got)
 
 

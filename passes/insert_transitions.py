@@ -20,6 +20,7 @@ from splitc.ir import comm_ops
 from splitc.ir.graph import cut_of, info, insert_after, tensor_spec, update_info
 from splitc.ir.program import PlacedProgram
 from splitc.ir.transitions import all_to_all, modulo, options_of, transition_of
+from splitc.passes.rows_apart import flattened, unflattened
 from splitc.runtime.collectives.layouts import State, Transition
 
 _WORDS = {State.REPLICATE: "whole", State.FEATURES: "part", State.BATCH: "own"}
@@ -42,7 +43,7 @@ class Transitions:
         if (value, state) not in self._moved:
             name = f"{value.name}_{'group' if value.target is comm_ops.recv else _WORDS[state]}"
             self._moved[value, state] = self.insert(value, own, state, name)
-            if own is State.REPLICATE:
+            if own is State.REPLICATE and value in self._moved[value, state].all_input_nodes:
                 self.divides(value, self._moved[value, state])
         return self._moved[value, state]
 
@@ -54,16 +55,22 @@ class Transitions:
         """Let the readers of a node's result have it in the state that its layer asks for."""
         own = info(node).state
         if own is not state:
+            readers = list(node.users)
             moved = self.moved(node, state)
-            node.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
+            node.replace_all_uses_with(moved, delete_user_cb=readers.__contains__)
 
     def insert(self, value: fx.Node, source: State, target: State, name: str) -> fx.Node:
         """A transition right after a value."""
+        if info(value).outer > 1 and State.BATCH in (source, target):
+            moved = self.insert(unflattened(self._graph, value), source, target, f"{name}_apart")
+            return flattened(self._graph, moved, value, state=target)
         spec = tensor_spec(value)
-        if spec.batch_dim is None and State.BATCH in (source, target):
+        if (spec.batch_dim is None or not info(value).outer) and State.BATCH in (source, target):
+            lacks = "has no examples of which a rank could have its own"
             raise PlacementError(
-                f"{value.name} ({info(value).source}) is {source}, and has no examples of which a rank could have its "
-                f"own; give all layers that the loss reads the same state"
+                f"{value.name} ({info(value).source}) is {source}, and "
+                f"{lacks if spec.batch_dim is None else 'depends on which examples a rank has'}; give all layers that "
+                f"the loss reads the same state"
             )
         node, options = options_of(
             Transition(source, target), spec.shape[-1] if spec.shape else 1, spec.batch_dim or 0, spec.rows
@@ -84,9 +91,12 @@ class Transitions:
         parts = [reader for reader in readers if transition_of(reader) is None]
         if not tensor_spec(value).requires_grad or not parts:
             return
-        before = transition_of(value)
-        if set(value.users) == set(readers) and before is not None and before.target is State.REPLICATE:
-            self._change(value, Transition(before.source, State.DIVIDED))
+        is_flattened = value.target == "flatten" and info(value).outer > 1
+        moved = value.all_input_nodes[0] if is_flattened else value
+        before, only = transition_of(moved), moved is value or len(moved.users) == 1
+        if set(value.users) == set(readers) and before is not None and before.target is State.REPLICATE and only:
+            self._change(moved, Transition(before.source, State.DIVIDED))
+            update_info(value, state=State.DIVIDED)
             for reader in readers:
                 if (own := transition_of(reader)) is not None:
                     self._change(reader, Transition(State.DIVIDED, own.target))

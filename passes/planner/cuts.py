@@ -65,16 +65,16 @@ def cut_rules(program: Program, copies: bool = False) -> CutRules:
         direct = {_layer(user, layer_of): user for user in _readers(node, through=False)}
         direct.pop(maker or "", None)
         spec = info(node).spec
-        apart = node.name in program.flattened
+        apart = info(node).outer > 0
         loose = maker is None and str(node.target) in {each.name for each in program.inputs if each.loose is not None}
-        if isinstance(spec, TensorSpec) and spec.batch_dim is not None and not (apart or loose):
+        if isinstance(spec, TensorSpec) and spec.batch_dim is not None and apart and not loose:
             if direct:
                 crossings.append(Crossing(node.name, maker, tuple(direct), spec))
             continue
         for reader, user in direct.items():
-            lacks = "in which the rows of an example lie apart" if apart else "which has no examples to divide"
-            lacks = "which a function divides (batch=)" if loose else lacks
-            why = f"{reader} ({_source(user)}) reads {node.name}, {lacks}"
+            lacks = "has no examples to divide" if apart else "depends on which examples a rank has"
+            lacks = "a function divides (batch=)" if loose else lacks
+            why = f"{reader} ({_source(user)}) reads {node.name}, which {lacks}"
             if maker is None:
                 reader_only.setdefault(reader, why)
             else:

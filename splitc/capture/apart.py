@@ -53,7 +53,6 @@ class Apart:
     couplings: dict[fx.Node, str] = field(default_factory=dict)
     values: dict[fx.Node, list[float]] = field(default_factory=dict)
     weights: dict[fx.Node, list[float]] = field(default_factory=dict)
-    _changing: set[fx.Node] = field(default_factory=set)  # differ, which what reads them must make good
     flattened: dict[fx.Node, int] = field(default_factory=dict)  # see `Program`
 
     def __post_init__(self) -> None:
@@ -118,12 +117,7 @@ class Apart:
         operands = [n for n in node.all_input_nodes if n in self.terms.batched]
         found = info(value).spec
         has_examples = isinstance(found, TensorSpec) and found.batch_dim == 0 and len(found.shape) == len(spec.shape)
-        return (
-            is_layer
-            and has_examples
-            and operands == [value]
-            and value in self.terms.data - self._changing - self.flattened.keys()
-        )
+        return is_layer and has_examples and operands == [value] and value in self.terms.data - self.flattened.keys()
 
     def _rows(self, node: fx.Node, whole: Tensor, part: int) -> Tensor:
         rows = info(node).spec
@@ -151,12 +145,11 @@ class Apart:
         if not isinstance(whole, Tensor) or (node.op == "placeholder" and self.program.part is not None):
             return
         is_number = not (whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool)
-        if node not in self.terms.data:
-            if is_number and (spec is None or (isinstance(spec, TensorSpec) and spec.batch_dim is not None)):
-                self._changing.add(node)  # positions of examples
-            return
-        if spec is None:
+        is_data = node in self.terms.data
+        if spec is None and is_data:
             self._couple(node, f"{node.name} has the batch in several dimensions, or in a part of one")
+        elif spec is None and is_number:
+            self.flattened[node] = 0  # positions of examples
         if not isinstance(spec, TensorSpec) or spec.batch_dim is None:
             return
         outers = [
@@ -166,10 +159,9 @@ class Apart:
         if all(outers):
             self.flattened.update({node: outers[0]} if outers[0] != 1 else {})
             return
-        if (is_number and not self._changing.isdisjoint(node.all_input_nodes)) or (
-            self.terms.is_scaling(node) and self._reads_change(node)
-        ):
-            self._changing.add(node)
+        counted = is_number and any(self._changes(n) for n in node.all_input_nodes)
+        if not is_data or counted or (self.terms.is_scaling(node) and self._reads_change(node)):
+            self.flattened[node] = 0
         else:
             self._couple(
                 node,
@@ -183,7 +175,11 @@ class Apart:
 
     def _reads_change(self, node: fx.Node) -> bool:
         """Whether the node reads the batch size, or what was scaled by it."""
-        return any(n in self._changing or n not in self.terms.data for n in node.all_input_nodes)
+        return any(self._changes(n) or n not in self.terms.data for n in node.all_input_nodes)
+
+    def _changes(self, node: fx.Node) -> bool:
+        """Whether the value of an example differs from part to part, which what reads it must make good."""
+        return self.flattened.get(node) == 0
 
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The terms and their kinds; notes a coupling for each that is neither a sum nor a mean.

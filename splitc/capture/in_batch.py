@@ -88,4 +88,5 @@ def _has_examples(node: fx.Node) -> bool:
 
 def _may_enter(node: fx.Node) -> bool:
     """Whether a role that does not compute the value may read it."""
-    return info(node).copied_to_each_stage or (_has_examples(node) and not isinstance(info(node).spec, tuple))
+    apart = _has_examples(node) and info(node).outer > 0 and not isinstance(info(node).spec, tuple)
+    return info(node).copied_to_each_stage or apart

@@ -17,7 +17,7 @@ from splitc.capture.calls import Call
 from splitc.capture.refusals import Unsupported, random_text
 from splitc.errors import CaptureError
 from splitc.ir import comm_ops
-from splitc.ir.graph import info
+from splitc.ir.graph import info, update_info
 from splitc.ir.program import Program, TensorSpec
 from splitc.ir.regions import regions
 from splitc.runtime.seeded.draws import Label, Layout
@@ -79,10 +79,12 @@ def locate_draws(graph: fx.Graph) -> None:
 
 
 def located(program: Program) -> Program:
-    """The program whose draws know that the rows of an example lie apart."""
+    """The program whose nodes know that the rows of an example lie apart."""
     for node in program.graph.nodes:
-        if node.target in comm_ops.DRAWS and node.name in program.flattened:
-            node.update_kwarg("outer", program.flattened[node.name])
+        if node.name in program.flattened:
+            update_info(node, outer=program.flattened[node.name])
+            if node.target in comm_ops.DRAWS and program.flattened[node.name]:
+                node.update_kwarg("outer", program.flattened[node.name])
     return program
 
 

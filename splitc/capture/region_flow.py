@@ -69,6 +69,6 @@ def _examples(value: Tensor, spec: TensorSpec, outer: int) -> Tensor:
     """The bit of the example that each element is of.  outer: see `Program.flattened`."""
     dim = spec.batch_dim
     assert dim is not None
-    bits = torch.tensor([1, 2, 4], dtype=torch.uint8, device=value.device)
-    rows = bits.repeat_interleave(spec.rows // outer).repeat(outer)
+    bits = torch.tensor([1, 2, 4] if outer else [7, 7, 7], dtype=torch.uint8, device=value.device)
+    rows = bits.repeat_interleave(spec.rows // max(outer, 1)).repeat(max(outer, 1))
     return rows.view(-1, *[1] * (value.dim() - dim - 1)).expand(value.shape)

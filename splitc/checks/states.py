@@ -50,6 +50,8 @@ def states_of(program: PlacedProgram, role: str) -> dict[fx.Node, State]:
             found[node] = State.PARTIAL
         elif State.FEATURES in reads and _runs_on_features(node):
             found[node] = State.FEATURES
+        elif _is_view_of_rows(node) and reads in ({State.DIVIDED}, {State.PARTIAL}):
+            (found[node],) = reads
         elif reads and spec is not None and node.target not in comm_ops.DENOMINATORS:
             found[node] = State.BATCH if reads == {State.BATCH} else State.REPLICATE
     return found
@@ -79,6 +81,8 @@ def _needed(program: PlacedProgram, node: fx.Node, value: fx.Node, reads: set[St
         return _WHOLE if transition.source in _WHOLE else (transition.source,)
     if node.target is comm_ops.send:
         return (State.BATCH,)
+    if _is_view_of_rows(node) and reads == {State.PARTIAL}:
+        return (State.PARTIAL,)
     if divides:
         return _WHOLE if divides == "columns" else (State.FEATURES,)
     if _is_by_features(program, node):
@@ -117,12 +121,18 @@ def _gradients(program: PlacedProgram, role: str) -> Iterator[str]:
 
 
 def _computes_a_part(states: Mapping[fx.Node, State], node: fx.Node) -> bool:
-    transition, parts = transition_of(node), (State.FEATURES, State.BATCH)
+    transition = transition_of(node)
+    parts = (State.FEATURES, State.BATCH, State.DIVIDED)
     return transition.source is State.DIVIDED if transition is not None else states.get(node) in parts
 
 
 def _runs_on_features(node: fx.Node) -> bool:
     return is_elementwise(node) or leaves_last_dim(node)
+
+
+def _is_view_of_rows(node: fx.Node) -> bool:
+    """Whether a node gives rows that lie apart a dim of their own, or takes it away: a term or a sum stays one."""
+    return node.target in ("flatten", "unflatten") and any(info(n).outer > 1 for n in (node, *node.all_input_nodes))
 
 
 def _nodes(program: PlacedProgram, role: str) -> Iterator[fx.Node]:

@@ -151,9 +151,11 @@ class StepWriter:
         """What the model returns, of the values that came to this rank; None where it reads no data."""
         for stage in (stage for stage in self.stages if stage.has_loss):
             marked = stage.graph.output_node().all_input_nodes[0]
-            names = {node: self._cuts.received(cut_of(node)) for node in marked.all_input_nodes if info(node).cut}
+            names = {node: self._cuts.received(cut) for node in stage.graph.nodes if (cut := info(node).cut)}
             names |= {node: name for node, name in variables(stage.graph).items() if node.op == "placeholder"}
-            return Emitter(names, str, str).value(marked.args[0])
+            emitter = Emitter(names, str, str)
+            emitter.folded |= {n: emitter.expression(n) for n in marked.all_input_nodes if n not in names}
+            return emitter.value(marked.args[0])
         return "None"
 
     def _method(self, stage: Stage, verb: str) -> str:

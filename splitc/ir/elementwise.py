@@ -33,14 +33,14 @@ def is_elementwise(node: fx.Node) -> bool:
 def keeps_features(node: fx.Node) -> bool:
     """Whether a node changes the dims before the last alone, whatever the size of the last: flatten(0, -2), view_as."""
     if node.target in ("flatten", torch.flatten):
-        return bool(arguments_of(node, "input", "start_dim", "end_dim").get("end_dim", -1) == -2)
+        return bool(arguments_of(node, "input", "start_dim", "end_dim").get("end_dim", -1) <= -2)
     return node.target in ("view_as", "reshape_as")
 
 
 _CASTS = frozenset(["contiguous", "clone", "detach", "float", "double", "half", "bfloat16", "to", "type"])
 _ALONG = {
     **dict.fromkeys(("transpose", "swapaxes"), slice(1, 3)),
-    **dict.fromkeys("sum mean narrow select squeeze unsqueeze unbind cat concat stack".split(), slice(1, 2)),  # noqa: SIM905
+    **dict.fromkeys("sum mean narrow select squeeze unflatten unsqueeze unbind cat concat stack".split(), slice(1, 2)),  # noqa: SIM905
     **dict.fromkeys(("chunk", "split"), slice(2, 3)),
 }
 """Functions and methods -> which of their arguments are the dims that they work along."""

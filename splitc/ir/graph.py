@@ -30,6 +30,8 @@ class NodeInfo:
     state: how the ranks of a group hold it; None outside of groups.  shards: parameter -> the dim that a group divides.
     is_module: a `get_attr` of a module.  of_module: a `get_attr` of a parameter of a module that is no longer called.
     draw: the ordinal of a region among the random calls.
+    outer: the rows of an example lie apart, (outer, examples, rows / outer) flattened; 1: they lie together; 0: an
+    example's value depends on which others a rank has, as positions in the batch do.
     """
 
     spec: Spec = None
@@ -46,6 +48,7 @@ class NodeInfo:
     is_module: bool = False
     of_module: bool = False
     draw: int | None = None
+    outer: int = 1
 
 
 def info(node: fx.Node) -> NodeInfo:

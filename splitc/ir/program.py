@@ -176,7 +176,7 @@ class Program:
     batch: examples in the user's example batch.  in_batch: the layer that needs the whole global batch; "": none does.
     autocast: the dtype that every stage's forward runs under; None: none.
     coupled: where examples begin to depend on each other; the loss has no terms then.
-    flattened: node -> n, where the rows of an example lie apart: (n, examples, rest) flattened; it cannot be cut.
+    flattened: node -> `NodeInfo.outer`, where it is not 1.
     notes: sentences for the report, such as what could not be checked.
     guards: the batch sizes for which the branches of the trace hold.
     evaluation: the program of evaluation mode, where it is another one; a text: why there is none.

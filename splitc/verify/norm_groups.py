@@ -73,6 +73,7 @@ def _groups(
     grouping = Grouping(1, "BK") if info(node).state is State.BATCH else plan.grouping(role)  # a rank's own, or all
     if plan.synchronised:
         return [NormGroup(torch.arange((end - start) * rows), counts=True)]
+    index = torch.arange((end - start) * rows).unflatten(0, (max(info(node).outer, 1), end - start, -1))
     found = []
     for first in range(0, len(ranks), grouping.size):
         members = ranks[first : first + grouping.size]
@@ -81,8 +82,8 @@ def _groups(
         examples = [step.interval(plan.interval(role, rank)) for rank in members]
         for microbatch in range(pieces.number):
             parts = [part for each in examples for part in pieces.examples(each, microbatch)]
-            if indices := [torch.arange((a - start) * rows, (b - start) * rows) for a, b in parts if a < b]:
-                found.append(NormGroup(torch.cat(indices), counts=first == 0))
+            if indices := [index[:, a - start : b - start] for a, b in parts if a < b]:
+                found.append(NormGroup(torch.cat(indices, 1).flatten(), counts=first == 0))
     return found
 
 
