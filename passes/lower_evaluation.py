@@ -19,7 +19,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, TensorSpec
 from splitc.passes.insert_pulls import InsertPulls
 from splitc.passes.rewriting import ON_THE_GRAPH
-from splitc.passes.schedule import Schedule
+from splitc.passes.schedule import ScheduleForward
 from splitc.passes.split_ranks import SplitRanks
 
 
@@ -58,7 +58,7 @@ def _lowered(program: LoweredProgram, evaluation: Program) -> LoweredProgram:
         if isinstance(spec := info(node).spec, TensorSpec):
             update_info(node, spec=replace(spec, requires_grad=False))
     placed = replace(evaluation, graph=graph, costs=program.costs).placed(plan_of(program.plan))
-    lowered = lowered_beside(program, placed, Schedule())
+    lowered = lowered_beside(program, placed, ScheduleForward())
     for problem in _stale(program, lowered):
         raise PlacementError(problem)
     return lowered

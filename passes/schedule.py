@@ -48,9 +48,7 @@ class Schedule(Pass[LoweredProgram, LoweredProgram]):
     ensures: ClassVar[tuple[Check, ...]] = (actions_are_complete, sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        plan = program.plan
-        together = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
-        whole = replace(program, plan=replace(plan, microbatches=1, groups=together))
+        whole = _whole(program)
         scheduled = (
             replace(each, actions=tuple(_actions(program, each)), whole=tuple(_actions(whole, each)))
             for each in program.rank_programs
@@ -60,15 +58,23 @@ class Schedule(Pass[LoweredProgram, LoweredProgram]):
 
 @dataclass(frozen=True)
 class ScheduleForward(Pass[LoweredProgram, LoweredProgram]):
-    """Schedule the forward of one batch alone, for what the model returns."""
+    """Schedule the forward of one batch alone, for what the model returns and for an evaluation of its own."""
 
     requires: ClassVar[tuple[Check, ...]] = (stages_cover_the_graph,)
     ensures: ClassVar[tuple[Check, ...]] = (sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        found = {each: tuple(a for a in _actions(program, each) if a.verb in FORWARD) for each in program.rank_programs}
+        whole = _whole(program)
+        found = {each: tuple(a for a in _actions(whole, each) if a.verb in FORWARD) for each in program.rank_programs}
         scheduled = (replace(each, actions=actions, whole=actions) for each, actions in found.items())
         return replace(program, rank_programs=tuple(scheduled))
+
+
+def _whole(program: LoweredProgram) -> LoweredProgram:
+    """The program with the plan of one batch as a whole."""
+    plan = program.plan
+    together = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
+    return replace(program, plan=replace(plan, microbatches=1, groups=together))
 
 
 def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:

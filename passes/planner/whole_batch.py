@@ -36,7 +36,7 @@ def gathered_plan(plan: Plan, layer: str) -> Plan:
     ranks = plan.roles[role]
     groups = {name: Grouping(group.size, "BK") if name == role else group for name, group in plan.groups.items()}
     sync = "average" if plan.rounds and plan.placements[layer].sync != "none" else "none"
-    alone = replace(plan.placements[layer], role=layer, sync=sync)
+    alone = replace(plan.placements[layer], role=layer, sync=sync, state=None)
     return replace(
         plan,
         roles={**plan.roles, layer: ranks},
