@@ -16,7 +16,7 @@ from splitc.capture.example import LOSS, Example
 from splitc.capture.insert_norms import with_norms
 from splitc.checks.batch_sizes import require_batch_sizes, runs_batches_of
 from splitc.codegen.generate import generate
-from splitc.codegen.rank_weights import rank_weights
+from splitc.codegen.rank_weights import rank_weights, whole_state
 from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
@@ -43,8 +43,8 @@ from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.report.what_if import what_fits
 from splitc.runtime.launch.loader import load_rank, of_rank_0
-from splitc.runtime.optimizers import OptimizerFactory
 from splitc.runtime.own_code import plain_tensors
+from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.distributed import init, rank_among
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
@@ -251,7 +251,7 @@ class CompiledProgram:
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """The contents of weights.pt: `state`, the model's state_dict, and `extra`, tensors that are not in it."""
-        state = {k: v.detach() for k, v in self._model.state_dict().items()}
+        state = whole_state(self.program, self._model)
         evaluation = self.program.evaluation
         roots = [self.program.root, *([evaluation.root] if isinstance(evaluation, Program) else [])]
         constants = dict(named for root in roots for named in root.named_buffers(recurse=False))  # of no module

@@ -15,7 +15,7 @@ from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
 from splitc.runtime.launch.loader import load_rank, of_rank_0
 from splitc.runtime.loader import Loader, taken_over
-from splitc.runtime.optimizers import OptimizerFactory
+from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.distributed import init
 from splitc.runtime.weights import first_names

@@ -15,7 +15,7 @@ from splitc.deferred import DeferredProgram
 from splitc.errors import LaunchError
 from splitc.runtime.launch.failures import guard_script
 from splitc.runtime.loader import Loader, taken_over
-from splitc.runtime.optimizers import OptimizerFactory
+from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.distributed import init, started_world
 from splitc.runtime.worker import Worker
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from splitc.codegen.rank_spec import rank_spec
-from splitc.ir.program import LoweredProgram
+from splitc.ir.program import LoweredProgram, Program
 from splitc.runtime.weights import part_of
 
 
@@ -24,6 +24,13 @@ def rank_weights(program: LoweredProgram, weights: Mapping[str, Tensor]) -> Iter
         yield {name: part_of(tensor, shards.get(name)).cpu() for name, tensor in kept.items()}
 
 
-def _names(program: LoweredProgram, tensors: Iterable[str]) -> set[str]:
+def whole_state(program: Program, model: nn.Module) -> dict[str, Tensor]:
+    """The model's state_dict; parameters that no stage tells to be such, and optimizers have too, stay parameters."""
+    used, named = _names(program, program.tensors), model.named_parameters()
+    unused = {name: nn.Parameter(p.detach().cpu(), p.requires_grad) for name, p in named if name not in used}
+    return {key: unused.get(key, tensor.detach()) for key, tensor in model.state_dict().items()}
+
+
+def _names(program: Program, tensors: Iterable[str]) -> set[str]:
     """All names of the given tensors."""
     return {alias for name in tensors for alias in (name, *program.tensors[name].names)}

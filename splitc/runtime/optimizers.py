@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from .errors import LaunchError
+from .parameter_groups import Groups, Named, OptimizerFactory, Whole, call, require_alike
 
-Named = list[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[Named], optim.Optimizer]
-"""Called with named parameters."""
+Made = tuple[dict[str, optim.Optimizer], optim.Optimizer | None, Groups]
 
 STEP = ""
 """Stands for a role where parameters are updated once a step."""
@@ -35,30 +34,43 @@ _STEPS = 60
 
 def make_optimizers(
     factory: OptimizerFactory,
-    named: Sequence[tuple[str, nn.Parameter]],
-    every_microbatch: Mapping[str, Sequence[str]],
+    named: Named,
+    whole: Whole,
+    every_microbatch: Mapping[str, Collection[str]],
     divided: Sequence[str],
     is_whole: bool,
-) -> dict[str, optim.Optimizer]:
+) -> Made:
     """Role -> the optimizer that updates its parameters after every microbatch; `STEP` -> that of all others.
 
-    every_microbatch: role -> those parameters.  divided: the parameters of which this rank updates a part only.
-    is_whole: whether nothing need be known of the update: this rank has the whole model, or the user vouches for it.
+    Beside them the one that schedulers follow, of no parameters where this rank updates none once a step, and the
+    groups of the whole model.
+
+    whole: the model's parameters, in its order.  every_microbatch: role -> those parameters.  divided: the parameters
+    of which this rank updates a part only.  is_whole: whether nothing need be known of the update: this rank has the
+    whole model, or the user vouches for it.
     Where nothing is trained there is no optimizer.  Raises LaunchError for an optimizer that updates other parameters,
     or reads more of the model than this rank has.
     """
     role_of = {name: role for role, names in every_microbatch.items() for name in names}
-    optimizers = {}
+    made: dict[str, tuple[optim.Optimizer, Groups]] = {}
     for role in (STEP, *every_microbatch):
         parameters = [(name, parameter) for name, parameter in named if role_of.get(name, STEP) == role]
         if any(parameter.requires_grad for _, parameter in parameters):
-            found = None if is_whole else _try(factory, parameters, divided)
-            optimizers[role] = _checked(factory(parameters), parameters, found)
-    return optimizers
+            found = None if is_whole else _try(factory, whole, parameters, divided)
+            made[role] = call(factory, whole, parameters)
+            _check(made[role][0], parameters, found)
+    scheduled = made.get(STEP)
+    if whole and not (is_whole and scheduled):
+        of_none = call(factory, whole, [])
+        scheduled = scheduled or of_none
+        for each in made.values() if not is_whole else ():
+            require_alike(each, of_none)
+    optimizers = {role: optimizer for role, (optimizer, _) in made.items()}
+    return (optimizers, *(scheduled or (None, [])))
 
 
-def _checked(optimizer: optim.Optimizer, given: Named, found: str | Exception | None) -> optim.Optimizer:
-    """The optimizer, whose parameters must be those that its factory was given.  found: by `_try`."""
+def _check(optimizer: optim.Optimizer, given: Named, found: str | Exception | None) -> None:
+    """Raise LaunchError unless the optimizer's parameters are those that its factory was given.  found: by `_try`."""
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, optim.LBFGS):
         raise LaunchError(
@@ -79,7 +91,6 @@ def _checked(optimizer: optim.Optimizer, given: Named, found: str | Exception | 
         )
     if left := [name for name, p in given if p.requires_grad and id(p) not in taken]:
         warnings.warn(f"the optimizer leaves out {_few(left)}, which will not be trained", stacklevel=2)
-    return optimizer
 
 
 def _few(names: Sequence[str]) -> str:
@@ -111,27 +122,10 @@ def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, A
     optimizer.state.update({parameter: saved["state"][name] for name, parameter in named if name in saved["state"]})
 
 
-class Schedule:
-    """The state of a learning-rate scheduler, for the optimizer of another rank too.
-
-    Lists with a number for each parameter group stay as they were made where the groups are others.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self.state_dict, self._scheduler = scheduler.state_dict, scheduler
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of a scheduler of the same kind."""
-        own = self._scheduler.state_dict()
-        lists = [name for name, value in state.items() if isinstance(value, list) and isinstance(own.get(name), list)]
-        other = {name for name in lists if len(state[name]) != len(own[name])}
-        self._scheduler.load_state_dict({name: value for name, value in state.items() if name not in other})
-
-
 # -- trial -------------------------------------------------------------------------------------------------------------
 
 
-def _try(factory: OptimizerFactory, named: Named, divided: Sequence[str]) -> str | Exception | None:
+def _try(factory: OptimizerFactory, whole: Whole, named: Named, divided: Sequence[str]) -> str | Exception | None:
     """What the update of an element reads besides its own gradients; the error where that cannot be found out.
 
     Small tensors of generic values are trained whole, in halves along each dim, and some of them without the others:
@@ -141,18 +135,18 @@ def _try(factory: OptimizerFactory, named: Named, divided: Sequence[str]) -> str
     tried = range(0, len(trained), math.ceil(len(trained) / _TRIED))
     dims = [max(1, parameter.dim()) if name in divided else 0 for name, parameter in trained]
     try:
-        whole = _updated(factory, trained, tried)
+        expected = _updated(factory, whole, trained, tried)
         for dim, half in product(range(max(dims)), (0, 1)):
 
             def part(k: int, tensor: Tensor, dim: int = dim, half: int = half) -> Tensor:
                 return tensor.chunk(2, dim)[half] if dim < dims[k] else tensor
 
-            got = _updated(factory, trained, tried, part)
-            if not all(torch.allclose(tensor, part(k, whole[k]), rtol=1e-6, atol=1e-9) for k, tensor in got.items()):
+            got = _updated(factory, whole, trained, tried, part)
+            if not all(torch.allclose(tensor, part(k, expected[k]), rtol=1e-6, atol=1e-9) for k, tensor in got.items()):
                 return f"looks at whole tensors, and this rank has a part of {_few(divided)}"
         for some in (tried[::2], tried[1::2]):
-            got = _updated(factory, trained, some)
-            if not all(torch.allclose(got[k], whole[k], rtol=1e-6, atol=1e-9) for k in some):
+            got = _updated(factory, whole, trained, some)
+            if not all(torch.allclose(got[k], expected[k], rtol=1e-6, atol=1e-9) for k in some):
                 return "looks at several tensors together, and this rank has some of the model's"
     except Exception as error:
         return error
@@ -161,13 +155,14 @@ def _try(factory: OptimizerFactory, named: Named, divided: Sequence[str]) -> str
 
 def _updated(
     factory: OptimizerFactory,
+    whole: Whole,
     named: Named,
     some: Iterable[int],
     part: Callable[[int, Tensor], Tensor] = lambda k, tensor: tensor,
 ) -> dict[int, Tensor]:
     """Small tensors, or parts of them, in place of the parameters, after steps in which `some` have gradients."""
     values = [nn.Parameter(part(k, _generic(parameter, k, 0)).clone()) for k, (_, parameter) in enumerate(named)]
-    optimizer = factory([(name, value) for (name, _), value in zip(named, values, strict=True)])
+    optimizer, _ = call(factory, whole, [(name, value) for (name, _), value in zip(named, values, strict=True)])
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     for step in range(2 if type(optimizer) in ELEMENTWISE and not hooks else _STEPS):
         for k in some:
@@ -184,7 +179,7 @@ def _generic(parameter: Tensor, k: int, step: int) -> Tensor:
     return torch.complex(values, values.flip(0)) if parameter.is_complex() else values
 
 
-def require_zero_start(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def require_zero_start(factory: OptimizerFactory, whole: Whole, named: Named) -> None:
     """Raise LaunchError when the state of an optimizer begins with other values than zero.
 
     Those that no rank has trained yet, of parameters whose state other ranks made, would differ.
@@ -192,7 +187,7 @@ def require_zero_start(factory: OptimizerFactory, named: Sequence[tuple[str, nn.
     values = [(name, nn.Parameter(torch.zeros(2))) for name, parameter in named if parameter.requires_grad]
     if not values:
         return
-    optimizer = factory(values)
+    optimizer, _ = call(factory, whole, values)
     for _, value in values:
         value.grad = torch.zeros(2)
     optimizer.step()

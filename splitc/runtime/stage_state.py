@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import LaunchError
+from .parameter_groups import Whole, gather_likes
 from .rank import Rank
 from .spec import Shard
 from .weights import build, named_tensors, part_of
@@ -26,6 +27,7 @@ class StageState:
     together: the ranks that train together, which are all without rounds.
     added: parameters that the user added to a stage, which `weights` do not have -> the ranks that hold them.
     unheld: on rank 0, tensors of the model that no rank holds.
+    whole: all parameters of the model by first name, in its order, those that were added last.
 
     Constructing it is collective.  What servers hold is theirs: a server holds its rows of a parameter, and a worker
     has copies of what it pulled.
@@ -50,8 +52,15 @@ class StageState:
         for name in [*(each for each in first if each in self._holders), *self._holders]:
             self._alias.setdefault(self.first_name(name), name)
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
-        self.unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
+        unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
+        self.unheld = {key: tensor.detach() for key, tensor in unheld.items()}
+        self.whole = self._whole_parameters({k: t for k, t in unheld.items() if isinstance(t, nn.Parameter)})
         transport.connect([*self.buffer_holders().values(), *self.added.values()])
+
+    def _whole_parameters(self, unheld: Mapping[str, nn.Parameter]) -> Whole:
+        own = {self.first_name(name): (p, self.shards.get(name)) for name, p in self.trained}
+        found = gather_likes(self.transport, {**{name: (p, None) for name, p in unheld.items()}, **own})
+        return {name: found[name] for name in (*(k for k in self.first_names if k in found), *found)}
 
     def _with_added(self, rank: Rank, weights: Weights, first: Mapping[str, str]) -> Mapping[str, str]:
         """Find what the user added to stages; returns `first` with its keys.  Collective.

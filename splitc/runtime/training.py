@@ -15,7 +15,8 @@ from .averages import MovingAverages
 from .errors import LaunchError
 from .evaluation import Evaluation
 from .failed_step import failed_step
-from .optimizers import STEP, OptimizerFactory, make_optimizers, require_zero_start, state_of
+from .optimizers import STEP, Made, make_optimizers, require_zero_start, state_of
+from .parameter_groups import OptimizerFactory
 from .progress import GeneratedModule, Progress
 from .rank import Rank
 from .spec import Shard, StepContext
@@ -34,8 +35,9 @@ class Training:
     weights: whole-model tensors by name, of which this rank copies what it holds, or its shards of them; on rank 0 also
     those that no rank holds, for a whole state_dict.
     keys: the keys of the model's state_dict; a mapping also gives the first key of the same tensor (`first_names`).
-    optimizer: called with this rank's named parameters, frozen ones too, unless none of them is trained.  Parameters
-    on servers are trained there: a server's optimizer has its rows of a parameter, under its name, a worker's has none.
+    optimizer: called with the named parameters of the whole model, frozen ones too.  Those that this rank does not
+    update are on meta, and taken out of the optimizer's groups.  Parameters on servers are trained there: a server's
+    optimizer has its rows of a parameter, under its name, a worker's has none.
     clip_norm: largest norm of all gradients of the ranks that train together, each parameter counted once.
     accumulate: batches to an update, None: as planned; gradients are the mean over them, as of losses divided by it.
     elementwise: True vouches that the optimizer updates each element from its own gradients alone; otherwise that is
@@ -78,7 +80,7 @@ class Training:
         self._sizes: tuple[int, ...] | None = None
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets = program.rank.batch_offsets
-        self._optimizers = {} if optimizer is None else self._make_optimizers(optimizer, elementwise)
+        self._optimizers, self._scheduled, self._groups = self._make_optimizers(optimizer, elementwise)
         self._averages = None if ema is None else self._moving_averages(ema)
         self._round = Progress(program, self.rank, self.stage)
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
@@ -200,17 +202,21 @@ class Training:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _make_optimizers(self, factory: OptimizerFactory, elementwise: bool) -> dict[str, torch.optim.Optimizer]:
-        roles = self.rank.spec.roles
+    def _make_optimizers(self, factory: OptimizerFactory | None, elementwise: bool) -> Made:
+        if factory is None:
+            return {}, None, []
+        state, roles = self._state, self.rank.spec.roles
         every = {role.role: role.updated_every_microbatch for role in roles if role.updated_every_microbatch}
         if every and (self._accumulate > 1 or self._updates.clip_norm is not None):
             raise LaunchError("updates in every microbatch leave nothing to accumulate, and no global norm to clip")
         if every and (self._updates.check_finite or self._updates.scale):
             raise LaunchError("updates in every microbatch are made before it is known whether the step is finite")
+        named = [(state.first_name(name), parameter) for name, parameter in state.trained]
         if self.rank.spec.evaluated and not elementwise:
-            require_zero_start(factory, self._state.trained)
-        is_whole = elementwise or self._state.is_whole
-        return make_optimizers(factory, self._state.trained, every, self._state.divided, is_whole)
+            require_zero_start(factory, state.whole, named)
+        by_first = {role: {state.first_name(name) for name in names} for role, names in every.items()}
+        divided = [state.first_name(name) for name in state.divided]
+        return make_optimizers(factory, named, state.whole, by_first, divided, elementwise or state.is_whole)
 
     def _loss_scale(self, given: float | str | None) -> LossScale | None:
         if self.rank.spec.scales_loss:

@@ -17,7 +17,6 @@ from . import data
 from .errors import LaunchError
 from .files import StateFile, beside
 from .loader import Loader, Step, taken_over
-from .optimizers import Schedule
 from .training import Training
 from .whole_state import broadcast_state, in_memory
 
@@ -139,12 +138,12 @@ class Worker(Training):
     def scheduler(self, make: Callable[[torch.optim.Optimizer], Any]) -> Any:
         """The learning-rate scheduler that `make` returns for this rank's optimizer, held by checkpoints.
 
-        On a rank that trains nothing it is that of an empty optimizer, so every rank steps one.
+        On a rank that trains nothing it is that of an optimizer without parameters, so every rank steps one.
         """
-        scheduler = make(optimizer := self.optimizer or torch.optim.SGD([{"params": []}], lr=0.0, momentum=0.9))
+        scheduler = make(optimizer := self._scheduled or torch.optim.SGD([{"params": []}], lr=0.0, momentum=0.9))
         if self.optimizer is None:
             optimizer.step()  # a scheduler wants to see one
-        self.register(scheduler=Schedule(scheduler))
+        self.register(scheduler=scheduler)
         return scheduler
 
     def save(self, folder: str | Path, keep: int = 2, asynchronous: bool = False) -> None:
@@ -189,7 +188,7 @@ class Worker(Training):
     @cached_property
     def _checkpoints(self) -> Checkpoints:
         """Loaded when it is used: torch.distributed.checkpoint takes most of a second."""
-        own = self.rank, self._state, self._optimizers, self._round, self._settings
+        own = self.rank, self._state, self._optimizers, self._scheduled, self._groups, self._round, self._settings
         contents = resolve_name(f"{__package__}.checkpoints.contents:Contents")(*own, lambda: self.averages)
         made: Checkpoints = resolve_name(f"{__package__}.checkpoints.run:Checkpoints")(self._transport, contents)
         if self._updates.scale is not None:

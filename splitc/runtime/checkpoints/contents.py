@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..optimizers import state_by_name
+from ..parameter_groups import Groups, options_of
 from ..progress import Progress
 from ..rank import Rank
 from ..stage_state import StageState
@@ -33,13 +34,15 @@ Counts = Mapping[str, int]
 class Contents:
     """What the next steps of a rank depend on.
 
-    settings: that all ranks share.  averages: gives the averaged parameters by name.
-    objects: what else a user wants saved, by name.
+    scheduled: the optimizer that schedulers follow.  groups: of the whole model's optimizer.  settings: that all ranks
+    share.  averages: gives the averaged parameters by name.  objects: what else a user wants saved, by name.
     """
 
     rank: Rank
     state: StageState
     optimizers: Mapping[str, optim.Optimizer]
+    scheduled: optim.Optimizer | None
+    groups: Groups
     round: Progress
     settings: Mapping[str, Any]
     averages: Callable[[], Mapping[str, Tensor]]
@@ -58,12 +61,12 @@ class Contents:
         """Where a checkpoint has a tensor of a stage."""
         return "model" if self.state.first_name(name) in self.state.first_names else "other"
 
-    def optimized(self) -> Iterator[tuple[optim.Optimizer, dict[str, Any], str, nn.Parameter]]:
-        """Optimizer, its options, name and parameter of all that this rank updates."""
+    def optimized(self) -> Iterator[tuple[optim.Optimizer, str, nn.Parameter]]:
+        """Optimizer, name and parameter of all that this rank updates."""
         names = {parameter: name for name, parameter in self.state.trained}
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
-                yield from ((optimizer, group, names[p], p) for p in group["params"])
+                yield from ((optimizer, names[p], p) for p in group["params"])
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class Contents:
         return {**full, "optimizer": dict(self._optimizer_pieces()), "ranks": own}
 
     def _optimizer_pieces(self) -> Iterator[tuple[str, dict[str, Piece]]]:
-        for optimizer, _, name, parameter in self.optimized():
+        for optimizer, name, parameter in self.optimized():
             if self.state.is_writer(name):
                 tensors = {k: t for k, t in optimizer.state[parameter].items() if isinstance(t, Tensor) and t.numel()}
                 yield (
@@ -95,23 +98,32 @@ class Contents:
                 )
 
     def shared(self) -> tuple[Any, ...]:
-        """What this rank gives to what all need: kinds of optimizers, options and numbers by parameter, objects."""
-        options = {}
-        for optimizer, group, name, parameter in self.optimized():
+        """What this rank gives to what all need: kinds of optimizers, options of groups, numbers by parameter, objects.
+
+        Beside the options of a group: whether this rank has parameters of it.
+        """
+        numbers = {}
+        for optimizer, name, parameter in self.optimized():
             if self.state.is_writer(name):
                 state = optimizer.state[parameter].items()
                 kept = {key: value.device.type if isinstance(value, Tensor) else (value,) for key, value in state}
-                options[self.state.first_name(name)] = {k: v for k, v in group.items() if k != "params"}, kept
-        return self.kinds, options, {name: each.state_dict() for name, each in self.objects.items()}
+                numbers[self.state.first_name(name)] = kept
+        every = zip(*(each.param_groups for each in self.optimizers.values()), strict=True)
+        groups = [max(((bool(g["params"]), options_of(g)) for g in same), key=lambda each: each[0]) for same in every]
+        return self.kinds, groups, numbers, {name: each.state_dict() for name, each in self.objects.items()}
 
     def run(self, given: list[tuple[Any, ...]], counts: Counts) -> dict[str, Any]:
         """What all ranks need, of what all of them gave."""
-        trained = [(kinds, objects) for kinds, _, objects in given if kinds] or [((), given[0][2])]
+        trained = [each for each in given if each[0]] or given[:1]
+        every = zip(*(groups for _, groups, _, _ in trained), strict=True)
         return {
             "settings": dict(self.settings),
             "kinds": trained[0][0],
-            "options": {name: each for _, own, _ in given for name, each in own.items()},
-            "objects": trained[0][1],
+            "groups": self.groups,
+            "options": [max(same, key=lambda each: each[0])[1] for same in every],
+            "numbers": {name: each for _, _, own, _ in given for name, each in own.items()},
+            "objects": trained[0][3],
+            "schedules": {name: kind for name, each in self.objects.items() if (kind := schedule_of(each))},
             "global_batch": self.rank.spec.batch_offsets[-1],
             "rounds": self.rank.spec.rounds is not None,
             **counts,
@@ -133,6 +145,12 @@ class Contents:
             "objects": {name: each.state_dict() for name, each in self.objects.items()},
             "random": random_state(),
         }
+
+
+def schedule_of(value: Any) -> str:
+    """The class of a learning-rate scheduler, and of those inside it; nothing for another object."""
+    inside = ", ".join(map(schedule_of, getattr(value, "_schedulers", ())))
+    return f"{type(value).__name__}{f'({inside})' * bool(inside)}" * isinstance(value, optim.lr_scheduler.LRScheduler)
 
 
 def random_state() -> dict[str, Any]:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ..optimizers import load_by_name
+from ..parameter_groups import Groups
 from ..transport.base import describe
 from ..weights import named_tensors
-from .contents import Contents, set_random_state
+from .contents import Contents, schedule_of, set_random_state
 from .piece import Piece
 from .storage import Saved
 
@@ -31,6 +32,12 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
         )
     if own.kinds and run["kinds"] and own.kinds != tuple(run["kinds"]):
         yield f"optimizer: the checkpoint has {', '.join(run['kinds'])}, this run {', '.join(own.kinds)}"
+    before, after = _by_name(run["groups"]), _by_name(own.groups)
+    for name in [name for name, group in after.items() if before.get(name, group) != group][:1]:
+        yield f"optimizer: the checkpoint has {name} in {before[name]}, this run in {after[name]}"
+    for name in own.objects.keys() & run["schedules"].keys():
+        if (kind := run["schedules"][name]) != schedule_of(own.objects[name]):
+            yield f"{name}: the checkpoint has {kind}, this run {schedule_of(own.objects[name]) or 'something else'}"
     for name, piece in _stage_pieces(own).items():
         was, now = saved.like(name), torch.empty(piece.whole, dtype=piece.tensor.dtype, device="meta")
         if was is None and not name.startswith("model."):
@@ -38,6 +45,10 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
         if was is None or describe(was) != describe(now):
             has = "none" if was is None else describe(was)
             yield f"{name.partition('.')[2]}: the checkpoint has {has}, this run {describe(now)}"
+
+
+def _by_name(groups: Groups) -> dict[str, str]:
+    return {name: f"group {k} of {len(groups)}" for k, names in enumerate(groups, 1) for name in names}
 
 
 def same_plan(own: Contents, run: Mapping[str, Any]) -> bool:
@@ -60,10 +71,11 @@ def restore(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Mapping[str,
         tensor.grad = None
     for optimizer in own.optimizers.values():
         optimizer.state.clear()
-    for optimizer, group, name, parameter in list(own.optimized()):
-        options, kept = run["options"].get(state.first_name(name), ({}, {}))
-        group.update(options)
-        if kept:
+    for each in {*own.optimizers.values(), own.scheduled} if run["options"] else ():
+        for group, options in zip(each.param_groups, run["options"], strict=True) if each else ():
+            group.update(options)
+    for optimizer, name, parameter in list(own.optimized()):
+        if kept := run["numbers"].get(state.first_name(name)):
             optimizer.state[parameter] = dict(_optimizer_state(own, saved, name, parameter, kept))
     if alone is None:
         return dict(run["objects"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LaunchError
-from ..optimizers import OptimizerFactory
+from ..parameter_groups import OptimizerFactory
 from ..transport.base import Transport
 from ..transport.distributed import init
 from ..transport.phases import WARM_UP, report, write
