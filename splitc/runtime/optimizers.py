@@ -110,8 +110,7 @@ def state_by_name(optimizer: optim.Optimizer, named: Named) -> dict[str, Any]:
     """The optimizer's state and options, with names in place of parameters."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in named}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    of = f"{type(optimizer).__name__} of {', '.join(name for group in groups for name in group['params'])}"
-    return {"of": of, "state": {names[p]: dict(own) for p, own in optimizer.state.items()}, "param_groups": groups}
+    return {"state": {names[p]: dict(own) for p, own in optimizer.state.items()}, "param_groups": groups}
 
 
 def load_by_name(optimizer: optim.Optimizer, named: Named, saved: Mapping[str, Any]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 
 from .errors import LaunchError
 from .spec import Shard
 from .transport.base import Transport
+from .whole_state import wholes
 
 Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], optim.Optimizer]
@@ -31,17 +31,9 @@ _FACTORY = "the optimizer's factory"
 
 def gather_likes(transport: Transport, own: Mapping[str, tuple[Tensor, Shard | None]]) -> Whole:
     """The whole model's parameters, of which this rank has those in `own`, or parts of them.  Collective."""
-    like = {name: (tuple(p.shape), shard, p.dtype, p.requires_grad) for name, (p, shard) in own.items()}
-    tables, shapes = transport.gather_objects(like) or (), dict[str, Any]()
-    for name, (shape, shard, *kind) in (each for table in tables for each in table.items()):
-        if shard is not None and shape:
-            last = max(shard.last, shapes[name][0][shard.dim] if name in shapes else 0)
-            shape = (*shape[: shard.dim], last, *shape[shard.dim + 1 :])
-        shapes[name] = shape, *kind
-    return {
-        name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
-        for name, (shape, dtype, requires_grad) in transport.broadcast_object(shapes).items()
-    }
+    likes = {name: (p.detach().to("meta").requires_grad_(p.requires_grad), shard) for name, (p, shard) in own.items()}
+    whole = transport.broadcast_object(wholes(transport.gather_objects(likes) or ()))
+    return {name: nn.Parameter(like, like.requires_grad) for name, like in whole.items()}
 
 
 def call(factory: OptimizerFactory, whole: Whole, own: Named) -> tuple[optim.Optimizer, Groups]:

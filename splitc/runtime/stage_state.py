@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import LaunchError
-from .parameter_groups import Whole, gather_likes
+from .parameter_groups import gather_likes
 from .rank import Rank
 from .spec import Shard
 from .weights import build, named_tensors, part_of
@@ -54,13 +54,11 @@ class StageState:
         done = {first[key] for key in self._holders if key in first} if rank.index == 0 else set(first.values())
         unheld = {key: weights[key] for key, name in first.items() if key in weights and name not in done}
         self.unheld = {key: tensor.detach() for key, tensor in unheld.items()}
-        self.whole = self._whole_parameters({k: t for k, t in unheld.items() if isinstance(t, nn.Parameter)})
-        transport.connect([*self.buffer_holders().values(), *self.added.values()])
-
-    def _whole_parameters(self, unheld: Mapping[str, nn.Parameter]) -> Whole:
         own = {self.first_name(name): (p, self.shards.get(name)) for name, p in self.trained}
-        found = gather_likes(self.transport, {**{name: (p, None) for name, p in unheld.items()}, **own})
-        return {name: found[name] for name in (*(k for k in self.first_names if k in found), *found)}
+        own |= {name: (tensor, None) for name, tensor in unheld.items() if isinstance(tensor, nn.Parameter)}
+        found = gather_likes(transport, own)
+        self.whole = {name: found[name] for name in (*(key for key in first if key in found), *found)}
+        transport.connect([*self.buffer_holders().values(), *self.added.values()])
 
     def _with_added(self, rank: Rank, weights: Weights, first: Mapping[str, str]) -> Mapping[str, str]:
         """Find what the user added to stages; returns `first` with its keys.  Collective.

@@ -57,7 +57,7 @@ def gather_state(
     likes = {name: (like, (shards or {}).get(name)) for name, like in _shapes(tensors).items()}
     tables: list[Parts] = transport.gather_objects(likes) or []
     made: list[Any] = []
-    attempt(transport, "the state was not gathered", lambda: made.extend([room(_wholes(tables))] if tables else []))
+    attempt(transport, "the state was not gathered", lambda: made.extend([room(wholes(tables))] if tables else []))
     for rank, table in reversed(list(enumerate(tables))):
         received = _received(transport, {name: like for name, (like, _) in table.items()}, rank)
         for name, tensor in tensors.items() if rank == transport.rank else received:
@@ -83,7 +83,7 @@ def broadcast_state(
     """
     own, shards, state = stage.state_dict(keep_vars=True), shards or {}, None if transport.rank else state
     likes = {name: (like, shards.get(name)) for name, like in _shapes(own).items()}
-    held = _wholes(transport.gather_objects(likes) or ())
+    held = wholes(transport.gather_objects(likes) or ())
 
     def misfits() -> Iterator[str]:
         if state is None:
@@ -127,16 +127,17 @@ def scatter_state(transport: Transport, parts: Sequence[Mapping[str, Tensor]] | 
     return dict(parts[transport.rank])
 
 
-def _wholes(tables: Iterable[Parts]) -> dict[str, Tensor]:
+def wholes(tables: Iterable[Parts]) -> dict[str, Tensor]:
     """The tensors that the parts of all ranks make up, as meta tensors."""
-    wholes: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, (like, shard) in (each for table in tables for each in table.items()):
-        known = wholes.get(name)
+        known = found.get(name)
         if shard is None or not like.dim():
-            wholes[name] = like
+            found[name] = like
         elif known is None or (known.dim() and known.size(shard.dim) < shard.last):
-            wholes[name] = like.new_empty([*like.shape[: shard.dim], shard.last, *like.shape[shard.dim + 1 :]])
-    return wholes
+            shape = [*like.shape[: shard.dim], shard.last, *like.shape[shard.dim + 1 :]]
+            found[name] = like.new_empty(shape, requires_grad=like.requires_grad)
+    return found
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,20 +9,25 @@ are several disks, each file is on two of them, so that losing a disk loses noth
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ..errors import LaunchError, bullets
 from ..transport.base import Transport
 from ..whole_state import attempt
+from .manifest import MANIFEST, Manifest, checksum, owner
+
+with suppress(ImportError):  # of Unix alone
+    import fcntl
 
 METADATA = ".metadata"
 _STEP = re.compile(r"step-(\d{6,})(?:\.old)?")
@@ -35,19 +40,30 @@ def named(step: int) -> str:
     return f"step-{step:06d}"
 
 
+@dataclass
 class Disks:
     """Which ranks see the same folder for checkpoints.
 
-    of: rank -> the rank that stands for its disk.  token: of this run, in the names of what it has not completed.
+    of: rank -> the rank that stands for its disk.  start: of this process, in the names of what it has not completed.
+    run: of which checkpoints are written.  known: the owners of those that may be replaced.
     """
 
-    def __init__(self, transport: Transport, folder: Path, of: Sequence[int], token: str) -> None:
-        self.transport, self.folder, self.of, self._token = transport, folder, of, token
-        self.stands = self.of[transport.rank] == transport.rank
+    transport: Transport
+    folder: Path
+    of: Sequence[int]
+    start: str
+    run: str
+    known: set[tuple[str, ...]] = field(default_factory=set)
 
-    def through(self, transport: Transport) -> Disks:
-        """The same disks, with another transport of the ranks."""
-        return Disks(transport, self.folder, self.of, self._token)
+    @property
+    def stands(self) -> bool:
+        """Whether this rank stands for its disk."""
+        return self.of[self.transport.rank] == self.transport.rank
+
+    def foreign(self) -> list[str]:
+        """The checkpoints here that are not of this run."""
+        text = "was written by another run, which would lose it; go on from it with resume, or give another folder"
+        return [f"{path.name} {text}" for path in steps_in(self.folder).values() if owner(path) not in self.known]
 
     @property
     def stand(self) -> list[int]:
@@ -61,7 +77,7 @@ class Disks:
 
     def partial(self, step: int) -> Path:
         """The folder of a checkpoint that is being written."""
-        return self.folder / f"{named(step)}.{self._token}.partial"
+        return self.folder / f"{named(step)}.{self.start}.partial"
 
     def copy(self, path: Path, step: int) -> None:
         """Copy each rank's file to another disk, and what describes them to all, if there are several.  Collective."""
@@ -69,6 +85,7 @@ class Disks:
             for rank in self.stand:
                 if rank != self.of[0]:
                     self.send(path / METADATA, 0, rank)
+                    self.send(path / MANIFEST, 0, rank)
             for rank in range(self.transport.world):
                 if (partner := self._partner(rank, step)) is not None:
                     self.send(path / f"__{rank}_0.distcp", rank, partner)
@@ -81,14 +98,22 @@ class Disks:
         """
         path, old = self.folder / named(step), self.folder / f"{named(step)}.old"
 
-        def rename() -> None:
-            if self.stands:
+        def rename() -> list[str]:
+            lock = os.open(self.folder, os.O_RDONLY)
+            with suppress(OSError, NameError):  # a system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                if problems := self.foreign():
+                    return problems
                 if path.exists():
                     shutil.rmtree(old, ignore_errors=True)
                     path.rename(old)
                 self.partial(step).rename(path)
+                return []
+            finally:
+                os.close(lock)
 
-        attempt(self.transport, f"{self.folder}: no checkpoint was written", rename)
+        attempt(self.transport, f"{self.folder}: no checkpoint was written", rename if self.stands else list)
         if self.stands:
             steps = steps_in(self.folder)
             for later in (each for each in steps if each > step):
@@ -129,7 +154,7 @@ def find_disks(transport: Transport, folder: Path) -> Disks:
             file.write(str(transport.rank))
 
     attempt(transport, f"{folder}: no folder for checkpoints", claim)
-    found = Disks(transport, folder, transport.all_gather_objects(int(mark.read_text())), token)
+    found = Disks(transport, folder, transport.all_gather_objects(int(mark.read_text())), token, run=token)
     if found.stands:
         mark.unlink()
     return found
@@ -141,50 +166,50 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return {int(found[1]): path for path in there if (found := _STEP.fullmatch(path.name))}
 
 
-def newest(disks: Disks, at: int | None = None) -> Path | None:
-    """The newest checkpoint that has all its files, all of them on this rank's disk now.  Collective.
+def newest(disks: Disks, at: int | None = None) -> tuple[Path, list[str]] | None:
+    """The newest whole checkpoint, all of it on this rank's disk now, and what is wrong with later ones.  Collective.
 
     at: the number of its steps, None: any.  None where there is no checkpoint.
-    Raises LaunchError, on every rank, that names what is missing, where none has all its files.
+    Raises LaunchError, on every rank, where none is whole, or they are of several runs.
     """
     own = {step: path for step, path in steps_in(disks.folder).items() if at in (None, step)}
-    steps = {step for each in disks.transport.all_gather_objects(list(own)) for step in each}
+    tables = disks.transport.all_gather_objects({step: Manifest.of(path) for step, path in own.items()})
+    manifests = {step: each for table in reversed(tables) for step, each in table.items() if each}
+    if len(runs := {each.run: named(step) for table in tables for step, each in table.items() if each}) > 1:
+        raise LaunchError(
+            f"{disks.folder} holds {' and '.join(runs.values())} of different runs; resume from one by its name, "
+            f"{disks.folder / named(max(manifests))}, or move those of other runs away"
+        )
     problems: list[str] = []
-    for step in sorted(steps, reverse=True):
+    for step in sorted({step for table in tables for step in table}, reverse=True):
         path = own.get(step, disks.folder / named(step))
-        if not (missing := _gathered(disks, path)):
-            return path
-        problems.append(f"{path.name} lacks {', '.join(missing)}")
+        wrong = _brought(disks, path, manifests[step]) if step in manifests else [f"{MANIFEST} (new in this version)"]
+        if not wrong:
+            return path, problems
+        problems.append(f"{path.name}: missing or damaged: {', '.join(wrong)}")
     if problems:
-        raise LaunchError(bullets(f"{disks.folder}: no checkpoint has all its files on these disks:", problems))
+        raise LaunchError(bullets(f"{disks.folder}: no checkpoint is whole on these disks:", problems))
     return None
 
 
-def _gathered(disks: Disks, path: Path) -> list[str]:
-    """Bring the files of a checkpoint to every disk; returns those that no disk has, and then brings none."""
-    if missing := _bring(disks, path, {METADATA: 1}):
-        return missing
-    needed: dict[str, int] = {}
-    for info in FileSystemReader(path).read_metadata().storage_data.values():
-        needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
-    return _bring(disks, path, needed)
+def _brought(disks: Disks, path: Path, manifest: Manifest) -> list[str]:
+    """Bring the whole files of a checkpoint to every disk; returns those that no disk has whole, and then brings none.
 
-
-def _bring(disks: Disks, path: Path, needed: Mapping[str, int]) -> list[str]:
-    """`_gathered` of files with at least so many bytes."""
-    own = {name for name, nbytes in _sizes(path) if nbytes >= needed.get(name, nbytes + 1)}
-    there: list[set[str]] = disks.transport.all_gather_objects(own)
-    if missing := sorted(needed.keys() - set().union(*there)):
+    Ranks that share a disk share the reading.
+    """
+    beside = [rank for rank, disk in enumerate(disks.of) if disk == disks.of[disks.transport.rank]]
+    part = sorted(manifest.files)[beside.index(disks.transport.rank) :: len(beside)]
+    there: dict[int, set[str]] = {disk: set() for disk in disks.stand}
+    whole = [name for name in part if 0 <= checksum(path / name) == manifest.files[name]]
+    for disk, names in zip(disks.of, disks.transport.all_gather_objects(whole), strict=True):
+        there[disk].update(names)
+    if missing := sorted(manifest.files.keys() - set().union(*there.values())):
         return missing
-    for name in sorted(needed):
-        source = next(rank for rank, names in enumerate(there) if name in names)
-        for rank in disks.stand:
-            if name not in there[rank]:
-                disks.send(path / name, source, rank)
+    for name in sorted(manifest.files):
+        source = next(disk for disk, names in there.items() if name in names)
+        for disk in (disk for disk, names in there.items() if name not in names):
+            disks.send(path / name, source, disk)
+    if disks.stands and Manifest.of(path) != manifest:
+        manifest.write(path)
     disks.transport.barrier()
     return []
-
-
-def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    for each in path.iterdir() if path.is_dir() else ():
-        yield each.name, each.stat().st_size

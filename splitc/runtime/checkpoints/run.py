@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..transport.base import Transport
 from ..whole_state import attempt
 from . import takeover
 from .contents import Contents, Counts
-from .folders import Disks, find_disks, newest
+from .folders import Disks, find_disks, newest, steps_in
+from .manifest import owner
 from .piece import Piece
 from .storage import Collect, Collected, Saved, write
 
@@ -31,6 +33,8 @@ class Checkpoints:
         self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._disks: dict[Path, Disks] = {}
+        self._run = ""
+        self._known: set[tuple[str, ...]] = set()
         self._states: dict[str, Any] = {}  # of objects that are not registered yet
 
     def register(self, name: str, value: Any) -> None:
@@ -51,8 +55,11 @@ class Checkpoints:
         self.wait()
         if asynchronous and self._writer is None:
             self._aside, self._writer = self._transport.aside(), ThreadPoolExecutor(1, "checkpoint")
-        disks = self._disks.get(folder) or find_disks(self._transport, folder)
-        self._disks[folder] = disks
+        disks = self._disks[folder] = self._disks.get(folder) or find_disks(self._transport, folder)
+        self._run = disks.run = self._run or disks.run
+        self._known.add((disks.run, disks.start))
+        disks.known = self._known
+        attempt(self._transport, f"{folder}: no checkpoint was written", disks.foreign)
 
         def collect() -> Collected:
             return Collected(self._contents.pieces(counts), self._contents.shared())
@@ -62,7 +69,9 @@ class Checkpoints:
             write(disks, counts["steps"], collect, combine, keep)
             return
         taken = _taken(collect)
-        self._writing = self._writer.submit(write, disks.through(self._aside), counts["steps"], taken, combine, keep)
+        self._writing = self._writer.submit(
+            write, replace(disks, transport=self._aside), counts["steps"], taken, combine, keep
+        )
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written is complete.  Raises its error."""
@@ -79,9 +88,12 @@ class Checkpoints:
         at = re.fullmatch(r"step-(\d+)", folder.name)
         folder = folder.parent if at else folder
         there = any(self._transport.all_gather_objects(folder.is_dir()))
-        path = newest(find_disks(self._transport, folder), int(at[1]) if at else None) if there else None
-        if path is None:
+        found = newest(find_disks(self._transport, folder), int(at[1]) if at else None) if there else None
+        if found is None:
             raise LaunchError(f"{folder} has no checkpoint{f' after step {int(at[1])}' if at else ''}")
+        path, passed = found
+        if passed and self._transport.rank == 0:
+            warnings.warn(f"{folder}: {'; '.join(passed)}; {path.name} is taken instead", stacklevel=3)
         opened: list[Any] = []
 
         def check() -> list[str]:
@@ -96,6 +108,10 @@ class Checkpoints:
             f"{path}: the checkpoint could not be read, and the ranks have parts of it; start them again",
             lambda: self._states.update(takeover.restore(self._contents, saved, run)),
         )
+        self._run = owner(path)[0]
+        self._known |= {
+            each for each in map(owner, steps_in(folder).values()) if each[0] == self._run or len(each) == 1
+        }
         self._warn(run)
         objects = self._contents.objects
         for name in objects.keys() & self._states.keys():

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import LaunchError, bullets
-from .folders import Disks
+from .folders import METADATA, Disks
+from .manifest import Manifest, checksum
 from .piece import Piece, packed, unpacked
 
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
     collected, problem = _tried(transport.rank, collect)
     shared = transport.gather_objects(collected and collected.shared)
 
-    def write_own() -> tuple[SavePlan, list[WriteResult]]:
+    def write_own() -> tuple[SavePlan, list[WriteResult], dict[str, int]]:
         pieces = dict(collected.pieces) if collected else {}
         if shared is not None and all(each is not None for each in shared):
             pieces["run"] = Piece(packed(combine(shared)))
@@ -72,7 +73,8 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
         writer.set_up_storage_writer(transport.rank == 0)
         others = [SavePlan([])] * transport.rank
         plan = writer.prepare_global_plan([*others, planner.create_local_plan()])[-1]  # which names the rank's file
-        return plan, writer.write_data(planner.finish_plan(plan), planner).value()
+        results = writer.write_data(planner.finish_plan(plan), planner).value()
+        return plan, results, {name: checksum(path / name) for name in {r.storage_data.relative_path for r in results}}
 
     planner, writer = _SavePlanner(), FileSystemWriter(path)
     written, problem = _tried(transport.rank, write_own) if not problem else (None, problem)
@@ -81,8 +83,11 @@ def write(disks: Disks, step: int, collect: Collect, combine: Combine, keep: int
     if every is not None and not problems:
 
         def write_metadata() -> None:
-            metadata = planner.create_global_plan([plan for (plan, _), _ in every])[1]  # checks that pieces make wholes
-            writer.finish(metadata, [results for (_, results), _ in every])
+            plans, results, sums = zip(*(written for written, _ in every), strict=True)
+            metadata = planner.create_global_plan(list(plans))[1]  # checks that pieces make wholes
+            writer.finish(metadata, list(results))
+            files = {METADATA: checksum(path / METADATA), **{name: own[name] for own in sums for name in own}}
+            Manifest(disks.run, disks.start, files).write(path)
 
         problems = [each for _, each in [_tried(0, write_metadata)] if each]
     if problems := transport.broadcast_object(problems):
@@ -104,19 +109,19 @@ class Saved:
 
     def __init__(self, path: Path) -> None:
         self._reader = FileSystemReader(path)
-        self._metadata: Metadata = self._reader.read_metadata()
+        self.metadata: Metadata = self._reader.read_metadata()
 
     def like(self, name: str) -> Tensor | None:
         """A meta tensor of the shape and dtype of a whole tensor; None where there is no such tensor."""
-        found = self._metadata.state_dict_metadata.get(name)
+        found = self.metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
             return None
         return torch.empty(found.size, dtype=found.properties.dtype, device="meta")
 
     def read(self, pieces: Mapping[str, Piece]) -> None:
         """Fill pieces, by their full names, which the checkpoint must have in these shapes."""
-        planner = _LoadPlanner(pieces, self._metadata)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        planner = _LoadPlanner(pieces, self.metadata)
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 

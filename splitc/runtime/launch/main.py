@@ -108,7 +108,7 @@ def _check_options(folder: Path, args: argparse.Namespace) -> None:
 
 def resume(worker: Worker, args: argparse.Namespace) -> None:
     """Go on from the last checkpoint in `--checkpoints`, if there is one, and print it."""
-    there = any(worker.rank.transport.all_gather_objects(bool([*args.checkpoints.glob("step-*")])))
+    there = any(worker.rank.transport.all_gather_objects(bool([*args.checkpoints.glob("step-*[0-9]")])))
     text = f"no checkpoint in {args.checkpoints}: training begins"
     if there:
         text = f"goes on after step {worker.resume(args.checkpoints)}, from {args.checkpoints}"
