@@ -95,6 +95,8 @@ def _misfits(program: Program, plan: Plan) -> Iterator[str]:
             continue
         if place.sync in ("none", "average") and plan.trains_copies(place.role):
             yield f"placements: {layer.name} has sync {place.sync!r}, but ranks train copies of it: take 'all_reduce'"
+        elif (place.sync, place.holding) == ("all_reduce", "sharded") and not plan.trains_copies(place.role):
+            yield f"placements: {layer.name} has sync 'all_reduce', but no two ranks have the same part: take 'none'"
         is_linear = any(as_linear(program, nodes[name]) for name in layer.nodes)
         if place.sync == "late_multiply" and (not is_linear or place.role in plan.groups):
             yield f"placements: {layer.name} has sync 'late_multiply', which linear layers in roles without groups have"

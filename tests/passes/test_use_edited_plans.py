@@ -155,6 +155,18 @@ def test_what_does_not_fit_the_model_is_told_by_layer_and_field() -> None:
         follow("4", sync="late_multiply")
 
 
+@pytest.mark.parametrize(("strategy", "world"), [("modulo_shard(mp=2)", 2), ("modulo_shard(mp=4)", 4)])
+def test_sums_of_parts_that_one_rank_alone_has_are_refused(strategy: str, world: int) -> None:
+    model, example, program = known()
+    x, y = example.tensors.values()
+    made = compiled(model, x, y, F.cross_entropy, world, strategy, analysed=program)
+    data = json.loads(made.plan.to_json())
+    assert (data["placements"]["5"]["holding"], data["placements"]["5"]["sync"]) == ("sharded", "none")
+    data["placements"]["5"]["sync"] = "all_reduce"
+    with pytest.raises(LaunchError, match="placements: 5 has sync 'all_reduce', but no two ranks have the same part"):
+        specialise(program, Settings(world, cluster=CLUSTER), Plan.from_json(json.dumps(data)))
+
+
 @pytest.mark.parametrize(
     "name", ["../x", "launch", "rank0", "json", "class", "Trunk", "trunk_x", '"""', "a b", "stage"]
 )
