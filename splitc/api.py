@@ -22,6 +22,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.strategies import parse_strategy
 from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.measure_costs import COUNTED, require_costs
+from splitc.runtime.transport.meeting import refusals_told
 
 
 def compile(
@@ -73,17 +74,26 @@ def compile(
 
     Raises CaptureError, CostError or PlacementError.
     """
+    with refusals_told(world) as call:
+        model, code = _made(model)
+        call.know(model, loss)
+        asked = in_microbatches(parse_strategy(strategy), microbatches)
+        require_autocast(autocast)
+        require_costs(costs)
+        settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code, accumulate)
+        if example is None:
+            return DeferredProgram(model, loss, settings, name, call, batch)
+        bound = Example.bind(model, example, target, loss, batch)
+        program = compile_example(model, bound, settings, name=name, plan=plan, watch=watch)
+        program.call = call
+        return program
+
+
+def _made(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, str | None]:
+    """The model, and where the code of a factory is, as in model files."""
     code = None
     if not isinstance(model, nn.Module) and callable(model):
-        code = importable(model)
-        model = model()  # a factory, as in model files
+        model, code = model(), importable(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a torch.nn.Module, got {type(model).__name__}")
-    asked = in_microbatches(parse_strategy(strategy), microbatches)
-    require_autocast(autocast)
-    require_costs(costs)
-    settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code, accumulate)
-    if example is None:
-        return DeferredProgram(model, loss, settings, name, batch)
-    bound = Example.bind(model, example, target, loss, batch)
-    return compile_example(model, bound, settings, name=name, plan=plan, watch=watch)
+    return model, code

@@ -42,10 +42,11 @@ from splitc.passes.rewriting import lower, lower_unchecked
 from splitc.passes.use_plan import UsePlan
 from splitc.report.text import report
 from splitc.report.what_if import what_fits
-from splitc.runtime.launch.loader import load_rank, of_rank_0
+from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.own_code import plain_tensors
 from splitc.runtime.parameter_groups import OptimizerFactory
-from splitc.runtime.transport.distributed import init, rank_among
+from splitc.runtime.transport.distributed import rank_among
+from splitc.runtime.transport.meeting import Call, join
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 from splitc.verify.batches import scaled_down
@@ -186,6 +187,7 @@ class CompiledProgram:
         settings: Settings,
     ) -> None:
         self._program, self._model, self._example, self._settings = program, model, example, settings
+        self.call = Call()
 
     @cached_property
     def program(self) -> LoweredProgram:
@@ -274,10 +276,9 @@ class CompiledProgram:
 
         Its arguments are those of `Worker`; backend: of torch.distributed.
         """
-        transport = init(self._settings.world, backend)
-        files, held = of_rank_0(transport, lambda: (self.files, self.parts()))
+        transport = join(self._settings.world, backend, self.call)
+        program, held = of_rank_0(transport, lambda: (self.files, self.parts()), self.own)
         keys = transport.broadcast_object(first_names(self._model.state_dict()))
-        program = load_rank(files, transport.rank, self.own)
         return Worker(program, transport, held, keys, optimizer, clip_norm, accumulate, seed, **options)
 
     @property

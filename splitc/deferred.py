@@ -13,11 +13,11 @@ from splitc.capture.division import Batch
 from splitc.capture.example import LOSS, Example, Loss, inputs_and_target
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import LaunchError
-from splitc.runtime.launch.loader import load_rank, of_rank_0
+from splitc.runtime.launch.loader import of_rank_0
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.parameter_groups import OptimizerFactory
 from splitc.runtime.transport.base import Transport
-from splitc.runtime.transport.distributed import init
+from splitc.runtime.transport.meeting import Call, join
 from splitc.runtime.weights import first_names
 from splitc.runtime.worker import Worker
 
@@ -25,8 +25,11 @@ from splitc.runtime.worker import Worker
 class DeferredProgram:
     """Returned by `splitc.compile` without an example: it has a worker, but no plan yet."""
 
-    def __init__(self, model: nn.Module, loss: Loss, settings: Settings, name: str | None, batch: Batch = None) -> None:
-        self._model, self._loss, self._settings, self._name, self._batch = model, loss, settings, name, batch
+    def __init__(
+        self, model: nn.Module, loss: Loss, settings: Settings, name: str | None, call: Call, batch: Batch = None
+    ) -> None:
+        self._model, self._loss, self._settings, self._name = model, loss, settings, name
+        self._call, self._batch = call, batch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(CompiledProgram, name):
@@ -57,7 +60,7 @@ class DeferredProgram:
         **options: Any,
     ) -> DeferredWorker:
         """Make the worker of this process, inside torchrun; it compiles on the first batch.  Collective."""
-        transport = init(self._settings.world, backend)
+        transport = join(self._settings.world, backend, self._call)
         options |= {"clip_norm": clip_norm, "accumulate": accumulate}
         make = partial(Worker, keys=first_names(self._model.state_dict()), optimizer=optimizer, seed=seed, **options)
         return DeferredWorker(self, transport, make)
@@ -128,9 +131,9 @@ class DeferredWorker:
             program = self._program.compile(_first(batches))
             return program.files, program.parts()
 
-        files, held = of_rank_0(self._transport, compiled)
         own = {"model": self._program._model, LOSS: self._program._loss}
-        self._worker = self._make(load_rank(files, self._transport.rank, own), self._transport, held)
+        part, held = of_rank_0(self._transport, compiled, own)
+        self._worker = self._make(part, self._transport, held)
 
 
 def _first(batches: Iterable[Any]) -> Any:

@@ -13,6 +13,7 @@ from .errors import LaunchError
 from .parameter_groups import gather_likes
 from .rank import Rank
 from .spec import Shard
+from .transport.agreement import agreed
 from .weights import build, named_tensors, part_of
 from .whole_state import gather_holders, gather_state
 
@@ -38,7 +39,8 @@ class StageState:
         self.built = {name: shard for role in rank.spec.roles for name, shard in role.shards.items()}
         self._served = {name: rows for role in rank.spec.roles for name, rows in role.served_rows.items()}
         self.shards: dict[str, Shard] = {**self.built, **self._served}
-        self.stage = build(stage_class, weights, transport.device, self.built)
+        with agreed(transport, "make its stage"):
+            self.stage = build(stage_class, weights, transport.device, self.built)
         self._rank, self.everyone = rank.index, rank.everyone
         self.together = rank.spec.roles[0].unit or rank.everyone
         self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}

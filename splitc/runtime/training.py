@@ -21,7 +21,7 @@ from .progress import GeneratedModule, Progress
 from .rank import Rank
 from .spec import Shard, StepContext
 from .stage_state import StageState
-from .transport.agreement import require_equal
+from .transport.agreement import agreed, require_equal
 from .transport.base import Transport
 from .updates import DYNAMIC, LossScale, Updates
 
@@ -63,12 +63,12 @@ class Training:
         loss_scale: float | str | None = None,
     ) -> None:
         accumulate = program.rank.accumulate if accumulate is None else accumulate
-        if type(accumulate) is not int or accumulate < 1:
-            raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         plan = getattr(program, "PLAN", None)
         self._settings = {"the plan": plan, "seed": seed, "accumulate": accumulate, "clip_norm": clip_norm}
         others = {"check_finite": check_finite, "ema": ema, "loss_scale": loss_scale}
         require_equal(transport, {**self._settings, **others})  # before anything that ranks of another build do not do
+        if type(accumulate) is not int or accumulate < 1:
+            raise LaunchError(f"accumulate={accumulate!r}: give a whole number of batches, at least 1")
         self.rank = Rank(program.rank, transport, self._update)
         self._program, self._transport = program, transport
         first_names = keys if isinstance(keys, Mapping) else {key: key for key in keys}
@@ -80,8 +80,9 @@ class Training:
         self._sizes: tuple[int, ...] | None = None
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets = program.rank.batch_offsets
-        self._optimizers, self._scheduled, self._groups = self._make_optimizers(optimizer, elementwise)
-        self._averages = None if ema is None else self._moving_averages(ema)
+        with agreed(transport, "make its optimizer"):
+            self._optimizers, self._scheduled, self._groups = self._make_optimizers(optimizer, elementwise)
+            self._averages = None if ema is None else self._moving_averages(ema)
         self._round = Progress(program, self.rank, self.stage)
         self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
         for comm in self.rank.comms:

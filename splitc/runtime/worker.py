@@ -18,6 +18,7 @@ from .errors import LaunchError
 from .files import StateFile, beside
 from .loader import Loader, Step, taken_over
 from .training import Training
+from .transport.agreement import agreed
 from .whole_state import broadcast_state, in_memory
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class Worker(Training):
         Without shuffle it is for evaluation, and not in checkpoints.
         options: of torch's DataLoader (num_workers, collate_fn, pin_memory).
         """
-        loader = self._loader(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
+        with agreed(self._transport, "divide the dataset"):
+            loader = self._loader(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)
         if shuffle or drop_last:
             self.register(loader=loader)
         if self._transport.rank == 0:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.optimizers import ELEMENTWISE
+from splitc.runtime.transport.base import Transport
 from tests.support.compiled import compiled
-from tests.support.ranks import on_workers
+from tests.support.ranks import on_ranks, on_workers, worker_of
 
 Params = Iterable[tuple[str, nn.Parameter]]
 DIVIDED = ["modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"]
@@ -180,3 +181,20 @@ def test_frozen_parameters_may_be_left_out_without_a_word() -> None:
             lambda worker: None,
             optimizer=lambda params: torch.optim.SGD([p for _, p in params if p.requires_grad], lr=0.1),
         )
+
+
+def test_a_factory_that_fails_for_the_parameters_of_one_rank_fails_on_all_and_another_worker_can_be_made() -> None:
+    compiled_program = program("layer_separation(n_c=1, n_f=1)")
+
+    def picky(params: Params) -> torch.optim.Optimizer:
+        given = dict(params)
+        return torch.optim.SGD([{"params": given["2.weight"]}, {"params": given["2.bias"]}], lr=0.1)
+
+    def run(transport: Transport) -> tuple[str, bool]:
+        with pytest.raises((KeyError, LaunchError)) as caught:
+            worker_of(compiled_program, transport, picky)
+        return str(caught.value), worker_of(compiled_program, transport).optimizer is not None
+
+    first, second = on_ranks(2, run)
+    assert first == ("'2.weight'", True)
+    assert second == ("rank 0 could not make its optimizer: KeyError: '2.weight'", True)

@@ -21,7 +21,7 @@ from zipfile import BadZipFile, ZipFile
 from torch import Tensor
 
 from ..errors import LaunchError
-from ..transport.agreement import digest, require_equal
+from ..transport.agreement import agreed, digest, require_equal
 from ..transport.base import Transport
 from ..whole_state import scatter_state
 
@@ -132,22 +132,20 @@ class _Finder:
 
 
 def of_rank_0(
-    transport: Transport, compiled: Callable[[], tuple[dict[str, str], Iterable[dict[str, Tensor]]]]
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The files that rank 0 compiles, and this rank's weights.  Its error is raised on every rank, since they wait.
+    transport: Transport,
+    compiled: Callable[[], tuple[dict[str, str], Iterable[dict[str, Tensor]]]],
+    own: Mapping[str, Any] | None = None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """This rank's program and weights, of the files that rank 0 compiles.  An error of one rank is raised on all.
 
-    compiled: the files, and the weights of each rank.
+    compiled: the files, and the weights of each rank.  own: as in `load_rank`.
     """
-    files, weights, failure = None, None, None
-    if transport.rank == 0:
-        try:
+    files, weights = None, None
+    with agreed(transport, "compile the program"):
+        if transport.rank == 0:
             files, parts = compiled()
             weights = list(parts)
-        except Exception as error:
-            failure = error
-    files, reason = transport.broadcast_object((files, failure and f"{type(failure).__name__}: {failure}"))
-    if failure is not None:
-        raise failure
-    if reason is not None:
-        raise LaunchError(f"rank 0 could not compile the program: {reason}")
-    return files, scatter_state(transport, weights)
+    files = transport.broadcast_object(files)
+    with agreed(transport, "load its program"):
+        program = load_rank(files, transport.rank, own)
+    return program, scatter_state(transport, weights)

@@ -58,7 +58,7 @@ def init(
     another = f"the program is compiled for {world} ranks, but WORLD_SIZE is {started}; {remedy}"
     if world not in (None, started) and on_one_host:
         raise LaunchError(another)
-    seconds = _timeout(timeout)
+    seconds = seconds_to_wait(timeout)
     if joined:
         backend = str(dist.get_backend())
     backend, where = _choose(backend, device, started)
@@ -92,15 +92,16 @@ def started_world() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _ENVIRONMENT) else None
 
 
-def rank_among(world: int) -> int:
-    """The rank of this process if it is one of `world` that were started together; 0 else."""
+def rank_among(world: int, alone: int = 0) -> int:
+    """The rank of this process if it is one of `world` that were started together; `alone` else."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() if dist.get_world_size() == world else 0
+        return dist.get_rank() if dist.get_world_size() == world else alone
     started = all(name in os.environ for name in _ENVIRONMENT) and os.environ["WORLD_SIZE"] == str(world)
-    return int(os.environ["RANK"]) if started else 0
+    return int(os.environ["RANK"]) if started else alone
 
 
-def _timeout(timeout: float | None) -> float:
+def seconds_to_wait(timeout: float | None = None) -> float:
+    """What a rank waits for another one before it gives it up."""
     given = os.environ.get("SPLITC_TIMEOUT", DEFAULT_TIMEOUT) if timeout is None else timeout
     try:
         seconds = float(given)
