@@ -22,7 +22,7 @@ from tests.runtime.checkpoints.test_resume import assert_equal
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers, part_of
 from tests.support.run_state import run_state
-from tests.support.sampling import staggered
+from tests.support.sampling import sampled
 
 EXAMPLES = 12
 
@@ -80,6 +80,13 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+CHAINS = [
+    ("early cut", "late cut", "data_parallel"),
+    ("late cut", "early cut", "beside"),
+    ("modulo_shard", "servers", "beside"),
+]
+
+
 @cache
 def batches() -> list[tuple[Tensor, ...]]:
     torch.manual_seed(7)
@@ -119,7 +126,8 @@ def train(worker: Worker, kind: str, first: int, last: int, folder: Path) -> lis
     return losses
 
 
-@staggered(one_in=3, kind=SCHEDULES, chain=[tuple(PLANS)[:3], (*tuple(PLANS)[2:0:-1], "beside"), tuple(PLANS)[3:]])
+@sampled("chain", CHAINS, everyday=CHAINS[:1])
+@sampled("kind", list(SCHEDULES), everyday=["LambdaLR of groups", "warm restarts", "plateau", "sequential"])
 def test_rates_of_groups_go_on_under_other_plans(kind: str, chain: tuple[str, ...], tmp_path: Path) -> None:
     expected, got = one_process(kind), []
     with warnings.catch_warnings():
