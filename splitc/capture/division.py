@@ -68,7 +68,9 @@ def division_of(
         refused = refused or f"gives no tensor {wrong[0]} like the example's, of as many dims and its dtype"
     else:
         raise CaptureError(f"the function batch= {refused}; it takes (batch, a, b), and returns examples a to b of it")
-    grown = ((tensors[n].shape[0], one[n].shape[0], two[n].shape[0]) for n in reversed(tensors) if tensors[n].dim())
+    grown = (
+        (tensors[n].shape[0], one[n].shape[0], two[n].shape[0]) for n in reversed(list(tensors)) if tensors[n].dim()
+    )
     number = next((whole for whole, a, b in grown if (a, b) == (1, 2)), 0)
     if number < FEWEST:
         raise CaptureError(
@@ -120,7 +122,9 @@ def batches_given(
     """A batch as a worker takes it, inputs and targets; the inputs alone; and one input alone; each with its paths."""
     own = {name: path for name, path in paths.items() if path[0] in inputs}
     values = tuple(inputs.values()) if positional else (dict(inputs),)
-    places = {key: (str(k),) for k, key in enumerate(inputs)} if positional else {key: ("0", key) for key in inputs}
+    places: dict[str, Path] = (
+        {key: (str(k),) for k, key in enumerate(inputs)} if positional else {key: ("0", key) for key in inputs}
+    )
     places |= {key: (str(len(values) + k),) for k, key in enumerate(targets)}
     yield (*values, *targets.values()), {name: (*places[path[0]], *path[1:]) for name, path in paths.items()}
     if positional:

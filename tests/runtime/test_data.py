@@ -293,7 +293,7 @@ def test_an_epoch_over_any_stops_readers_and_batches_has_each_example_once(strea
 def test_an_epoch_of_a_stream_goes_on_in_the_order_of_the_workers_that_began_it() -> None:
     def made(readers: int, batch: int, workers: int) -> list[Loader]:
         bounds = range(0, readers * batch + 1, batch)
-        own = {"num_workers": workers, **({"prefetch_factor": 2} if workers else {})}
+        own: dict[str, Any] = {"num_workers": workers, **({"prefetch_factor": 2} if workers else {})}
         return [loader_of(11, bounds, k, dataset=Dealt(11), drop_last=False, **own) for k in range(readers)]
 
     for stops in ([((2, 1, 3), 2), ((1, 2, 0), 1), ((4, 4, 2), 1)], [((2, 2, 0), 1), ((4, 4, 3), 1)]):

@@ -1,0 +1,216 @@
+"""Batches that a user says how to divide: tensors that are whole on every rank, and jagged ones, by a function."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import splitc
+from splitc.compiled import CompiledProgram
+from splitc.errors import CaptureError, PlacementError
+from splitc.runtime.worker import Worker
+from tests.support.compiled import CLUSTER
+from tests.support.ranks import assert_same, on_workers, one_process
+
+
+class Bag(nn.Module):
+    """Bags of words, each of any number -> scores."""
+
+    def __init__(self, last: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        self.words, self.scores = nn.EmbeddingBag(30, 6, include_last_offset=last), nn.Linear(6, 4)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        scores: Tensor = self.scores(self.drop(self.words(indices, offsets)))
+        return scores
+
+
+def bags(lengths: list[int], last: bool = False) -> tuple[Tensor, Tensor]:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return torch.randint(0, 30, (sum(lengths),)), offsets if last else offsets[:-1]
+
+
+def of_bags(batch: Any, a: int, b: int) -> Any:
+    """Examples of (indices, offsets, target)."""
+    indices, offsets, target = batch
+    ends = torch.cat([offsets, torch.tensor([len(indices)])])
+    return indices[ends[a] : ends[b]], offsets[a:b] - offsets[a], target[a:b]
+
+
+def of_bags_alone(batch: Any, a: int, b: int) -> Any:
+    """Examples of inputs by name, whose last offset is included."""
+    ends = batch["offsets"]
+    return {"indices": batch["indices"][ends[a] : ends[b]], "offsets": ends[a : b + 1] - ends[a]}
+
+
+class Graphs(nn.Module):
+    """Several graphs in one: nodes, edges, and the graph of each node -> a row for each graph."""
+
+    def __init__(self, norm: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.norm, self.drop = nn.BatchNorm1d(6) if norm else nn.Identity(), nn.Dropout(drop)
+
+    def forward(self, x: Tensor, edge_index: Tensor, graph: Tensor) -> Tensor:
+        h = self.drop(self.norm(self.first(x)))
+        h = F.relu(h.index_add(0, edge_index[1], h[edge_index[0]]))
+        number = int(graph.max()) + 1
+        scores: Tensor = self.last(h.new_zeros(number, 6).index_add(0, graph, h))
+        return scores
+
+
+def graphs(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    edges = [start + torch.randint(0, n, (2, n + 1)) for start, n in zip(starts, sizes, strict=True)]
+    return torch.randn(sum(sizes), 5), torch.cat(edges, 1), graph
+
+
+def of_graphs(batch: Any, a: int, b: int) -> Any:
+    x, edges, graph, target = batch
+    own = (graph >= a) & (graph < b)
+    return x[own], edges[:, own[edges[0]]] - int(own.nonzero()[0]), graph[own] - a, target[a:b]
+
+
+class Nodes(nn.Module):
+    """Messages over one graph, and the scores of some of its nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, seeds: Tensor) -> Tensor:
+        h = F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training)
+        scores: Tensor = self.last(h.index_add(0, edge_index[1], h[edge_index[0]]))[seeds]
+        return scores
+
+
+NODES = torch.randn(9, 5), torch.randint(0, 9, (2, 20)), torch.tensor([1, 4, 2, 7, 8, 0])
+BAGS = bags([3, 1, 4, 2, 5, 2])
+
+
+def made(
+    model: nn.Module, example: Any, batch: Any, strategy: str = "data_parallel", **options: Any
+) -> CompiledProgram:
+    classes = torch.arange(6) % 3
+    program = splitc.compile(
+        model, 2, example, classes, F.cross_entropy, cluster=CLUSTER, strategy=strategy, batch=batch, **options
+    )
+    assert isinstance(program, CompiledProgram)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "batch"),
+    [
+        (Bag(), BAGS, of_bags),
+        (Bag(drop=0.5), BAGS, of_bags),
+        (Bag(last=True), dict(zip(("indices", "offsets"), bags([3, 1, 4, 2, 5, 2], True), strict=True)), of_bags_alone),
+        (Graphs(), graphs([3, 2, 4, 3, 5, 2]), of_graphs),
+        (Nodes(), NODES, {"x": None, "edge_index": None}),
+    ],
+    ids=["bags", "dropout", "by name", "graphs", "nodes"],
+)
+def test_what_is_divided_as_the_user_says_trains_as_one_process(model: nn.Module, example: Any, batch: Any) -> None:
+    program = made(model, example, batch)
+    assert program.plan.roles == {"all": (0, 1)}
+    assert program.verify(dtype=torch.float64).holds
+
+
+def test_jagged_batches_of_any_sizes_train_and_evaluate_as_in_one_process() -> None:
+    model = Bag()
+    program = made(copy.deepcopy(model), BAGS, of_bags, global_batch=4)
+    examples = [(torch.randint(0, 30, (n,)), torch.tensor(n % 4)) for n in (2, 5, 1, 3, 3, 4, 1)]
+
+    def collate(some: list[Any]) -> tuple[Tensor, ...]:
+        offsets = torch.tensor([0, *(len(words) for words, _ in some)]).cumsum(0)[:-1]
+        return torch.cat([words for words, _ in some]), offsets, torch.stack([target for _, target in some])
+
+    def run(worker: Worker) -> tuple[list[float], Any, float]:
+        loader = worker.loader(examples, shuffle=False, drop_last=False, collate_fn=collate)
+        losses = [float(worker.step(*batch)) for batch in loader]
+        return losses, worker.state_dict(), float(worker.evaluate(loader))
+
+    (found, state, mean), _ = on_workers(program, run)
+    losses, trained = one_process(model, [collate(examples[:4]), collate(examples[4:])])
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_same(state, trained)
+    *inputs, target = collate(examples)
+    assert mean == pytest.approx(float(F.cross_entropy(model(*inputs), target).detach()), rel=1e-5)
+
+
+def test_a_rank_without_jagged_examples_takes_part() -> None:
+    model = Bag()
+    program = made(copy.deepcopy(model), BAGS, of_bags)
+    batch = torch.tensor([3, 9]), torch.tensor([0]), torch.tensor([2])
+
+    def run(worker: Worker) -> tuple[float, Any]:
+        worker._sizes, worker._is_tail = (1, 0), True  # as a loader sets them
+        return float(
+            worker.step(*(batch if worker.data_rank == 0 else [each[:0] for each in batch]))
+        ), worker.state_dict()
+
+    found, state = on_workers(program, run)[0]
+    losses, trained = one_process(model, [batch])
+    assert [found] == pytest.approx(losses, rel=1e-5)
+    assert_same(state, trained)
+
+
+def wrong_words(batch: Any, a: int, b: int) -> Any:
+    indices, offsets, target = of_bags(batch, a, b)
+    return (indices if b - a == 6 else (indices + 1) % 30), offsets, target
+
+
+REFUSED: list[tuple[nn.Module, Any, Any, str]] = [
+    (
+        Bag(),
+        BAGS,
+        wrong_words,
+        r"for which Bag returns something else: of examples 0 to 3 and 3 to 6 it .* by \d",
+    ),
+    (Bag(), BAGS, lambda batch, a, b: 1 / 0, "fails on example 0 of the batch: ZeroDivisionError"),
+    (Bag(), BAGS, lambda batch, a, b: batch[0], "gives no tensor indices like the example's"),
+    (
+        Bag(),
+        BAGS,
+        lambda batch, a, b: of_bags(batch, a, min(b, 5)),
+        r"another indices for all 6 examples, \(15,\)",
+    ),
+    (Bag(), BAGS, {"indices": None}, "as batch= divides the examples, a rank cannot train on its part"),
+    (Graphs(norm=True), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "rows that BatchNorm counts follow from the data"),
+    (Graphs(drop=0.5), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "dropout of jagged rows"),
+    (Nodes(), NODES, {"x": None, "edge": None}, "names edge, and the example has x, edge_index, seeds, target"),
+    (
+        Nodes(),
+        NODES,
+        {"x": None, "edge_index": "all"},
+        "'all' for edge_index, which has 2 dims: give the dim of",
+    ),
+    (Nodes(), NODES, {"edge_index": None}, "x has 9, seeds has 6, target has 6 rows; give batch= for each"),
+    (Nodes(), NODES, dict.fromkeys(("x", "edge_index", "seeds", "target")), "leaves no examples to divide"),
+    (Nodes(), NODES, 3, "batch= is int; give a dict"),
+    (Nodes(), NODES, None, "disagree about the batch.* batch= says how others are divided"),
+]
+
+
+@pytest.mark.parametrize(("model", "example", "batch", "why"), REFUSED)
+def test_a_division_that_cannot_be_is_refused_by_name(
+    model: nn.Module, example: Any, batch: dict[str, int] | Callable[..., Any] | None, why: str
+) -> None:
+    with pytest.raises(CaptureError, match=why):
+        made(model, example, batch)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_single", "layer_separation", "data_parallel(microbatches=2)"])
+def test_strategies_that_would_move_jagged_tensors_are_refused_and_auto_finds_another(strategy: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(strategy.partition("(")[0])):
+        made(Bag(), BAGS, of_bags, strategy)
+    assert made(Bag(), BAGS, of_bags, "auto").plan.strategy in ("data_parallel", "single_device")
