@@ -71,7 +71,7 @@ def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: 
         elif isinstance(spec, SizeSpec):
             given[each] = spec.scale * batch + spec.offset
     adds = not user.kwargs and (name == "add" or (name == "sub" and user.args[0] is value))
-    views = user.args[0] is value and (name in _VIEWS or (target is getattr and user.args[1] in ("T", "mT")))
+    views = user.args[:1] == (value,) and (name in _VIEWS or (target is getattr and user.args[1] in ("T", "mT")))
     if not (adds or views) or len(given) < len(user.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)
