@@ -10,6 +10,7 @@ Strategies are spaces: what they allow of options, moves and divisions.  `mixed`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -213,7 +214,7 @@ def _nothing(request: Request, rules: CutRules, asked: Strategy, found: Search) 
     if found.fullest is None:
         if isinstance(asked, ModuloShard) and request.program.in_batch:
             return infeasible(name, [f"{request.program.in_batch} needs the whole batch, so it is not divided"], exact)
-        if found.bound and not found.proved:
+        if found.bound and not found.proved and time.monotonic() >= request.deadline:
             why = f"none was found in {request.time_limit:g} s; raise time_limit"
             return PricedPlan(name, bound=found.bound, proved=False, infeasible_because=why, exact=exact)
         several = isinstance(asked, LayerSeparation) and len(asked.sizes) > 0

@@ -116,7 +116,8 @@ def _content(request: Request, layer: str, part: float) -> str:
     """`holds 37.7 M parameters and is 2.1 % of the computing`.  part: of the step's compute."""
     parameters = sum(tensor.numel for tensor in request.held[layer] if tensor.parameter)
     holds = f"holds {units.count(parameters)} parameters" if parameters else _shares(request, layer)
-    return f"{holds} and is {100 * part:.2g} % of the computing"
+    percent = f"{100 * part:.2g}" if part < 0.995 else "100"
+    return f"{holds} and is {percent} % of the computing"
 
 
 def _of_separation(request: Request, plan: Plan, found: Found, layer: str) -> str:

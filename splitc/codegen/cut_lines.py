@@ -72,7 +72,12 @@ class CutLines:
 
     def returned(self, cut: Cut) -> str:
         """What the producer's stage returns."""
-        return self.kept(cut.name) if self._returns(cut) or not cut.sent else cut.name
+        return self.kept(cut.name) if self._returns(cut) or not cut.sent or self._is_parted else cut.name
+
+    @property
+    def _is_parted(self) -> bool:
+        """Whether a rank receives as one role between what it sends as another, so that these are functions apart."""
+        return len(self._rank_program.roles) > 1
 
     def _returns(self, cut: Cut) -> bool:
         """Whether its gradient comes back in this step."""
@@ -198,6 +203,8 @@ class CutLines:
     def _sent(self, cut: Cut) -> str:
         """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
         source = self.produced(cut)
+        if self._is_parted and not self._returns(cut):
+            source = source.replace("[k]", ".pop(k)")  # nothing uses it after
         is_made = cut.spec.dtype.is_floating_point and not self._is_input(cut)
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 

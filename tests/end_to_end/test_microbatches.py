@@ -193,3 +193,32 @@ def test_a_layer_multiplied_late_where_ranks_divide_what_one_reads_is_refused() 
     plan = replace(program.plan, placements=late, microbatches=2)
     found = list(microbatch_problems(program.program, plan))
     assert len(found) == 3 and all("some have no examples in a microbatch" in problem for problem in found)
+
+
+class WithoutGradients(nn.Module):
+    """Several values without a gradient cross between the roles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g, self.a, self.b, self.aux = nn.Linear(8, 8), nn.Linear(8, 10), nn.Linear(10, 6), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x**2 * 0.1
+        return self.b(F.relu(self.a(h * torch.where(self.g(h) > 0, 1.0, 0.5)))), self.aux(h)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, "hybrid_single(microbatches=2)"),
+        (2, "hybrid_single(microbatches=3,schedule=1f1b)"),
+        pytest.param(3, "layer_separation(ranks=1+1+1,microbatches=2)", marks=pytest.mark.slow),
+    ],
+)
+def test_values_without_a_gradient_wait_for_their_turn_to_be_sent(world: int, strategy: str) -> None:
+    def loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], target) + F.cross_entropy(outputs[1], target % 4)
+
+    x, y = torch.randn(6, 8, dtype=torch.float64), torch.randint(6, (6,))
+    result = compiled(WithoutGradients().double(), (x,), y, loss, world, strategy).verify(steps=1)
+    assert result.holds, str(result)
