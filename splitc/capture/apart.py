@@ -56,7 +56,7 @@ class Apart:
     flattened: dict[fx.Node, int] = field(default_factory=dict)  # see `Program`
 
     def __post_init__(self) -> None:
-        self.couplings.update(readers_of_kept(self.program.graph) | self.terms.couplings)
+        self.couplings.update(readers_of_kept(self.program) | self.terms.couplings)
 
     def run(self, twin: Twin, tensors: Mapping[str, Tensor], noise: bool = False) -> None:
         """noise: is added to what is summed over examples, where a term is 0 without it."""
@@ -186,9 +186,8 @@ class Apart:
 
         Raises NotFinite.
         """
-        if self.couplings:
-            return ()
-        found = tuple(LossTerm(node.name, self._kind(node, use)) for node, use in self.terms.uses.items())
+        uses = {} if self.couplings else self.terms.uses
+        found = tuple(LossTerm(node.name, self._kind(node, use)) for node, use in uses.items())
         return found if not self.couplings else ()
 
     def scaled(self, part: int) -> NodeHook:

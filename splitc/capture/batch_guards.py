@@ -50,7 +50,7 @@ class BatchGuards:
 
             return execute(call.op, call.target, map_tree(call.args, pick), map_tree(dict(call.kwargs), pick))
 
-        ranges = self._ranges(at)
+        ranges = ranges_of(at, self._batches[0])
         if ranges != ((1, None),):
             self.found[BatchGuard(ranges, source())] = None
         return True
@@ -68,18 +68,18 @@ class BatchGuards:
                 known[node] = execute(node.op, node.target, args, kwargs)
         return known[node]
 
-    def _ranges(self, at: Callable[[Any], Any]) -> tuple[tuple[int, int | None], ...]:
-        """The ranges of batches with the outcome of the traced one; where there are many, the one around it."""
-        traced = self._batches[0]
-        wanted = at(traced)
-        same = _same(at, wanted)
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0])))).tolist()
-        ranges: list[tuple[int, int | None]] = [(a + 1, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        if same[-1] and all(at(batch) == wanted for batch in _FAR):
-            ranges[-1] = ranges[-1][0], None
-        if len(ranges) > _MOST_RANGES:
-            ranges = [each for each in ranges if each[0] <= traced <= (each[1] or traced)]
-        return tuple(ranges)
+
+def ranges_of(at: Callable[[Any], Any], traced: int) -> tuple[tuple[int, int | None], ...]:
+    """The ranges of batches with the outcome of the traced one; where there are many, the one around it."""
+    wanted = at(traced)
+    same = _same(at, wanted)
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], same.astype(int), [0])))).tolist()
+    ranges: list[tuple[int, int | None]] = [(a + 1, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    if same[-1] and all(at(batch) == wanted for batch in _FAR):
+        ranges[-1] = ranges[-1][0], None
+    if len(ranges) > _MOST_RANGES:
+        ranges = [each for each in ranges if each[0] <= traced <= (each[1] or traced)]
+    return tuple(ranges)
 
 
 def _same(at: Callable[[Any], Any], wanted: Any) -> Any:

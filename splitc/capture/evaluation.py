@@ -47,7 +47,7 @@ def capture_evaluation(
                 return None
             known = [layer.name for layer in program.layers]
             found = validated(found)
-            kept = [Coupling(node.name, why) for node, why in readers_of_kept(found.graph, program.graph).items()]
+            kept = [Coupling(node.name, why) for node, why in readers_of_kept(found, program).items()]
             found = gather_coupled(replace(found, coupled=(*found.coupled, *kept)), known)
             if found.in_batch not in ("", *known):
                 raise CaptureError(f"in evaluation alone examples are coupled: {found.coupled[0].why}")

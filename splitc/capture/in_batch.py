@@ -16,6 +16,7 @@ from torch import fx
 
 from splitc.ir.graph import info, stores, tensors_of_node
 from splitc.ir.program import Program, SizeSpec, TensorSpec
+from splitc.ir.regions import regions
 
 LAYER = "in_batch"
 
@@ -35,24 +36,25 @@ def in_batch_nodes(program: Program, coupling: Iterable[fx.Node]) -> set[fx.Node
         found |= more
 
 
-def readers_of_kept(graph: fx.Graph, training: fx.Graph | None = None) -> dict[fx.Node, str]:
+def readers_of_kept(program: Program, training: Program | None = None) -> dict[fx.Node, str]:
     """The nodes that use tensors in which the model keeps what it computed from a batch -> why they need all of it.
 
-    So these are alike on all ranks.  training: the graph that writes into them, if it is another one.
+    So these are alike on all ranks.  training: the program that writes into them, if it is another one.
     """
-    lines = _kept(training or graph)
-    return {
-        user: f"{node.target} keeps values of the batch ({lines[str(node.target)]}), and is alike on all ranks where "
-        f"they have all of it"
-        for node in graph.find_nodes(op="get_attr")
-        for user in node.users
-        if node.target in lines
-    }
+    writing = training or program
+    own = {name: info(node).source for node, each in regions(writing) for name in each.keeps}
+    lines, found = _kept(writing.graph, own), dict[fx.Node, str]()
+    for node in program.graph.nodes:
+        reads = () if node.op in ("get_attr", "output") or node in found else tensors_of_node(program, node)
+        if name := next((name for name in reads if name in lines), None):
+            found[node] = (
+                f"{name} keeps values of the batch ({lines[name]}), and is alike on all ranks where they have all of it"
+            )
+    return found
 
 
-def _kept(graph: fx.Graph) -> dict[str, str]:
-    """Tensors of the model that are given values that depend on the batch -> the user's line."""
-    kept: dict[str, str] = {}
+def _kept(graph: fx.Graph, kept: dict[str, str]) -> dict[str, str]:
+    """Tensors of the model that are given values that depend on the batch -> the user's line.  kept: some of them."""
     while True:
         depends: set[fx.Node] = set()
         for node in graph.nodes:
@@ -62,7 +64,7 @@ def _kept(graph: fx.Graph) -> dict[str, str]:
         found = {str(n.all_input_nodes[0].target): info(n).source for n in stores(graph) if n.args[1] in depends}
         if found.keys() <= kept.keys():
             return kept
-        kept |= found
+        kept = kept | found
 
 
 def _parameters(program: Program, node: fx.Node) -> frozenset[str]:

@@ -145,8 +145,8 @@ def _module_problems(where: str, module: nn.Module) -> Iterator[str]:
         if hasattr(nn.Module, name):
             yield f"{where} has a child named {name!r}, which hides nn.Module.{name}; rename it"
     for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-        if isinstance(value, torch.Tensor) and (kind := unusual(value)):
-            yield f"{where}.{name} is {kind[0]}, which programs cannot hold; keep it dense ({name}{kind[1]})"
+        if isinstance(value, torch.Tensor) and (found := unusual(value)):
+            yield f"{where}.{name} is {found[0]}, which programs cannot hold; keep it dense ({name}{found[1]})"
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             yield (

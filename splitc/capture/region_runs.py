@@ -138,8 +138,9 @@ class Runs:
         if not small or not len(small) == len(large) == len(others):
             raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
         seen: dict[Templates, list[tuple[_Call, _Call, Any]]] = {}
+        keeps: set[str] = set()
         for a, b, c in zip(small, large, others, strict=True):
-            _require_own(path, self._parameters, a, b, c)
+            keeps |= _kept(path, self._parameters, a, b, c)
             templates = tuple(spec.template() if spec else None for spec in _inputs(path, a, b))
             seen.setdefault(templates, []).append((a, b, _output(path, a, b, c)))
         outputs = [(templates, output) for templates, calls in seen.items() for *_, output in calls]
@@ -170,6 +171,7 @@ class Runs:
                 random=tuple(sorted({name for call in (*small, *large, *others) for name in call.random})),
                 dtypes=frozenset().union(*(call.watch.dtypes for call in small)),
                 inputs=templates,
+                keeps=frozenset(keeps),
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))
@@ -265,10 +267,11 @@ def _inputs(path: str, small: _Call, large: _Call) -> list[TensorSpec | None]:
     return [spec if isinstance(spec := infer_spec(pair, (SMALL, LARGE)), TensorSpec) else None for pair in pairs]
 
 
-def _require_own(path: str, known: set[int], *calls: _Call) -> None:
-    """Raise NoRegion for a call that writes into its inputs or reads parameters of other modules.
+def _kept(path: str, known: set[int], *calls: _Call) -> set[str]:
+    """The tensors that a call keeps for the next one: parameters without gradient, and what it makes of the batch.
 
-    Raises Never for one that writes into a parameter, or what it computes from the batch into a buffer.
+    Raises NoRegion for one that writes into its inputs or reads parameters of other modules, Never for one that writes
+    into a parameter that trains.
     """
     norms = {
         f"{name}.{key}".lstrip(".")
@@ -276,7 +279,7 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
-    parameters = {name for name, _ in calls[0].module.named_parameters()}
+    parameters, kept = dict(calls[0].module.named_parameters()), set[str]()
     for call in calls:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
@@ -286,7 +289,10 @@ def _require_own(path: str, known: set[int], *calls: _Call) -> None:
         for name, value in call.changed.items():
             first = None if name in parameters else calls[0].changed.get(name)
             if name not in norms and (first is None or not torch.equal(first, value)):
+                kept.add(f"{path}.{name}".lstrip("."))
+            if name in parameters and parameters[name].requires_grad:
                 raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
+    return kept
 
 
 def _seen(small: Tensor, large: Tensor) -> Layout:

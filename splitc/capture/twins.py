@@ -28,7 +28,7 @@ from splitc.capture.regions import own_draws, with_loss_module
 from splitc.ir.autocast import under_autocast
 from splitc.ir.graph import stores
 from splitc.ir.program import Program
-from splitc.ir.regions import Region
+from splitc.ir.regions import Region, regions
 from splitc.runtime.seeded.draws import Draws
 from splitc.runtime.seeded.mode import SeededRandom
 
@@ -101,6 +101,7 @@ class Twin:
         (self.model, loss), self._tensors = _copied((model, example.loss), wide, shared)
         self.example = replace(example, loss=loss)
         changing = {str(node.all_input_nodes[0].target) for node in stores(program.graph)}
+        changing = changing.union(*(own.keeps for _, own in regions(program)))
         known = (id(p) for name, p in model.named_parameters() if name not in changing)
         parameters = {key: self._tensors[key] for key in known}
         (other, loss), self._root_tensors = _copied((model, example.loss), wide, parameters)

@@ -7,7 +7,7 @@ the graph alone runs in float64 on parts of the batch, with BatchNorm in evaluat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -66,31 +66,11 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
             notes.append(f"Validated on {how.text}, since it does not run on generic data: {failures[0]}.")
         if not widened:
             notes.append("Examples were compared without float64, in which the model does not run.")
-        drawn = partial(data.draw, seed=seed, how=how)
-        agree = partial(_agree, program, model, example, drawn, may_widen)
-        guards = with_other_branches(program, model, example, agree)
-        found = _with(program, apart, notes)
-        said = {guard.note for guard in set(program.guards) - set(guards)}
-        more = [guard.note for guard in guards if guard not in program.guards]
-        return replace(found, guards=guards, notes=(*(n for n in found.notes if n not in said), *more))
+        compare = partial(_compare, program, model, example, may_widen=may_widen)
+        draw = partial(data.draw, seed=seed, how=how)
+        guards = with_other_branches(program, model, example, compare, draw)
+        return replace(_with(program, apart, notes), guards=guards)
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
-
-
-def _agree(
-    program: Program,
-    model: nn.Module,
-    example: Example,
-    draw: Callable[[int], dict[str, Tensor]],
-    may_widen: bool,
-    size: int,
-) -> bool:
-    """Whether the model and its graph compute the same on `size` examples."""
-    with same_generators():
-        try:
-            _compare(program, model, example, [draw(size), draw(size)], may_widen)
-        except (CaptureError, NotFinite, _Fails):
-            return False
-    return True
 
 
 def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:

@@ -82,7 +82,7 @@ class Writes:
         reshaped = self._trace.evaluator.unrecorded(lambda: is_reshaped(value, base))
         return (base, node) if node.target is operator.getitem or reshaped else None
 
-    def assign(self, held: TracedTensor, value: Any) -> None:
+    def assign(self, held: Any, value: Any) -> None:
         """Let a buffer be another tensor: `self.steps = self.steps + 1`; what held it before keeps its value."""
         name = self.owned[id(held)]
         self._require_own(name, held, value)

@@ -38,6 +38,7 @@ class OwnCode:
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
     draws: where the examples of the draws inside lie, in order.
     dtypes: in which it computes with a gradient.
+    keeps: tensors that it changes as no two ranks do that see parts of the batch.
     inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
 
@@ -54,6 +55,7 @@ class OwnCode:
     random: tuple[str, ...] = ()
     draws: tuple[Layout, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
+    keeps: frozenset[str] = frozenset()
     inputs: Templates = ()
     others: tuple[OwnCode, ...] = ()
 

@@ -47,7 +47,8 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
     if guessed := by_bytes(program):
         sections.append(wrap(f"Priced by bytes alone, since their FLOPs are unknown: {', '.join(guessed)}."))
     sections += map(wrap, _own_code(program, layers))
-    sections += map(wrap, program.notes)
+    traced = (f"Traced for batches of {guard} ({guard.source})." for guard in program.guards)
+    sections += map(wrap, (*program.notes, *traced))
     if (norms := _norm_groups(program)) is not None:
         sections.append(norms)
     return "\n\n".join(section for section in sections if section) + "\n"

@@ -74,11 +74,6 @@ class BatchGuard(NamedTuple):
         """Whether the branch is the traced one at this batch size."""
         return any(first <= batch <= (batch if last is None else last) for first, last in self.ranges)
 
-    @property
-    def note(self) -> str:
-        """The sentence for the report."""
-        return f"Traced for batches of {self} ({self.source})."
-
     def __str__(self) -> str:
         return " or ".join(f"{a} or more" if b is None else f"{a} to {b}" if b > a else f"{a}" for a, b in self.ranges)
 
