@@ -93,10 +93,7 @@ def compile_example(
     watch: Watcher | None = None,
     evaluation: bool = True,
 ) -> CompiledProgram:
-    """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read.
-
-    evaluation: see `analyse`.
-    """
+    """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read."""
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
     if plan is not None:
         settings = replace(settings, costs=COUNTED)  # the plan has its prices

@@ -1,7 +1,7 @@
 """A user's pins: patterns of layer names, and the part of a placement that each one fixes.
 
-`{"classifier.*": "fc", "head": Placement(sync="all_reduce")}`: a text is a role.  Where two patterns match a layer, the
-later one wins, part by part.
+`{"classifier.*": "fc", "head": Placement(sync="all_reduce")}`: a text is a role.  Where two patterns match a layer, it
+has the parts of both; where these contradict each other that of the later one, which must match fewer layers.
 """
 
 from __future__ import annotations
@@ -63,10 +63,21 @@ def resolve_pins(pins: Mapping[str, str | Placement], layers: Sequence[str]) -> 
             problems.append(f"pin {pattern!r} matches no layer; {_near(pattern, layers)}")
         parts = {part: value for part, value in asdict(pin).items() if value is not None}
         for layer in matching:
-            resolved[layer] = replace(resolved.get(layer, Pin()), **{**parts, "pattern": pattern})
+            before = resolved.get(layer, UNPINNED)
+            wider = {each for each in layers if fnmatchcase(each, before.pattern)}
+            if not set(matching) < wider and (old := contradicted(before, parts)):
+                more = "give the one for fewer layers last, or leave one out"
+                problems.append(f"pin {pattern!r}: {layer} has {', '.join(old)} by {before.pattern!r}; {more}")
+            resolved[layer] = replace(before, **{**parts, "pattern": pattern})
     if problems:
         raise PlacementError(bullets("these pins cannot be followed:", problems))
     return resolved
+
+
+def contradicted(pin: Placement, parts: Mapping[str, object]) -> list[str]:
+    """The parts of a pin that others contradict: `role 'fc'`."""
+    own = ((part, getattr(pin, part)) for part in parts)
+    return [f"{part} {value!r}" for part, value in own if value not in (None, parts[part])]
 
 
 def quote_layers(layers: Sequence[str]) -> str:

@@ -45,7 +45,7 @@ from splitc.ir.strategy import in_microbatches
 from splitc.passes.analysis import analyse
 from splitc.passes.measure_costs import MEASURED
 from splitc.passes.place import Place
-from splitc.passes.planner.pins import unknown_words
+from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.report.what_if import advice
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ def _cluster(name: str | None, quiet: bool, measure: bool) -> Cluster | None:
 def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:
     """`["classifier.*=fc", "head=holding:sharded,group:2"]` -> role or Placement by pattern.
 
-    For a pattern given twice the later parts win.  Raises PlacementError listing all that are malformed.
+    A pattern given twice has the parts of both.  Raises PlacementError listing all that are malformed.
     """
     pins: dict[str, str | Placement] = {}
     problems: list[str] = []
@@ -183,7 +183,9 @@ def parse_pins(pairs: list[str]) -> dict[str, str | Placement]:
         if wrong:
             continue
         before = pins.pop(pattern, Placement())
-        placement = replace(Placement(role=before) if isinstance(before, str) else before, **parts)
+        before = Placement(role=before) if isinstance(before, str) else before
+        problems += [f"--pin {pair}: {pattern} has {old} already" for old in contradicted(before, parts)]
+        placement = replace(before, **parts)
         only_role = placement == Placement(role=placement.role) and placement.role is not None
         pins[pattern] = str(placement.role) if only_role else placement
     if problems:

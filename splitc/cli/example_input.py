@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from traceback import extract_tb
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitc import units
+from splitc.cost_models.profiling.measured import free_memory
 from splitc.errors import CaptureError
 from splitc.runtime.nested import parts, replaced, tensors
 
@@ -19,6 +21,8 @@ _FORM = (
     "write sizes as in 4x3x224x224, batch size first; a single number sets only the batch size; separate inputs by "
     "commas"
 )
+_FEW = 1024  # rows, which need no question
+_COPIES = 8  # of an example, which its analysis makes at most
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -43,6 +47,9 @@ def evaluated(offered: Any, where: str, batch: int | None = None) -> Any:
     if isinstance(offered, nn.Module | Tensor) or not callable(offered):
         return offered
     options = {"batch": batch} if batch is not None and takes_batch(offered) else {}
+    if options and batch is not None and batch > _FEW:
+        few = evaluated(offered, where, _FEW)
+        require_room(sum(part.nbytes for _, part in tensors(as_tuple(few))) * batch // _FEW, batch)
     try:
         return offered(**options)
     except Exception as error:
@@ -68,6 +75,7 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
     """
     if example is None:
         dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+        require_room(sum(map(prod, sizes)) * dtype.itemsize, sizes[0][0])
         return tuple(_random(shape, dtype, 2) for shape in sizes)
     given = dict(tensors(example if isinstance(example, Mapping) else as_tuple(example)))
     if len(sizes) == 1 and len(sizes[0]) == 1:
@@ -78,6 +86,11 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
             f"--input gives {units.numbered(len(sizes), 'size')}, but the example has "
             f"{units.numbered(len(given), 'tensor')}{named}; {_FORM}"
         )
+    asked = [
+        (like, shape if len(shape) > 1 else (*shape, *like.shape[1:]))
+        for like, shape in zip(given.values(), sizes, strict=True)
+    ]
+    require_room(sum(prod(shape) * like.itemsize for like, shape in asked), sizes[0][0])
     for (path, like), shape in zip(list(given.items()), sizes, strict=True):
         if len(shape) == 1:
             given[path] = rows(like, shape[0])
@@ -85,6 +98,15 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
             high = int(like.max()) + 1 if like.numel() and not like.dtype.is_floating_point else 2
             given[path] = _random(shape, like.dtype, high)
     return replaced(example if isinstance(example, Mapping) else as_tuple(example), given)
+
+
+def require_room(nbytes: int, batch: int) -> None:
+    """Raise CaptureError when this machine has no memory for an example of so many bytes and its analysis."""
+    if _COPIES * nbytes > (free := free_memory(torch.device("cpu"))):
+        raise CaptureError(
+            f"--input: an example of {units.numbered(batch, 'row')} takes {units.nbytes(nbytes)}, its analysis "
+            f"{_COPIES} times as much, and this machine has {units.nbytes(free)}; give the batch of one rank, or fewer"
+        )
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:
@@ -96,7 +118,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:
 def rows(value: Any, batch: int) -> Any:
     """The first `batch` rows of every tensor in `value`, repeated when there are fewer."""
     if isinstance(value, Tensor):
-        return torch.cat([value] * -(-batch // max(value.shape[0], 1)))[:batch] if value.dim() else value
+        return value.repeat(-(-batch // max(len(value), 1)), *[1] * (value.dim() - 1))[:batch] if value.dim() else value
     return replaced(value, {path: rows(tensor, batch) for path, tensor in tensors(value)})
 
 

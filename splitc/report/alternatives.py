@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 
 from splitc.errors import PlacementError
@@ -43,12 +43,15 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
 
     Raises PlacementError when no layer matches, and when there is no plan without a further pin.
     """
-    matching_layers(program, pattern)
+    asked_of = set(matching_layers(program, pattern))
     chosen = place.run(program).plan
-    others = {other: asked for other, asked in place.pins.items() if other != pattern}
+    within = [other for other in place.pins if asked_of.issuperset(matching_layers(program, other))]
+    others = {other: asked for other, asked in place.pins.items() if other not in within}
     found = []
     for name, pin, strategy in _placements(program, place.world):
-        pinned = replace(place, pins={**others, pattern: pin})
+        parts = {part: None for part, value in asdict(pin).items() if value is not None}
+        inside = {each: replace(_as_placement(place.pins[each]), **parts) for each in within if each != pattern}
+        pinned = replace(place, pins={**others, **inside, pattern: pin})
         tried = [pinned]
         if isinstance(place.strategy, Auto):
             tried.append(replace(pinned, strategy=in_microbatches(strategy, place.strategy.microbatches)))
@@ -56,6 +59,10 @@ def alternatives(place: Place, program: Program, pattern: str) -> Iterator[Alter
     if not any(each.chosen for each in found):
         yield _priced(Alternative("as chosen", Placement()), [place], program, chosen)
     yield from found
+
+
+def _as_placement(asked: str | Placement) -> Placement:
+    return Placement(role=asked) if isinstance(asked, str) else asked
 
 
 def matching_layers(program: Program, pattern: str) -> list[str]:

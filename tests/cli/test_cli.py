@@ -19,6 +19,7 @@ from splitc.cli.options import memory, parse
 from splitc.cli.progress import Step
 from splitc.cost_models.clusters.files import known_clusters
 from splitc.cost_models.clusters.named import load_cluster
+from splitc.errors import PlacementError
 from splitc.ir.cluster_file import from_data, parse_cluster
 from splitc.ir.placements import Placement
 from tests import ROOT
@@ -148,9 +149,13 @@ def test_a_pin_of_parts_by_name_is_a_placement() -> None:
     assert parse_pins([f"x={whole}"]) == {"x": Placement("fc", "sharded", "none", 2, "rows")}
 
 
-def test_of_two_pins_with_one_pattern_the_later_counts_part_by_part() -> None:
-    pins = parse_pins(["a=fc", "b=conv", "a=sync:none,group:2", "a=group:4"])
+def test_two_pins_with_one_pattern_have_the_parts_of_both_and_may_not_contradict_each_other() -> None:
+    pins = parse_pins(["a=fc", "b=conv", "a=sync:none,group:4", "a=group:4"])
     assert pins == {"b": "conv", "a": Placement(role="fc", sync="none", group=4)} and list(pins) == ["b", "a"]
+    with pytest.raises(
+        PlacementError, match=r"--pin a=role:conv,group:2: a has role 'fc' already\n.*group '?4'? already"
+    ):
+        parse_pins(["a=fc", "a=group:4", "a=role:conv,group:2"])
 
 
 def test_pins_of_parts_make_a_mixture(capsys: Capture) -> None:

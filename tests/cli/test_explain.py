@@ -54,12 +54,14 @@ def test_a_placement_that_a_layer_cannot_have_says_why() -> None:
 
 def test_layers_of_one_pattern_are_placed_alike_and_other_pins_stay() -> None:
     _, program = analysed()
-    pins = {"fc7": Placement(holding="replicated", sync="all_reduce"), "fc*": Placement(sync="late_multiply")}
+    pins = {"fc7": Placement(holding="replicated"), "fc*": Placement(sync="late_multiply")}
     place = Settings(2, cluster=load_cluster("v100-10gbe"), pins=pins).place()
     plan = place.run(program).plan
     assert {plan.placements[layer].sync for layer in ("fc6", "fc7", "fc8")} == {"late_multiply"}
     found = priced(2, "fc*", pins=pins)["late_multiply"]
     assert found.chosen and found.plan.startswith(plan.strategy)
+    narrow = {"fc7": Placement(holding="replicated", sync="all_reduce")}  # which an alternative of all layers replaces
+    assert priced(2, "fc*", pins=narrow)["late_multiply"].plan == found.plan
 
 
 def test_an_unknown_layer_is_refused_with_near_names() -> None:

@@ -127,3 +127,13 @@ def test_input_stands_in_for_an_example_that_is_not_there() -> None:
 def test_rows_keep_scalars_and_go_into_tuples() -> None:
     first, second = rows((torch.arange(4), torch.tensor(1.0)), 2)
     assert isinstance(first, Tensor) and first.tolist() == [0, 1] and second.dim() == 0
+
+
+@pytest.mark.parametrize("example", ["torch.randn(4, 6)", "lambda batch=4: torch.randn(batch, 6)", "None"])
+def test_the_size_of_an_example_is_asked_before_it_is_made(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.cli.example_input.free_memory", lambda where: 1e6)
+    path = write(f"import torch\nmodel = torch.nn.Linear(6, 3)\nexample = {example}\n")
+    assert len(load_model(path, "4x6").example.tensors) == 1
+    for size in ("999999999x6", "999999999") if example != "None" else ("999999999x6",):
+        with pytest.raises(CaptureError, match=r"999999999 rows takes 24.0 GB, its analysis 8 times .* has 1.00 MB"):
+            load_model(path, size)

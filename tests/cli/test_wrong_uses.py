@@ -104,6 +104,7 @@ OPTIONS = [
     ("inspect net.py --world 2 --pin first=sync:", "--pin first=sync:: sync has no value"),
     ("inspect net.py --world 2 --pin first=group:2,group:4", "group is given twice"),
     ("inspect net.py --world 2 --pin first=a:1,group:x --pin second", "no part 'a'", "second: write PATTERN=PLACE"),
+    ("inspect net.py --world 2 --pin first=fc --pin first=conv", "--pin first=conv: first has role 'fc' already"),
     ("inspect net.py --world 2 --input 4x", "--input 4x: write sizes as in 4x3x224x224"),
     ("inspect net.py --world 2 --input 0x6", "every size must be at least 1"),
     ("inspect net.py --world 2 --input 4x6,5x6", "inputs have different batch sizes"),

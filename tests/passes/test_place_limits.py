@@ -69,6 +69,12 @@ def test_a_pinned_layer_runs_where_it_was_pinned_and_says_so() -> None:
     assert plan.prediction.reasons["conv2"].startswith("pinned by 'conv2'; ")
 
 
+@pytest.mark.parametrize("pins", [{"fc2": "fc", "fc*": "conv"}, {"fc2": "fc", "*2": "conv"}])
+def test_of_pins_that_contradict_each_other_the_later_must_match_fewer_layers(pins: dict[str, str]) -> None:
+    with pytest.raises(PlacementError, match=r"fc2 has role 'fc' by 'fc2'; give the one for fewer layers last"):
+        place(separable(), 4, pins=pins)
+
+
 def test_later_pins_win_part_by_part() -> None:
     pins = {"fc*": Placement(role="conv", holding="replicated"), "fc2": "fc"}
     plan = place(separable(), 4, pins=pins)
