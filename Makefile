@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS    =
+ROUNDS  = 20
 PARALLEL = -n auto --dist loadfile
 
 VENV   := .venv
@@ -9,10 +10,10 @@ RUN    := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-all lint types clean
+.PHONY: help demo test test-fast test-all test-steady lint types clean
 
 help:       ## list the targets
-	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"extra options of the command\"]"
+	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"extra options of the command\"] [ROUNDS=20]"
 	@sed -n 's/^\([a-z-]*\): .*## \(.*\)/  \1 - \2/p' Makefile | awk -F ' - ' '{ printf "%-11s  %s\n", $$1, $$2 }'
 
 demo: $(VENV)/demo.stamp  ## install splitc into .venv and train a small model on the ranks of this machine
@@ -30,6 +31,13 @@ test-fast: $(VENV)/dev.stamp  ## run the tests that start no processes, as pre-c
 test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones
 	@echo "test-all: all tests, including slow ones"
 	@$(RUN) pytest $(PARALLEL) -m "" $(ARGS)
+
+test-steady: $(VENV)/dev.stamp  ## run the tests that start threads or processes ROUNDS times, until one fails
+	@for round in $$(seq $(ROUNDS)); do \
+		echo "test-steady: round $$round of $(ROUNDS)"; \
+		$(RUN) pytest -q -x $(PARALLEL) -m "ranks or processes" $(ARGS) || \
+			{ echo "test-steady: failed in round $$round of $(ROUNDS)" >&2; exit 1; }; \
+	done
 
 lint: $(VENV)/dev.stamp  ## check style and form with ruff
 	@echo "lint: ruff check, ruff format --check"

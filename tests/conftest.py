@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -17,6 +18,21 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
+
+
+STARTS = re.compile(
+    r"\b(run_ranks|on_\w+|worker_of|load_worker|verify\w*|Thread\w*|Popen|subprocess|delays)\(|threading\."
+)
+"""What a file of tests that starts threads or processes names."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark with `ranks` the tests of files that start threads or processes, by their helpers too."""
+    for path in {item.path for item in items}:
+        if STARTS.search(path.read_text(encoding="utf-8")):
+            for item in items:
+                if item.path == path:
+                    item.add_marker("ranks")
 
 
 os.environ["SPLITC_CACHE"] = "off"  # tests see what is computed, and processes that they start do too
