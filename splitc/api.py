@@ -46,7 +46,7 @@ def compile(
     plan: Plan | None = None,
     watch: Watcher | None = None,
 ) -> CompiledProgram | DeferredProgram:
-    """Compile the training of `model` for `world` ranks.
+    """Compile the training of `model` for `world` ranks; raise CaptureError, CostError or PlacementError.
 
     model: a module, or a function or class that returns one without arguments.
     example: one data-parallel rank's batch: a tensor, a tuple, or a dict of keyword arguments; dim 0 is the batch,
@@ -71,8 +71,6 @@ def compile(
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
     fewer that are as fast.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
-
-    Raises CaptureError, CostError or PlacementError.
     """
     with refusals_told(world) as call:
         model, code = _made(model)
