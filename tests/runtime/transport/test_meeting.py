@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from splitc.errors import CaptureError, LaunchError
 from splitc.runtime.transport.base import Transport
@@ -36,7 +36,7 @@ def meet(call: Call) -> Step:
 
 def on_meetings(*steps: list[Step]) -> list[list[str]]:
     """What each rank raised in each of its steps; "" where it met the others."""
-    store = dist.HashStore()
+    store = HashStore()
 
     def run(transport: Transport) -> list[str]:
         meeting, found = Meeting(store, transport.rank, transport.world, 20.0), list[str]()
