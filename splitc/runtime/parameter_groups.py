@@ -20,11 +20,8 @@ Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], optim.Optimizer]
 """Called with named parameters."""
 
-Whole = dict[str, nn.Parameter]
-"""The whole model's parameters on meta, in its order."""
-
-Groups = list[list[str]]
-"""The names in each group of the whole model."""
+Whole = dict[str, nn.Parameter]  # the model's parameters on meta, in its order
+Groups = list[list[str]]  # the names in each group of the whole model
 
 _FACTORY = "the optimizer's factory"
 
@@ -43,7 +40,7 @@ def call(factory: OptimizerFactory, whole: Whole, own: Named) -> tuple[optim.Opt
     Raises LaunchError when the factory changes parameters, or returns something else.
     """
     given = list({**whole, **dict(own)}.items())
-    before = [(p.requires_grad, _hooks(p)) for _, p in given]
+    before = [_seen(p) for _, p in given]
     try:
         optimizer = factory(list(given))
     except Exception as error:
@@ -53,12 +50,8 @@ def call(factory: OptimizerFactory, whole: Whole, own: Named) -> tuple[optim.Opt
             f"{_FACTORY} fails, {type(error).__name__}: {error}; it is called with all parameters of the model, of "
             f"which those of other ranks have names, shapes and dtypes, but no values"
         ) from error
-    for (name, p), (trained, hooks) in zip(given, before, strict=True):
-        if p.requires_grad != trained or _hooks(p) != hooks:
-            what = f"puts a hook on {name}" if _hooks(p) != hooks else f"changes requires_grad of {name}"
-            raise LaunchError(
-                f"{_FACTORY} {what}, which ranks that have parts of the gradient cannot follow; leave it out"
-            )
+    for name in [name for (name, p), seen in zip(given, before, strict=True) if _seen(p) != seen][:1]:
+        raise LaunchError(f"{_FACTORY} puts a hook on {name}, or freezes it; a rank has a part of its gradient")
     if not hasattr(optimizer, "param_groups"):
         raise LaunchError(f"{_FACTORY} returns a {type(optimizer).__name__}; let it return an optimizer")
     names, kept = {id(p): name for name, p in given}, {id(p) for _, p in own}
@@ -77,10 +70,7 @@ def require_alike(own: tuple[optim.Optimizer, Groups], whole: tuple[optim.Optimi
     expected = _told(*whole)
     for (name, key), value in _told(*own).items():
         if value != (other := expected.get((name, key))):
-            raise LaunchError(
-                f"{_FACTORY} gives {name} {key}={value}, and {key}={other} among whole parameters; let groups and "
-                f"options follow from names, positions and numbers of dims"
-            )
+            raise LaunchError(f"{_FACTORY} gives {name} {key}={value}, and {other} among whole parameters; go by names")
 
 
 def _told(optimizer: optim.Optimizer, groups: Groups) -> dict[tuple[str, str], Any]:
@@ -95,5 +85,6 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _hooks(parameter: Tensor) -> int:
-    return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+def _seen(p: Tensor) -> tuple[bool, int]:
+    """Whether a parameter is trained, and how many hooks it has."""
+    return p.requires_grad, len(p._backward_hooks or ()) + len(getattr(p, "_post_accumulate_grad_hooks", None) or ())

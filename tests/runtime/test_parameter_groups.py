@@ -123,7 +123,7 @@ def freezing(params: Params) -> torch.optim.Optimizer:
     [
         (hooked, "puts a hook on trunk.0.weight"),
         (accumulating, "puts a hook on head.2.bias"),
-        (freezing, "changes requires_grad of trunk.0.weight"),
+        (freezing, "puts a hook on trunk.0.weight, or freezes it"),
     ],
 )
 def test_what_a_factory_does_to_parameters_is_refused_by_name(strategy: str, factory: Any, problem: str) -> None:
@@ -137,7 +137,7 @@ def by_size(params: Params) -> torch.optim.Optimizer:
 
 def test_options_that_follow_from_the_part_that_a_rank_has_are_refused_by_name() -> None:
     _, program = made("modulo_shard(mp=2)")
-    with pytest.raises(LaunchError, match=r"gives head.2.weight lr=0.2, and lr=0.1 among whole parameters"):
+    with pytest.raises(LaunchError, match=r"gives head.2.weight lr=0.2, and 0.1 among whole parameters"):
         on_workers(program, lambda worker: None, optimizer=by_size)
 
 

@@ -102,12 +102,11 @@ class Contents:
 
         Beside the options of a group: whether this rank has parameters of it.
         """
-        numbers = {}
+        numbers: dict[str, dict[str, Any]] = {}
         for optimizer, name, parameter in self.optimized():
             if self.state.is_writer(name):
-                state = optimizer.state[parameter].items()
-                kept = {key: value.device.type if isinstance(value, Tensor) else (value,) for key, value in state}
-                numbers[self.state.first_name(name)] = kept
+                kept = numbers[self.state.first_name(name)] = dict(optimizer.state[parameter])
+                kept.update({k: v.device.type if isinstance(v, Tensor) else (v,) for k, v in kept.items()})
         every = zip(*(each.param_groups for each in self.optimizers.values()), strict=True)
         groups = [max(((bool(g["params"]), options_of(g)) for g in same), key=lambda each: each[0]) for same in every]
         return self.kinds, groups, numbers, {name: each.state_dict() for name, each in self.objects.items()}

@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints, on every disk that its ranks write to.
 
-    run/step-000020/            a checkpoint: a folder of torch.distributed.checkpoint
+    run/step-000020/            a checkpoint: a folder of torch.distributed.checkpoint, and its .manifest
     run/step-000030.*.partial/  one that is being written, or was when its process was killed
 
 Ranks that see the same folder share a disk.  A checkpoint gets its name when all disks have their files.  Where there
@@ -55,11 +55,6 @@ class Disks:
     run: str
     known: set[tuple[str, ...]] = field(default_factory=set)
 
-    @property
-    def stands(self) -> bool:
-        """Whether this rank stands for its disk."""
-        return self.of[self.transport.rank] == self.transport.rank
-
     def foreign(self) -> list[str]:
         """The checkpoints here that are not of this run."""
         text = "was written by another run, which would lose it; go on from it with resume, or give another folder"
@@ -96,7 +91,7 @@ class Disks:
 
         Those of later steps, which the run gave up when it went on from an earlier one, are renamed.
         """
-        path, old = self.folder / named(step), self.folder / f"{named(step)}.old"
+        path, stands = self.folder / named(step), self.transport.rank in self.stand
 
         def rename() -> list[str]:
             lock = os.open(self.folder, os.O_RDONLY)
@@ -106,15 +101,19 @@ class Disks:
                 if problems := self.foreign():
                     return problems
                 if path.exists():
-                    shutil.rmtree(old, ignore_errors=True)
+                    shutil.rmtree(old := path.with_suffix(".old"), ignore_errors=True)
                     path.rename(old)
                 self.partial(step).rename(path)
                 return []
             finally:
                 os.close(lock)
 
-        attempt(self.transport, f"{self.folder}: no checkpoint was written", rename if self.stands else list)
-        if self.stands:
+        attempt(
+            self.transport,
+            f"{self.folder}: no checkpoint was written",
+            rename if self.transport.rank in self.stand else list,
+        )
+        if self.transport.rank in self.stand:
             steps = steps_in(self.folder)
             for later in (each for each in steps if each > step):
                 steps[later].rename(self.folder / f"{named(later)}.superseded")
@@ -155,7 +154,7 @@ def find_disks(transport: Transport, folder: Path) -> Disks:
 
     attempt(transport, f"{folder}: no folder for checkpoints", claim)
     found = Disks(transport, folder, transport.all_gather_objects(int(mark.read_text())), token, run=token)
-    if found.stands:
+    if transport.rank in found.stand:
         mark.unlink()
     return found
 
@@ -177,8 +176,7 @@ def newest(disks: Disks, at: int | None = None) -> tuple[Path, list[str]] | None
     manifests = {step: each for table in reversed(tables) for step, each in table.items() if each}
     if len(runs := {each.run: named(step) for table in tables for step, each in table.items() if each}) > 1:
         raise LaunchError(
-            f"{disks.folder} holds {' and '.join(runs.values())} of different runs; resume from one by its name, "
-            f"{disks.folder / named(max(manifests))}, or move those of other runs away"
+            f"{disks.folder} holds {' and '.join(runs.values())} of different runs; name the one to resume"
         )
     problems: list[str] = []
     for step in sorted({step for table in tables for step in table}, reverse=True):
@@ -209,7 +207,7 @@ def _brought(disks: Disks, path: Path, manifest: Manifest) -> list[str]:
         source = next(disk for disk, names in there.items() if name in names)
         for disk in (disk for disk, names in there.items() if name not in names):
             disks.send(path / name, source, disk)
-    if disks.stands and Manifest.of(path) != manifest:
+    if disks.transport.rank in disks.stand and Manifest.of(path) != manifest:
         manifest.write(path)
     disks.transport.barrier()
     return []

@@ -47,7 +47,7 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
             yield f"{name.partition('.')[2]}: the checkpoint has {has}, this run {describe(now)}"
     kept = {f"model.{name}" for name in own.state.first_names.values()}
     for full in (each for each in saved.metadata.state_dict_metadata if each.startswith("model.") and each not in kept):
-        yield f"{full.partition('.')[2]}: the checkpoint has {describe(saved.like(full))}, this run none of its own"
+        yield f"{full.partition('.')[2]}: the checkpoint has it, this run has none of its own"
 
 
 def _by_name(groups: Groups) -> dict[str, str]:

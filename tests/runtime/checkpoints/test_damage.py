@@ -17,7 +17,8 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from splitc.runtime.checkpoints.manifest import MANIFEST
 from splitc.runtime.worker import Worker
-from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, planned, steps
+from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, steps
+from tests.support.every_strategy import planned
 from tests.support.ranks import adam, on_workers
 from tests.support.run_state import run_state
 from tests.support.sampling import sampled

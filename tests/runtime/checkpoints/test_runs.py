@@ -119,7 +119,7 @@ def test_a_folder_with_checkpoints_of_several_runs_is_resumed_by_name_alone(tmp_
     shutil.copytree(tmp_path / "b" / "step-000002", tmp_path / "a" / "step-000002")
 
     def run(worker: Worker) -> int:
-        with pytest.raises(LaunchError, match=r"holds step-\d+ and step-\d+ of different runs; resume from one"):
+        with pytest.raises(LaunchError, match=r"holds step-\d+ and step-\d+ of different runs; name the one to resume"):
             worker.resume(tmp_path / "a")
         made = worker.resume(tmp_path / "a" / "step-000001")
         with pytest.raises(LaunchError, match=f"step-000002 {FOREIGN}"):
