@@ -108,12 +108,8 @@ class Disks:
             finally:
                 os.close(lock)
 
-        attempt(
-            self.transport,
-            f"{self.folder}: no checkpoint was written",
-            rename if self.transport.rank in self.stand else list,
-        )
-        if self.transport.rank in self.stand:
+        attempt(self.transport, f"{self.folder}: no checkpoint was written", rename if stands else list)
+        if stands:
             steps = steps_in(self.folder)
             for later in (each for each in steps if each > step):
                 steps[later].rename(self.folder / f"{named(later)}.superseded")
