@@ -63,11 +63,9 @@ def compile(
     microbatches: parts of each reader's batch that go through the ranks one after another, so that ranks compute while
     values travel; "auto": as the strategy says, else 1.
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
-    batch: how a batch is divided, where not all tensors have a dim of examples of one size: {"edge_index": None}, which
-    is whole on every rank, or {"tokens": 1}, the dim of its examples; or a function of (batch, a, b), which returns
-    examples a to b of a batch, inputs and target or the inputs alone, in the same structure (jagged tensors).
-    costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, which must be of the kind
-    that the cluster has.
+    batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
+    its examples; or a function of (batch, a, b) that returns examples a to b of a batch, as given (jagged tensors).
+    costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, like the cluster's.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
     fewer that are as fast.
     plan: compile this plan instead of choosing one.  watch: called after every pass.

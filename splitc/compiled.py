@@ -227,17 +227,14 @@ class CompiledProgram:
         if processes:
             require_importable(self.program, "verify(processes=True)")
         sizes = scaled_down(self.plan.local_batches, examples if examples is not None else 8)
-        while self.program.part is not None and sum(sizes) > self.program.batch and max(sizes) > 1:
-            sizes = scaled_down(sizes, max(sizes) - 1)  # there are no others than the example's
         if examples is None and not runs_batches_of(self.program, sizes):
             sizes = self.plan.local_batches
         with borrowed(self._model, self._example.loss, dtype):
             compiled = self if dtype is None else self._in_dtype(dtype)
             parts = compiled.program, compiled.files, compiled._model, compiled._example, compiled.weights()
             result = verify_program(*parts, sizes, processes=processes, steps=steps, seed=seed)
-        if self.program.autocast is None or dtype is None:
-            return result
-        return replace(result, notes=(*result.notes, "autocast was off on both sides"))
+        was_off = self.program.autocast is not None and dtype is not None
+        return replace(result, notes=(*result.notes, *["autocast was off on both sides"] * was_off))
 
     def save(self, folder: str | Path, standalone: bool = False) -> Path:
         """Write the scripts, launch.py, plan.json and weights.pt into `folder`.

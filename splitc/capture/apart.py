@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from splitc.capture.division import examples_of
 from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
 from splitc.capture.region_flow import ran
@@ -62,7 +63,7 @@ class Apart:
         """noise: is added to what is summed over examples, where a term is 0 without it."""
         runners = [NodeRunner(twin.root, self.program.graph) for _ in PARTS]
         for runner, rows in zip(runners, PARTS, strict=True):
-            values = twin.values(rows_of(self.program, tensors, rows))
+            values = twin.values(examples_of(self.program, tensors, rows[0], rows[-1] + 1))
             placeholders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
             runner.args_iter = iter([values[str(n.target)] for n in placeholders])
         tainted = set(self.couplings)
@@ -236,19 +237,6 @@ class Apart:
             f"(use a loss that is a sum, a mean or a weighted mean over examples)",
         )
         return ""
-
-
-def rows_of(program: Program, tensors: Mapping[str, Tensor], rows: tuple[int, ...]) -> dict[str, Tensor]:
-    """These examples of every tensor."""
-    if program.part is not None:
-        return program.part(tensors, rows[0], rows[-1] + 1)
-    dims = {each.name: each.spec.batch_dim for each in program.inputs}
-    return {
-        name: tensor
-        if (dim := dims.get(name, 0)) is None
-        else tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
-        for name, tensor in tensors.items()
-    }
 
 
 def _outer_rows(

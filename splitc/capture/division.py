@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from splitc.errors import CaptureError
+from splitc.ir.program import Program
 from splitc.runtime.nested import Path, at, replaced
 
 Batch = Mapping[str, int | None] | Callable[[Any, int, int], Any] | None
@@ -42,6 +43,15 @@ class Division:
         found = self.function(replaced(self.given, {p: tensors[n] for n, p in self.paths.items()}), first, last)
         rows = {name: tensor[first:last] for name, tensor in tensors.items()}
         return {**rows, **{name: at(found, path) for name, path in self.paths.items()}}
+
+
+def examples_of(program: Program, tensors: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
+    """Some examples of every tensor, in memory as all of them are."""
+    if program.part is not None:
+        return program.part(tensors, first, last)
+    dims = {each.name: each.spec.batch_dim for each in program.inputs}
+    found = {n: t if (dim := dims[n]) is None else t.narrow(dim, first, last - first) for n, t in tensors.items()}
+    return {name: part.contiguous() if tensors[name].is_contiguous() else part for name, part in found.items()}
 
 
 def division_of(

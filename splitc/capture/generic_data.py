@@ -10,7 +10,7 @@ Where a model does not run on such data, what is nearer to the example is tried:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from splitc.errors import CaptureError
-from splitc.ir.program import Part, Program
+from splitc.ir.program import Program
 
 
 class Draw(IntEnum):
@@ -52,7 +52,7 @@ class GenericData:
     tensors: Mapping[str, Tensor]
     bounds: Mapping[str, Any] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
-    part: Part | None = None
+    part: Callable[[Mapping[str, Tensor], int, int], dict[str, Tensor]] | None = None
     number: int = 0
 
     @classmethod

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.apart import EXAMPLES, PARTS, Apart, NotFinite, rows_of
+from splitc.capture.apart import EXAMPLES, PARTS, Apart, NotFinite
+from splitc.capture.division import examples_of
 from splitc.capture.example import Example
 from splitc.capture.generic_data import Draw, GenericData
 from splitc.capture.gradients import Gradients, differing, gradients
@@ -57,7 +58,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
         try:
             with same_generators():
                 notes = _compare(program, model, example, batches, may_widen)
-                three = rows_of(program, batches[0], tuple(range(EXAMPLES)))
+                three = examples_of(program, batches[0], 0, EXAMPLES)
                 apart, widened = _apart(program, model, example, three, may_widen)
         except (NotFinite, _Fails) as error:
             failures.append(error)
@@ -222,7 +223,7 @@ def _require_gradients_apart(program: Program, twin: Twin, tensors: Mapping[str,
     for k in range(3):
         runner = NodeRunner(twin.root, program.graph, apart.scaled(k))
         with twin.running(apart=True):
-            loss = runner.run_named(twin.values(rows_of(program, tensors, PARTS[k])))
+            loss = runner.run_named(twin.values(examples_of(program, tensors, PARTS[k][0], PARTS[k][-1] + 1)))
         del runner
         runs.append(gradients(program.name, twin.root, loss))
     whole, first, rest = runs

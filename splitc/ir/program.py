@@ -165,24 +165,18 @@ class Stage:
         return {"all_reduce": self.buckets, "push": self.served}.get(action.verb, self.averaged)[action.bucket]
 
 
-Part = Callable[[Mapping[str, torch.Tensor], int, int], dict[str, torch.Tensor]]
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
 
     root: the model's modules as fake tensors (shapes without memory), under their original names.
     batch: examples in the user's example batch.  in_batch: the layer that needs the whole global batch; "": none does.
-    autocast: the dtype that every stage's forward runs under; None: none.
+    autocast: the dtype that every stage's forward runs under.  flattened: node -> `NodeInfo.outer`, where it is not 1.
     coupled: where examples begin to depend on each other; the loss has no terms then.
-    flattened: node -> `NodeInfo.outer`, where it is not 1.
-    notes: sentences for the report, such as what could not be checked.
-    guards: the batch sizes for which the branches of the trace hold.
-    evaluation: the program of evaluation mode, where it is another one; a text: why there is none.
-    outputs: the program of what the model returns, in place of the loss; a text: why there is none.
-    reads_mode: whether it may be another one, since Python asks whether the model trains.
-    part: takes examples of a batch, first to one past the last, where the user's own function divides it.
+    notes: sentences for the report.  guards: the batch sizes for which the branches of the trace hold.
+    evaluation: the program of evaluation mode, where it is another one.  reads_mode: whether it may be.
+    outputs: the program of what the model returns, in place of the loss; a text: why there is none, as of `evaluation`.
+    part: takes examples of a batch, where the user's own function divides it.
     """
 
     name: str
@@ -203,7 +197,7 @@ class Program:
     evaluation: Program | str | None = None
     outputs: Program | str = ""
     reads_mode: bool = True
-    part: Part | None = None
+    part: Callable[[Mapping[str, torch.Tensor], int, int], dict[str, torch.Tensor]] | None = None
     costs: Mapping[str, CostLine] = field(default_factory=dict)
 
     def allows(self, batch: int) -> bool:

@@ -185,8 +185,6 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         value = self._arrived(value, self.role, "gathered")
         return self._group.transition(value, Transition(source, target), self._extents(features, dim, rows))
 
-    # -- within the role -----------------------------------------------------------------------------------------------
-
     @contextmanager
     def all_reduce(self, stage: nn.Module, buckets: Buckets) -> Iterator[None]:
         """Sum the gradients of `stage` over the replicas; each bucket starts once the backward inside has filled it.

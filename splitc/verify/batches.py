@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from splitc.capture.division import examples_of
 from splitc.capture.example import Example
 from splitc.capture.generic_data import Draw, GenericData
 from splitc.ir.program import Program
@@ -36,19 +37,17 @@ def split_batch(program: Program, batch: Batch, local_batches: Sequence[int]) ->
     return [tuple(examples_of(program, batch, first, last).values()) for first, last in bounds]
 
 
-def examples_of(program: Program, batch: Batch, first: int, last: int) -> dict[str, Tensor]:
-    """Some examples of every tensor, in memory as all of them are."""
-    if program.part is not None:
-        return program.part(batch, first, last)
-    dims = {each.name: each.spec.batch_dim for each in program.inputs}
-    found = {n: t if (dim := dims[n]) is None else t.narrow(dim, first, last - first) for n, t in batch.items()}
-    return {name: part.contiguous() if batch[name].is_contiguous() else part for name, part in found.items()}
-
-
 def number_of_examples(program: Program, batch: Batch) -> int:
     """The examples of a batch."""
     dims = ((each.name, each.spec.batch_dim) for each in program.inputs if each.loose is None)
     return next(batch[name].shape[dim] for name, dim in dims if dim is not None)
+
+
+def within_example(program: Program, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of readers' batches, scaled down where a function divides the example, to which none can be added."""
+    while program.part is not None and sum(sizes) > program.batch and max(sizes) > 1:
+        sizes = scaled_down(sizes, max(sizes) - 1)
+    return sizes
 
 
 def scaled_down(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from splitc.capture.division import examples_of
 from splitc.capture.example import Example
 from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
@@ -30,7 +31,7 @@ from splitc.runtime.launch.trial import Trial
 from splitc.runtime.seeded.draws import Draws, Label, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.spec import Neurons
-from splitc.verify.batches import examples_of, number_of_examples
+from splitc.verify.batches import number_of_examples
 from splitc.verify.borrowed import borrowed, converted
 from splitc.verify.norm_groups import count_batches, further_calls, norm_groups, unit_examples
 from splitc.verify.rounds import STATISTICS, Outer, Round, Subnet, shared

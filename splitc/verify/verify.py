@@ -38,7 +38,7 @@ from splitc.ir.program import LoweredProgram, PlacedProgram, TensorSpec
 from splitc.ir.regions import regions
 from splitc.runtime.launch.trial import Trial, run_trial, torchrun_trial
 from splitc.runtime.transport.simulated import run_ranks
-from splitc.verify.batches import draw_batches, split_batch
+from splitc.verify.batches import draw_batches, split_batch, within_example
 from splitc.verify.comparison import TOLERANCES, Comparison, zero_gradients
 from splitc.verify.norm_groups import norm_groups
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, exact_reference, loss_of_copy, reference
@@ -96,6 +96,7 @@ def verify_program(
 
     example: one reader's batch, like which all batches are drawn.  local_batches: examples of each reader in a step.
     """
+    local_batches = within_example(program, tuple(local_batches))
     world, size, period = program.plan.world, sum(local_batches), 1
     if program.plan.rounds is not None:
         period = 1 if program.plan.rounds.in_turns else min(program.plan.rounds.steps, 2)
