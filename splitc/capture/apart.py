@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from splitc.capture.division import examples_of
 from splitc.capture.in_batch import readers_of_kept
 from splitc.capture.loss_terms import LossTerms, is_aggregate, is_weighted_mean
-from splitc.capture.region_flow import ran
+from splitc.capture.region_flow import Couples, ran
 from splitc.capture.source_lines import first_line
 from splitc.capture.twins import Twin
 from splitc.errors import CaptureError
@@ -85,14 +85,14 @@ class Apart:
         values: list[Any] = []
         for k, runner in enumerate(runners):
             try:
-                if is_region(node):
-                    value, why = ran(node, runner, not k and self.program.part is None, self.flattened)
-                    if why:
-                        self.couplings[node] = why
-                        return
+                if k and self._is_known(node):
+                    value = self._rows(node, values[0], k)
                 else:
-                    is_known = k and self._is_known(node)
-                    value = self._rows(node, values[0], k) if is_known else runner.run_node(node)
+                    follow = not k and self.program.part is None
+                    value = ran(node, runner, follow, self.flattened) if is_region(node) else runner.run_node(node)
+            except Couples as error:
+                self.couplings[node] = str(error)
+                return
             except Exception as error:
                 what = f"{info(node).source}: {node.name} fails on {len(PARTS[k])} examples: {first_line(error)}"
                 if k == 0:

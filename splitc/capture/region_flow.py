@@ -21,8 +21,12 @@ from splitc.ir.program import TensorSpec
 from splitc.runtime.nested import parts
 
 
-def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node, int]) -> tuple[Any, str]:
-    """What a region returns, and why it couples examples: "" where it does not, or `follow` is false.
+class Couples(Exception):
+    """A region couples examples; the text says why."""
+
+
+def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node, int]) -> Any:
+    """What a region returns.  Raises Couples where it couples examples, if `follow`.
 
     outer: of nodes whose rows of an example lie apart, see `Program`.
     """
@@ -36,22 +40,24 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
             return runner.run_node(node), seen
 
     value, seen = flow()
+    if seen.left:
+        raise Couples(seen.left)
     found = [(tensor, spec, seen.bits(tensor)) for tensor, spec in _specified(value, info(node).spec) if follow]
     where = f"{info(node).source}: the loss couples examples: what {node.name} makes of an example"
     for tensor, spec, bits in found:
         outers = (_examples(tensor, spec, a) for a in range(1, spec.rows + 1) if spec.rows % a == 0)
         if all(((bits < UNSURE) & (bits & ~own != 0)).any() for own in outers):
-            return value, seen.left or f"{where} is computed from several"
-    for kept, number in product((1, 2, 4), (500, -500, 0)) if seen.alone and not seen.left else ():
+            raise Couples(f"{where} is computed from several")
+    for kept, number in product((1, 2, 4), (500, -500, 0)) if seen.alone else ():
         try:
             other, changed = flow(7 - kept, number)
+            others = (tensor for tensor, _ in _specified(other, info(node).spec))
+            pairs = [(a[bits == kept], b[bits == kept]) for (a, _, bits), b in zip(found, others, strict=True)]
         except Exception:  # its code does not expect these numbers
             continue
-        others = [tensor for tensor, _ in _specified(other, info(node).spec)]
-        pairs = [(a[bits == kept], b[bits == kept]) for (a, _, bits), b in zip(found, others, strict=True)]
         if changed.left or not all(torch.allclose(a, b, rtol=1e-4, equal_nan=True) for a, b in pairs):
-            return value, f"{where} depends on numbers of others"
-    return value, seen.left
+            raise Couples(changed.left or f"{where} depends on numbers of others")
+    return value
 
 
 def _specified(value: Any, spec: Any) -> Iterator[tuple[Tensor, TensorSpec]]:
