@@ -52,7 +52,9 @@ class Flow(TorchDispatchMode):
     def bits(self, value: Tensor) -> Tensor:
         _, held = self._held.get(_key(value), (None, torch.zeros((), dtype=torch.uint8, device=value.device)))
         if held.numel() * value.element_size() != value.untyped_storage().nbytes():
-            return _any(held).expand(value.shape)  # none, or seen in another dtype, or resized
+            return (_any(held) | UNSURE * (held.numel() > 1)).expand(
+                value.shape
+            )  # none, or seen in another dtype, or resized
         return held.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def mark(self, value: Tensor, bits: Tensor) -> None:
@@ -149,14 +151,15 @@ def _known(
         return torch.zeros_like(whole)
     if torch.Tag.pointwise in func.tags or name in ("to_copy", "dropout"):
         return reduce(torch.bitwise_or, bits)
-    if len(bits) == 1 and dims and name not in _ACROSS:
+    if len(bits) == 1 and dims and name not in _ACROSS and not name.endswith("_backward"):
         found = _any(bits[0], dims)
         return found if found.dim() == value.dim() else found.squeeze(dims)
     if name.startswith(_PLACED):  # where an example writes, others may write too, on other data
         places = [_any(b) for t, b in zip(given, bits, strict=True) if t.dtype == torch.int64 or name[:4] == "hist"]
         if any(place & (place - 1) for place in places):
             return bits[0] | _any(reduce(torch.bitwise_or, bits[1:]), dims) if name[:4] == "scat" else whole
-    return None if whole & (whole - 1) and torch.Tag.reduction not in func.tags else whole
+    several = whole & (whole - 1) or name.endswith("_backward")  # which may put zeros around
+    return None if several and torch.Tag.reduction not in func.tags else whole
 
 
 def _measured(

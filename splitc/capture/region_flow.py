@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
 from splitc.capture.dataflow import UNSURE, Flow, Functions
 from splitc.capture.region_runs import unchanged
@@ -32,21 +33,39 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
     """
 
     def flow(forged: int = 0, number: int = 0) -> tuple[Any, Flow]:
-        seen = Flow(forged, number)
-        for each in node.all_input_nodes if follow else ():
-            for tensor, spec in _specified(runner.env[each], info(each).spec):
-                seen.mark(tensor, _examples(tensor, spec, outer.get(each, 1)))
+        seen, given = Flow(forged, number), {each: runner.env[each] for each in node.all_input_nodes if follow}
+        runner.env.update({each: tree_map_only(Tensor, _leaf, value) for each, value in given.items()})
+        inputs = [
+            (tensor, _examples(tensor, spec, outer.get(each, 1)))
+            for each in given
+            for tensor, spec in _specified(runner.env[each], info(each).spec)
+        ]
+        for tensor, bits in inputs:
+            seen.mark(tensor, bits)
         with unchanged(runner.fetch_attr(str(node.target)).buffers()), seen, Functions(seen):
-            return runner.run_node(node), seen
+            with torch.set_grad_enabled(follow):
+                value = runner.run_node(node)
+            results = [t for t, _ in _specified(value, info(node).spec) if t.requires_grad]
+            back = [torch.ones_like(t) for t in results]
+            with torch._C.DisableTorchFunction():
+                for tensor, gradient in zip(results, back, strict=True):
+                    seen.mark(gradient, seen.bits(tensor))
+            leaves = [(t, bits) for t, bits in inputs if t.requires_grad] if results else []
+            found = torch.autograd.grad(results, [t for t, _ in leaves], back, allow_unused=True) if leaves else ()
+        for gradient, (_, bits) in zip(found, leaves, strict=True):
+            if gradient is not None and _is_mixed(seen.bits(gradient), bits):
+                seen.left = seen.left or f"{where} has a gradient that is computed from several"
+        runner.env.update(given)
+        return tree_map_only(Tensor, Tensor.detach, value), seen
 
+    where = f"{info(node).source}: the loss couples examples: what {node.name} makes of an example"
     value, seen = flow()
     if seen.left:
         raise Couples(seen.left)
     found = [(tensor, spec, seen.bits(tensor)) for tensor, spec in _specified(value, info(node).spec) if follow]
-    where = f"{info(node).source}: the loss couples examples: what {node.name} makes of an example"
     for tensor, spec, bits in found:
         outers = (_examples(tensor, spec, a) for a in range(1, spec.rows + 1) if spec.rows % a == 0)
-        if all(((bits < UNSURE) & (bits & ~own != 0)).any() for own in outers):
+        if all(_is_mixed(bits, own) for own in outers):
             raise Couples(f"{where} is computed from several")
     for kept, number in product((1, 2, 4), (500, -500, 0)) if seen.alone else ():
         try:
@@ -58,6 +77,14 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
         if changed.left or not all(torch.allclose(a, b, rtol=1e-4, equal_nan=True) for a, b in pairs):
             raise Couples(changed.left or f"{where} depends on numbers of others")
     return value
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+def _is_mixed(bits: Tensor, own: Tensor) -> bool:
+    return bool(((bits < UNSURE) & (bits & ~own != 0)).any())
 
 
 def _specified(value: Any, spec: Any) -> Iterator[tuple[Tensor, TensorSpec]]:
