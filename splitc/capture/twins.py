@@ -36,6 +36,8 @@ CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64) | {
     torch.complex64: torch.complex128
 }
+_UNFOLDED = (F.conv2d, F.conv3d)
+"""In float64 torch unfolds their inputs, up to 27 times as many numbers, of all examples at once; here of one."""
 
 
 class NoDropout(SeededRandom):
@@ -59,6 +61,9 @@ class _Standing(NoDropout):
         args, kwargs = (map_tree(part, self._replaced) for part in (args, kwargs or {}))
         if self._wide and func in CASTS:
             func = Tensor.double
+        if self._wide and func in _UNFOLDED and len(args) > 1 and args[0].dim() == args[1].dim():
+            run = super().__torch_function__
+            return torch.cat([run(func, types, (each, *args[1:]), kwargs) for each in args[0].split(1)])
         if func is not F.batch_norm or not self._apart:
             return super().__torch_function__(func, types, args, kwargs)
         bound = inspect.signature(func).bind(*args, **kwargs)

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from splitc.capture.proxy import is_proxy
 from splitc.ir import comm_ops
 from tests.support.capturing import captured, refusal, validated
+from tests.support.compiled import analyse
 from tests.support.models import BATCH, CASES, CLASSES, Encoder, Made, labels, made, padded, vectors
 from tests.support.sampling import sampled
 
@@ -322,3 +324,24 @@ def test_attention_with_dropout_equals_torchs_own() -> None:
     model = Encoder(0.3)
     program = validated(model, padded(), labels()(), CE)
     assert sum(n.target is comm_ops.dropout for n in program.graph.nodes) == 8
+
+
+class _Convolved(TorchDispatchMode):
+    """Notes the examples of every convolution in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.examples: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "conv" in str(func) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            self.examples.add(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_convolutions_unfold_one_example_at_a_time_in_float64() -> None:
+    """Else a three-dimensional model takes several times the memory of its training."""
+    model = nn.Sequential(nn.Conv3d(1, 3, 3), nn.ReLU(), nn.Conv3d(3, 2, 3), nn.Flatten(), nn.Linear(16, 4))
+    with _Convolved() as seen:
+        analyse(model, (torch.randn(2, 1, 6, 6, 6),), torch.randint(4, (2,)), F.cross_entropy)
+    assert seen.examples == {1}
