@@ -39,7 +39,9 @@ class Layout(NamedTuple):
     def fits(self, shape: tuple[int, ...], examples: int | None) -> bool:
         """Whether a tensor of so many examples (None: of any number) may lie so."""
         sizes = (n * (examples or shape[d] // n) if d == self.dim else n for d, n in enumerate(self.shape or ()))
-        return self.shape is None or (len(shape) == len(self.shape) and shape == tuple(sizes))
+        if self.shape is None:
+            return self.dim is None or self.dim < len(shape)
+        return len(shape) == len(self.shape) and shape == tuple(sizes)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ def test_examples_are_in_dim_0_where_it_has_their_number_or_where_the_layout_say
     assert all(map(torch.equal, (rows[4:], columns[:, 4:], shared, few, merged[8:]), part))
 
 
+def test_a_number_without_dims_is_drawn_whatever_the_layout_says() -> None:
+    with SeededRandom(DRAWS, {(0,): Layout(0), (1,): Layout(1)}):
+        assert torch.rand([]).dim() == 0 and torch.rand(8).shape == (8,)
+
+
 def test_a_region_takes_one_number_whatever_it_draws() -> None:
     def after(draws: int) -> Tensor:
         with SeededRandom(DRAWS) as mode:
