@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from splitc.ir.graph import shape_of
 from splitc.ir.program import Program
 from splitc.ir.value_range import class_bound
 from splitc.runtime.own_code import plain_tensors
@@ -24,7 +25,10 @@ def real_root(program: Program, where: torch.device) -> nn.Module:
     memo: dict[int, Any] = {id(t): t for t in plain_tensors(program.root).values()}  # shared, as in `fake_copy`
     for _, parameter in program.root.named_parameters():
         memo[id(parameter)] = nn.Parameter(_weights(parameter, where), parameter.requires_grad)
-    bounds = {str(n.target): class_bound(n, program.root) for n in program.graph.nodes if n.op == "get_attr"}
+    owned = [node for node in program.graph.nodes if node.op == "get_attr"]
+    like = [torch.empty(shape_of(node), device="meta") for node in owned]
+    unknown: dict[str, torch.Tensor] = {}
+    bounds = {str(n.target): class_bound(n, program.root, x, unknown.get) for n, x in zip(owned, like, strict=True)}
     for name, buffer in program.root.named_buffers():
         memo[id(buffer)] = _buffer(buffer, bounds.get(name), where)
     return copy.deepcopy(program.root, memo)
@@ -39,7 +43,7 @@ def random_inputs(program: Program, batch: int, where: torch.device) -> dict[str
             draw = torch.rand if each.target else torch.randn
             found[each.name] = draw(shape, dtype=dtype, device=where)
         else:
-            found[each.name] = torch.randint(max(each.high or 2, 1), shape, device=where).to(dtype)
+            found[each.name] = (torch.randint(1 << 62, shape) % torch.tensor(each.high or 2)).to(where, dtype)
     return found
 
 

@@ -104,7 +104,7 @@ def _in_memory_as(seen: Tensor, drawn: Tensor) -> Tensor:
     """`drawn` with its dims in memory as those of `seen` are, so that what is a view of one is one of both."""
     order = list(range(seen.dim()))
     if not seen.is_contiguous():
-        order.sort(key=lambda dim: -seen.stride(dim))
+        order.sort(key=lambda dim: -seen.stride()[dim])
     return drawn.permute(order).contiguous().permute([order.index(dim) for dim in range(seen.dim())])
 
 

@@ -33,7 +33,8 @@ def takes(function: Any, count: int) -> bool:
     A parameter with a default takes one where that is None: `beta=1.0` is no target.
     """
     if isinstance(function, (SummedLosses, Sequence)):
-        return all(takes(each, count) for each in getattr(function, "_losses", function))
+        losses: Any = getattr(function, "_losses", function)
+        return all(takes(each, count) for each in losses)
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         signature = inspect.signature(called, follow_wrapped=False)

@@ -27,16 +27,17 @@ _PLACE = 32  # an element is followed as its place, times two to this power, and
 _UNBOUND = 1 << 62
 
 
-def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable[[str], Tensor]) -> Any:
+def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable[[str], Tensor | None]) -> Any:
     """An exclusive upper bound of the whole numbers in `node`, an input like `seen`; None where its readers imply none.
 
     Class numbers are bounded by the number of logits, indices of an embedding by its rows; where some columns are
     bounded, the others are by the largest number seen: then nested lists, which broadcast against the tensor.
-    constant: a parameter or buffer by name.
+    constant: a parameter or buffer by name, or None.
     """
     spec = tensor_spec(node)
     dim = spec.batch_dim or 0
-    sizes = torch.Size(spec.at(max(seen.shape[dim], 2)))
+    batch = max(*seen.shape[dim : dim + 1], 2, 2)
+    sizes = torch.Size(spec.at(batch))
     if sizes.numel() > _LARGE:
         return None
     found, followed = torch.full(sizes, _UNBOUND), {node: torch.arange(sizes.numel()).view(sizes) << _PLACE}
@@ -46,7 +47,7 @@ def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable
                 at = (followed[value] + (1 << _PLACE - 1)) >> _PLACE
                 limits = (bound - followed[value] + (at << _PLACE)).clamp_min(1)
                 found.view(-1).scatter_reduce_(0, at.flatten(), limits.flatten(), "amin")
-            elif (passed := _passed(user, value, followed[value], sizes[dim], constant)) is not None:
+            elif (passed := _passed(user, value, followed[value], batch, constant)) is not None:
                 followed[user] = passed
     bounds = found.amin(dim, keepdim=True)
     known = bounds[bounds < _UNBOUND]
@@ -59,15 +60,15 @@ def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable
     return int(bounds) if bounds.numel() == 1 else bounds.tolist()
 
 
-def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: Callable[[str], Tensor]) -> Any:
+def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: Callable[[str], Tensor | None]) -> Any:
     """The elements of the result, of a view or a sum with constants; None of anything else."""
     name, target, given = op_name(user), user.target, {value: elements}
     if name in _SAME:
         return elements
     for each in set(user.all_input_nodes) - {value}:
         spec = info(each).spec
-        if each.op == "get_attr":
-            given[each] = constant(str(each.target)).cpu()
+        if each.op == "get_attr" and (values := constant(str(each.target))) is not None:
+            given[each] = values.cpu()
         elif isinstance(spec, SizeSpec):
             given[each] = spec.scale * batch + spec.offset
     adds = not user.kwargs and (name == "add" or (name == "sub" and user.args[0] is value))
