@@ -25,9 +25,6 @@ _BY_NAME = {
 }
 """Functions whose options are read from the graph -> the arguments that stay positional."""
 
-FOREACH = "_foreach_"
-"""Begins the names of functions that do the same to each of several tensors."""
-
 _STATEFUL = ("embedding", "batch_norm", "instance_norm")
 """In the names of functions that may change their arguments; the options of those in torch.nn.functional are known."""
 

@@ -63,10 +63,8 @@ def gradients(name: str, root: nn.Module, loss: Tensor) -> dict[str, Gradient]:
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
         if gradient.layout is not torch.strided:
-            raise CaptureError(
-                f"the gradient of {parameter} is sparse, and ranks sum dense ones; leave out sparse=True, "
-                f"sparse_grad=True and torch.sparse where it is used"
-            )
+            remedy = "leave out sparse=True, sparse_grad=True and torch.sparse where it is used"
+            raise CaptureError(f"the gradient of {parameter} is sparse, and ranks sum dense ones; {remedy}")
         found[parameter] = Gradient.of(gradient)
 
     trained = [(n, p) for n, p in root.named_parameters() if p.requires_grad]

@@ -29,8 +29,8 @@ def python_state(model: nn.Module, loss: Any) -> dict[str, object]:
     Attributes of modules, of their classes and of objects, items of containers, variables of closures, and globals that
     forward reads; the states of random generators; of tensors two sums.
     """
-    state = _State({id(module) for module in model.modules()})
     roots = [("", model)] + ([("loss", loss)] if isinstance(loss, nn.Module) else [])
+    state = _State({id(module) for _, root in roots for module in root.modules()})
     for prefix, root in roots:
         for path, module in root.named_modules(prefix=prefix):
             for name, value in vars(module).items():

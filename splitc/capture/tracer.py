@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitc.capture.attributes import Attributes, identifier
 from splitc.capture.batch_guards import BatchGuards
-from splitc.capture.calls import FOREACH, Call, each_of, is_plain, normalized, require_recordable, with_sizes
+from splitc.capture.calls import Call, each_of, is_plain, normalized, require_recordable, with_sizes
 from splitc.capture.constants import Constants, NotConstant
 from splitc.capture.evaluate import DYNAMIC, Evaluator
 from splitc.capture.example import LOSS
@@ -111,9 +111,9 @@ class Tracer:
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A torch function or tensor method that was reached through `__torch_function__`."""
         op, target, args = operation(function, args, kwargs)
-        if (name := getattr(function, "__name__", "")).startswith(FOREACH):
-            calls = each_of(args, kwargs)
-            return tuple(self.record("call_method", name.removeprefix(FOREACH), own, of) for own, of in calls)
+        before, _, each = getattr(function, "__name__", "").partition("_foreach_")
+        if each and not before:
+            return tuple(self.record("call_method", each, own, named) for own, named in each_of(args, kwargs))
         draws = self.random.form(Call(op, target, args, kwargs)) is not None
         if not draws and not any(isinstance(v, torch.Tensor) or is_proxy(v) for v in leaves((args, kwargs))):
             return function(*args, **kwargs)  # changes a setting, or makes a tensor that is constant

@@ -209,7 +209,8 @@ def _graph_run(
 def _require_equal(program: Program, own: Tensor, captured: Tensor, allowed: float, names: Sequence[str]) -> None:
     if torch.allclose(own, captured, rtol=allowed, atol=allowed / 100, equal_nan=True):
         return
-    where = f" ({', '.join(names[:4])} changed)" if names else ""
+    advice = "begin it anew in each batch, or give a whole sequence in one batch and .detach() between its parts"
+    where = f" ({', '.join(names[:4])} changed; {advice})" if names else ""
     raise CaptureError(
         f"the captured graph computes a loss of {captured.item():.10g} where the model computes {own.item():.10g}: "
         f"{program.name} does something that a graph cannot hold, such as reading what an earlier call left behind"

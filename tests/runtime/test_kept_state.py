@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
+from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.runtime.worker import Worker
 from tests.support.capturing import validated
@@ -173,6 +174,42 @@ def test_evaluation_reads_what_training_keeps_and_keeps_nothing() -> None:
     assert first == second
     with torch.no_grad():
         assert first == pytest.approx(float(weight_zero(trained.eval()(*batches[0][:2]), batches[0][2])), rel=1e-4)
+
+
+def by_position(m: Any, z: Tensor, t: Tensor) -> Tensor:
+    at = int(m.at)
+    with torch.no_grad():
+        m.queue[:, at : at + len(t)] = t.T
+        m.at[0] = (at + len(t)) % 48
+    return (z @ m.queue.clone()).logsumexp(1)
+
+
+def test_a_queue_at_a_plain_position_is_own_code_that_has_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = Momentum(keep=by_position)
+    assert_trains_alike(model, program_of(model))
+
+
+def test_rounds_are_refused_for_units_that_would_keep_unlike_values() -> None:
+    with pytest.raises(PlacementError, match=r"in rounds units would keep unlike values in k.0.bias, k.0.weight"):
+        program_of(Momentum(), "local_sgd(period=2)")
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Buffer(torch.zeros(5))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        value = (out - self.centre).square().mean()
+        self.centre = self.centre * M + out.detach().mean(0) * (1 - M)
+        return value
+
+
+def test_a_loss_may_keep_a_centre() -> None:
+    example = torch.randn(8, 6), torch.randn(8, 6)
+    program = compiled(Momentum(keep=lambda m, z, t: z), example, torch.randn(8), Centred(), 2, "data_parallel")
+    assert program.verify(dtype=torch.float64).holds
 
 
 @pytest.mark.parametrize("mix", [by_data, in_place_on_data, copied, lerped, sliced, None])
