@@ -21,20 +21,22 @@ class Pieces:
     """How a batch is divided into pieces.
 
     number: of pieces.  bounds: where each share of the batch begins, and where the last ends.
-    whole_shares: piece k has the k-th of every `number` shares, whole; else the k-th of `number` parts of every share,
-    or of as many as the smallest share has examples: the last pieces of a small batch have none.
+    whole_shares: piece k has the k-th of every `number` shares, whole; else the k-th of `number` parts of every share.
+    fewer: then of as many parts as the smallest share has examples; the last pieces of a small batch have none.
     """
 
     number: int
     bounds: tuple[int, ...]
     whole_shares: bool = False
+    fewer: bool = True
 
     def parts(self, piece: int) -> list[Interval]:
         """The examples of a piece, by share."""
         shares, n = enumerate(pairwise(self.bounds)), self.number
         if self.whole_shares:
             return [share for j, share in shares if j % n == piece]
-        n = min(n, max(1, min(b - a for a, b in pairwise(self.bounds))))
+        if self.fewer:
+            n = min(n, max(1, min(b - a for a, b in pairwise(self.bounds))))
         if piece >= n:
             return []  # a small batch
         return [(a + (b - a) * piece // n, a + (b - a) * (piece + 1) // n) for _, (a, b) in shares]
@@ -76,4 +78,4 @@ def pieces_of(scheme: str, number: int, readers: Sequence[int], group: Sequence[
     """
     if scheme == "BK":
         return Pieces(number, tuple(readers))
-    return Pieces(len(group) - 1, tuple(group), whole_shares=scheme == "B")
+    return Pieces(len(group) - 1, tuple(group), whole_shares=scheme == "B", fewer=False)
