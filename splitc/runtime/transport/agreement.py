@@ -73,5 +73,5 @@ def agreed(transport: Transport, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     others = transport.all_gather_objects(failure and told(transport.rank, doing, failure))
-    for error in filter(None, [failure, *others]):
-        raise error
+    for each in filter(None, [failure, *others]):
+        raise each

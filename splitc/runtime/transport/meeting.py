@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
 from ..errors import LaunchError
@@ -45,7 +46,7 @@ class Call:
 class Meeting:
     """The logs of the ranks in their store.  seconds: how long one waits for another."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, seconds: float) -> None:
+    def __init__(self, store: Any, rank: int, world: int, seconds: float) -> None:
         self._store, self._rank, self._seconds = store, rank, seconds
         self._refused: list[Call] = []  # by any rank
         self._at = [0] * world
@@ -76,7 +77,8 @@ class Meeting:
             except RuntimeError as error:
                 raise LaunchError(f"rank {rank} did not come to worker() within {self._seconds:g} s") from error
             self._at[rank] += 1
-            theirs, refused = pickle.loads(self._store.get(key))
+            entry: tuple[Call, Exception | None] = pickle.loads(self._store.get(key))
+            theirs, refused = entry
             self._refused += [theirs] if refused else []
             if refused and theirs.matches(call):
                 raise refused
@@ -115,10 +117,10 @@ def _meeting(rank: int, world: int) -> Meeting:
     seconds = seconds_to_wait()
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-        while isinstance(store, dist.PrefixStore):  # the one below is the same before a group is made
+        while isinstance(store, dist.distributed_c10d.PrefixStore):  # the one below is the same before a group is made
             store = store.underlying_store
     else:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        store, *_ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     return Meeting(store, rank, world, seconds)
 
 
