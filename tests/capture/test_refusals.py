@@ -250,13 +250,14 @@ def test_a_sparse_gradient_in_own_code_names_its_parameter() -> None:
             with torch.sparse.check_sparse_tensor_invariants(False):
                 return torch.sparse_coo_tensor(ctx.saved_tensors[0][:, 0][None], grads[0], (11, 8)), None
 
-    model = made(lambda m, x: m.fc(Gathered.apply(m.table, x)), table=nn.Parameter(torch.ones(11, 8)))
+    gathered: Any = Gathered.apply
+    model = made(lambda m, x: m.fc(gathered(m.table, x)), table=nn.Parameter(torch.ones(11, 8)))
     with pytest.raises(CaptureError, match="the gradient of table is sparse, and ranks sum dense ones"):
         bound = Example.bind(model, tokens()(), labels()(), F.cross_entropy)
         validate_capture(capture(model, bound), model, bound)
 
 
-UNUSUAL = {
+UNUSUAL: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a sparse tensor": (Tensor.to_sparse, ".to_dense()"),
     "an MKLDNN tensor": (Tensor.to_mkldnn, ".to_dense()"),
     "a nested tensor": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), ".to_padded_tensor(0.0)"),

@@ -169,7 +169,7 @@ def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> No
 
 def test_the_report_says_that_a_model_of_one_part_with_its_loss_gains_nothing() -> None:
     class Masked(Perceptron):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             out = super().forward(x)
             return F.cross_entropy(out[y > 0], y[y > 0])
 

@@ -65,7 +65,8 @@ class Momentum(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        keys, queries = list(self.k.parameters()), list(self.q.parameters())
+        keys: list[Tensor] = list(self.k.parameters())
+        queries: list[Tensor] = list(self.q.parameters())
         if self.mix is None:
             torch._foreach_mul_(keys, M)
             torch._foreach_add_(keys, queries, alpha=1 - M)
@@ -196,9 +197,11 @@ def test_rounds_are_refused_for_units_that_would_keep_unlike_values() -> None:
 
 
 class Centred(nn.Module):
+    centre: Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.centre = nn.Buffer(torch.zeros(5))
+        self.register_buffer("centre", torch.zeros(5))
 
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         value = (out - self.centre).square().mean()

@@ -138,7 +138,7 @@ def test_random_models_train_as_in_one_process(name: str, strategy: str) -> None
 class Packed(nn.Module):
     """A recurrent layer over sequences of different lengths, which it sorts."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
         self.rnn, self.fc = kind(4, 3, num_layers=2, dropout=0.4, batch_first=True, **options), nn.LazyLinear(4)
 

@@ -73,7 +73,7 @@ def test_attention_is_that_of_torch_but_for_its_dropout() -> None:
 def test_recurrent_modules_are_those_of_torch_but_for_their_dropout() -> None:
     x = torch.randn(8, 5, 6)
     for kind, options in ((nn.LSTM, {}), (nn.GRU, {"bias": False}), (nn.RNN, {"nonlinearity": "relu"})):
-        module = kind(6, 4, 3, dropout=0.5, batch_first=True, bidirectional=True, **options)  # type: ignore[arg-type]
+        module = kind(6, 4, 3, dropout=0.5, batch_first=True, bidirectional=True, **options)
         with SeededRandom(DRAWS, dropout=False):
             got = tree_leaves(module(x))
         with SeededRandom(DRAWS) as mode:
