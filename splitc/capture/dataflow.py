@@ -167,7 +167,8 @@ def _measured(
 ) -> Iterator[Tensor]:
     """The bits of results: what changes when the elements with a bit do."""
     found = [torch.zeros(value.shape, dtype=torch.uint8, device=value.device) for value in results]
-    for mask in (1, 2, 4, UNSURE):
+    base: list[Tensor] = []
+    for mask in (0, 1, 2, 4, UNSURE):  # 0: of the same values, which lie in memory as the others and so round alike
         own = iter([each & mask != 0 for each in bits])
 
         def changed(value: Tensor, own: Iterator[Tensor] = own) -> Tensor:
@@ -177,7 +178,8 @@ def _measured(
         try:
             with same_generators():
                 others = _results(func, new_args, new_kwargs, func(*new_args, **new_kwargs))
-            for each, value, new in zip(found, results, others, strict=True):
+            base = base or others
+            for each, value, new in zip(found, base, others, strict=True):
                 each |= mask * ((value != new) & ~((value != value) & (new != new)))
         except Exception:  # of indices out of bounds, or results of another shape
             return ((whole | UNSURE).expand(value.shape) for value in results)

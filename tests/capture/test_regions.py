@@ -311,6 +311,9 @@ def _routed(x: Tensor) -> Tensor:
 
 APART: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: torch.stack([row * 3 if max(row.tolist()) > 0.5 else row for row in x]),
+    "rows of a linear layer": lambda x: torch.stack(
+        [row * 3 if float(row.mean()) > 0.2 else row for row in F.linear(x, torch.linspace(-1, 1, 36).view(6, 6))]
+    ),
     "rows in place": _written,
     "routing by masks": _routed,
     "layers": lambda x: F.layer_norm(
