@@ -1,14 +1,14 @@
-"""Stand in the way of the calls of some modules."""
+"""Stand in the way of the calls of some modules, and undo what they write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -24,3 +24,14 @@ def intercepted(
 
     with mock.patch.object(nn.Module, "__call__", replaced):
         yield
+
+
+@contextmanager
+def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore tensors afterwards, which calls may change."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, was in before:
+            tensor.data.copy_(was)  # backward may still read it

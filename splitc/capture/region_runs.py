@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import Example
 from splitc.capture.gradients import leaves
-from splitc.capture.module_calls import intercepted
+from splitc.capture.module_calls import intercepted, unchanged
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
 from splitc.errors import CaptureError
@@ -175,17 +175,6 @@ class Runs:
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))
-
-
-@contextmanager
-def unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore tensors afterwards, which regions may change."""
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, was in before:
-            tensor.data.copy_(was)  # backward may still read it
 
 
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:

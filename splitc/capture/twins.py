@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.example import LOSS, Example
+from splitc.capture.module_calls import unchanged
 from splitc.capture.proxy import map_tree
 from splitc.capture.random_calls import draw_layouts
-from splitc.capture.region_runs import unchanged
 from splitc.capture.regions import own_draws, with_loss_module
 from splitc.ir.autocast import under_autocast
 from splitc.ir.graph import stores

@@ -178,10 +178,6 @@ class Cluster:
         """The link of `rank` to ranks of other hosts."""
         return self._unlike_of[rank].link if rank in self._unlike_of else self.link
 
-    def link_between(self, a: int, b: int) -> Link:
-        """The path from rank `a` to rank `b`: as fast as the slower end of it."""
-        return self.link_over((a, b))
-
     def link_over(self, *groups: Iterable[int], rings: bool = True) -> Link:
         """The slowest link that concurrent collectives of groups of ranks use.
 

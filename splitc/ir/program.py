@@ -167,7 +167,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A model and its loss as one captured forward graph, with the cost of each layer once it is measured.
+    """A model and its loss as one captured forward graph, with the cost of each layer once it is counted.
 
     root: the model's modules as fake tensors (shapes without memory), under their original names.
     batch: examples in the user's example batch.  in_batch: the layer that needs the whole global batch; "": none does.
@@ -274,11 +274,7 @@ class LoweredProgram(PlacedProgram):
     rank_programs: tuple[RankProgram, ...]
 
     def stage(self, role: str) -> Stage:
-        return self._stages[role]
-
-    @cached_property
-    def _stages(self) -> dict[str, Stage]:
-        return {stage.role: stage for stage in self.stages}
+        return next(stage for stage in self.stages if stage.role == role)
 
     def num_microbatches(self, stage: Stage) -> int:
         """Return how often a stage runs in a step: once for each microbatch; those of groups are of the loss."""

@@ -118,7 +118,7 @@ def test_no_rank_is_slower_in_anything_than_the_device_that_is_priced(seed: int)
 
 def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link() -> None:
     cluster = small_cluster()
-    assert cluster.link_of(3) is cluster.link_between(0, 5) is cluster.link_over(range(7)) is cluster.link
+    assert cluster.link_of(3) is cluster.link_over((0, 5)) is cluster.link_over(range(7)) is cluster.link
     assert cluster.link_over((0, 2), (1, 3)) is cluster.link_across((0, 1), (2,)) is cluster.link
     assert cluster.host_of(5) == 5
 
@@ -126,17 +126,17 @@ def test_without_hosts_and_unlike_ranks_everything_runs_on_the_one_link() -> Non
 def test_ranks_of_a_host_have_its_own_link_and_others_that_between_hosts() -> None:
     cluster = hosts()
     assert [cluster.host_of(rank) for rank in (0, 3, 4, 8)] == [0, 0, 1, 2]
-    assert cluster.link_between(0, 3) is cluster.link_over(range(4)) is cluster.link_across((4, 5), (6,)) is INSIDE
-    assert cluster.link_between(3, 4) == cluster.link_across((2, 3), (4,)) == NET
+    assert cluster.link_over((0, 3)) is cluster.link_over(range(4)) is cluster.link_across((4, 5), (6,)) is INSIDE
+    assert cluster.link_over((3, 4)) == cluster.link_across((2, 3), (4,)) == NET
     assert cluster.link_of(1) is NET
 
 
 def test_a_path_is_as_slow_as_its_slower_end_in_everything() -> None:
     slow = Link(1e8, 1e-3, duplex=False, processor=1e-9)
     cluster = Cluster("mixed", FAST, NET, unlike=(odd(2, link=slow), odd(3, link=Link(1e7, 1e-5))))
-    assert cluster.link_between(0, 1) is NET
-    assert cluster.link_between(0, 2) == slow
-    assert cluster.link_between(2, 3) == Link(1e7, 1e-3, duplex=False, processor=1e-9)
+    assert cluster.link_over((0, 1)) is NET
+    assert cluster.link_over((0, 2)) == slow
+    assert cluster.link_over((2, 3)) == Link(1e7, 1e-3, duplex=False, processor=1e-9)
     assert cluster.link_over(range(2)) is NET
     assert cluster.link_over((0, 1, 3)) == cluster.link_over((0, 1), (0, 3)) == Link(1e7, 1e-4)
 
@@ -224,7 +224,7 @@ def test_more_bandwidth_between_hosts_leaves_the_one_inside() -> None:
 def test_links_do_not_depend_on_the_order_of_ranks_and_a_group_is_no_faster_beside_others(seed: int) -> None:
     cluster = random_cluster(seed)
     for a, b in combinations(range(16), 2):
-        assert cluster.link_between(a, b) == cluster.link_between(b, a)
+        assert cluster.link_over((a, b)) == cluster.link_over((b, a))
     groups = [range(k, 16, 4) for k in range(4)]
     together = cluster.link_over(*groups)
     for group in groups:

@@ -354,8 +354,8 @@ def test_hosts_have_a_link_within_and_one_between_them() -> None:
     ranks = RankLayout(world=4, per_host=2, slots=1, gpus=False)
     assert [ranks.measures(rank) for rank in range(4)] == [True, False, True, False]
     cluster = reads_back(assemble("two", "", fits(DEVICE, None, DEVICE, None), linked(*[SLOW] * 4, local=FAST), ranks))
-    assert cluster.ranks_per_host == 2 and cluster.link_between(1, 2) == SLOW
-    assert cluster.link_between(0, 1) == replace(FAST, processor=FAST.processor / 2)  # of a whole core
+    assert cluster.ranks_per_host == 2 and cluster.link_over((1, 2)) == SLOW
+    assert cluster.link_over((0, 1)) == replace(FAST, processor=FAST.processor / 2)  # of a whole core
     assert cluster.ranks_share_device and cluster.world == 4
     assert cluster.device_for(4).flop_rate["float32"] == pytest.approx(5e10)  # two ranks on the core of each host
     assert cluster.device_for(4).memory == pytest.approx(8e9)

@@ -130,8 +130,8 @@ def test_unequal_ranks_are_priced_by_the_slowest_of_them() -> None:
     mixed, fast = load_cluster("mixed-v100-t4"), load_cluster("v100-10gbe")
     assert mixed.device_for(4) is mixed.device
     assert mixed.device_for(8).flop_rate["float32"] == 8.1e12
-    assert mixed.link_between(0, 3).bandwidth == 1.25e9
-    assert mixed.link_between(0, 4).bandwidth == mixed.link_over(range(8)).bandwidth == 0.625e9
+    assert mixed.link_over((0, 3)).bandwidth == 1.25e9
+    assert mixed.link_over((0, 4)).bandwidth == mixed.link_over(range(8)).bandwidth == 0.625e9
     program = separable()
     for strategy in (DataParallel(), LayerSeparation(n_c=6, n_f=2)):
         slow, usual = (place(program, 8, strategy, cluster) for cluster in (mixed, fast))
@@ -156,5 +156,5 @@ def test_the_cluster_files_in_the_docs_are_read(page: str) -> None:
     (cluster,) = (parse_cluster(text, page) for text in texts)
     if page == "clusters.md":
         assert cluster.device_of(12).memory == 32e9
-        assert cluster.link_between(0, 4).bandwidth == 0.625e9
+        assert cluster.link_over((0, 4)).bandwidth == 0.625e9
         assert cluster.link_over(range(4)) == cluster.local_link

@@ -125,7 +125,7 @@ def prices(cluster: Cluster, nbytes: float) -> list[float]:
         groups = [range(k, 12, 4) for k in range(4)]
         links = (
             cluster.link_over(range(n)), cluster.link_over(*groups), cluster.link_over(range(12), rings=False),
-            cluster.link_across(range(9), range(9, 12)), cluster.link_between(0, 11),
+            cluster.link_across(range(9), range(9, 12)), cluster.link_over((0, 11)),
         )  # fmt: skip
         for link in links:
             found += [collective(nbytes, n, link) for collective in COLLECTIVES]
