@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.campaign import Campaign, Settings, layer_times, rates_of
+from benchmarks.campaign import Campaign, Settings, rates_of
 from benchmarks.cases import MODELS, Case, predictions
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import MEDIAN, WORST, Cell, Figures, report
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.figures is not None:
             figures = Figures.from_json(_text(args.figures), str(args.figures))
-            times = layer_times(args.figures.parent) if args.measured else None
-            figures = predicted_again(figures, times) if args.predict else figures
+            figures = predicted_again(figures) if args.predict else figures
         else:
             figures = _measured(args, arguments)
     except (BenchmarkError, SplitcError) as error:
@@ -74,11 +73,8 @@ def cells(models: Sequence[str], strategies: Sequence[str], worlds: Sequence[int
     ]
 
 
-def predicted_again(figures: Figures, layers: Path | None = None) -> Figures:
-    """The same measurements, with what is predicted now for the same plans on the same clusters.
-
-    layers: as in `predictions`.
-    """
+def predicted_again(figures: Figures) -> Figures:
+    """The same measurements, with what is predicted now for the same plans on the same clusters."""
     cases = {name: Case(name) for name in dict.fromkeys(r.cell.model for r in figures.results if r.plan)}
     results = []
     for result in figures.results:
@@ -86,14 +82,13 @@ def predicted_again(figures: Figures, layers: Path | None = None) -> Figures:
             cell, key = result.cell, f"{result.cell.world} {result.cell.rate}"
             cluster = parse_cluster(figures.clusters[key], f"the cluster of {key}")
             compiled = cases[cell.model].compile(cell, cluster, Plan.from_json(result.plan))
-            found = predictions(cases[cell.model], compiled.program, cluster, layers)
-            result = replace(result, predicted=found)
+            result = replace(result, predicted=predictions(compiled.program, cluster))
         results.append(result)
     return replace(figures, results=tuple(results))
 
 
 def _measured(args: argparse.Namespace, arguments: Sequence[str]) -> Figures:
-    settings = Settings(args.repeats, args.cpus, args.mtu, args.budget, args.foreign, args.clusters, args.measured)
+    settings = Settings(args.repeats, args.cpus, args.mtu, args.budget, args.foreign, args.clusters)
     args.output.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(
         cells(args.models, args.strategies, args.world, args.rates),
@@ -207,9 +202,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--from", dest="figures", type=Path, metavar="FILE", help="the table of a figures.json, without measuring"
-    )
-    parser.add_argument(
-        "--measured", action="store_true", help="predict with layer times measured on this machine as well"
     )
     parser.add_argument("--predict", action="store_true", help="with --from: predict anew for the same plans")
     return parser

@@ -44,8 +44,7 @@ class Settings:
 
     repeats: runs of every cell.  cpus: processors that the ranks share, by a quota.  mtu: of links.  budget: seconds of
     each calibration, about.  foreign: fraction of the processors above which other processes disturb a run.
-    clusters: a folder with the clusters of an earlier campaign, in place of calibrating.  measured: layers are timed on
-    this machine too, before anything else, and priced by that beside the roofline.
+    clusters: a folder with the clusters of an earlier campaign, in place of calibrating.
     """
 
     repeats: int = 5
@@ -54,7 +53,6 @@ class Settings:
     budget: float = 30.0
     foreign: float = 0.05
     clusters: Path | None = None
-    measured: bool = False
 
 
 def steps_for(seconds: float) -> int:
@@ -65,11 +63,6 @@ def steps_for(seconds: float) -> int:
 def cluster_file(folder: Path, world: int, rate: str) -> Path:
     """Where the calibrated cluster of a world at a rate stands."""
     return folder / f"cluster-{world}-{rate}.toml"
-
-
-def layer_times(folder: Path) -> Path:
-    """Where a campaign keeps the times of layers."""
-    return folder / "layers"
 
 
 class Campaign:
@@ -96,9 +89,6 @@ class Campaign:
         """
         self._about = about
         self._cases = {name: Case(name) for name in dict.fromkeys(cell.model for cell in self._results)}
-        for name, case in self._cases.items() if self.settings.measured else ():
-            self._say(f"timing the layers of {name}")
-            case.measured(layer_times(self.folder))
         try:
             for world in dict.fromkeys(cell.world for cell in self._results):
                 self._world(world, [cell for cell in self._results if cell.world == world])
@@ -163,8 +153,7 @@ class Campaign:
             case = self._cases[cell.model]
             try:
                 compiled = case.compile(cell, clusters[cell.rate])
-                times = layer_times(self.folder) if self.settings.measured else None
-                predicted = predictions(case, compiled.program, clusters[cell.rate], times)
+                predicted = predictions(compiled.program, clusters[cell.rate])
             except SplitcError as error:
                 self._results[cell] = replace(self._results[cell], why=str(error))
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -13,10 +12,8 @@ import torch
 from benchmarks.figures import Cell
 from splitc.cli.model_file import load_model
 from splitc.compiled import CompiledProgram, Settings, specialise
-from splitc.cost_models.profiling.measured import measure_layers
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster
-from splitc.ir.costs import CostLine
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
@@ -46,18 +43,11 @@ class Case:
         path, usual = MODELS.get(name, (name, None))
         torch.manual_seed(0)
         self.file = load_model(str(path), sizes or usual)
-        self._measured: Mapping[str, CostLine] = {}
 
     @cached_property
     def program(self) -> Program:
         file = self.file
         return analyse(file.model, file.example, name=file.name)
-
-    def measured(self, cache: Path) -> Mapping[str, CostLine]:
-        """Layer -> its cost with the seconds that it takes on this machine, from the folder `cache` or measured now."""
-        if not self._measured:
-            self._measured = measure_layers(self.program, self.program.costs, cache)
-        return self._measured
 
     def compile(
         self,
@@ -74,13 +64,7 @@ class Case:
         return CompiledProgram(placed, file.model, file.example, settings)
 
 
-def predictions(case: Case, program: LoweredProgram, cluster: Cluster, layers: Path | None = None) -> dict[str, float]:
-    """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`.
-
-    layers: the folder in which layer times of this machine are kept; None: they are not measured.
-    """
+def predictions(program: LoweredProgram, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a step of a compiled program, by the keys of `figures.PREDICTIONS`."""
     prediction = program.plan.prediction
-    found = {"roofline": simulate(program, cluster).step_seconds, "closed": prediction.program_seconds}
-    if layers is not None:
-        found["layers"] = simulate(replace(program, costs=case.measured(layers)), cluster).step_seconds
-    return found
+    return {"roofline": simulate(program, cluster).step_seconds, "closed": prediction.program_seconds}

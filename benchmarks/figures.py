@@ -22,11 +22,11 @@ from benchmarks.session import Run
 
 SCHEMA = 1
 MEDIAN, WORST = 0.10, 0.25  # the errors that predictions should stay below
-PREDICTIONS = {"roofline": "roofline", "layers": "measured layers", "closed": "program"}
+PREDICTIONS = {"roofline": "roofline", "closed": "program"}
 """What a step's seconds were predicted by: the key in the JSON -> the words in the table.
 
-roofline: the simulation, with layers priced on the calibrated cluster.  layers: the simulation, with layers as they
-were timed on this machine.  closed: the price of the planner's integer program, for information.
+roofline: the simulation, with layers priced on the calibrated cluster.  closed: the price of the planner's integer
+program, for information.
 """
 
 

@@ -30,7 +30,7 @@ from splitc.ir.graph import is_region
 from splitc.ir.layers import Coupling, LossTerm
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.program import Program
-from splitc.passes.measure_costs import COUNTED, MeasureCosts
+from splitc.passes.count_costs import CountCosts
 
 
 def analyse(
@@ -40,7 +40,6 @@ def analyse(
     name: str | None = None,
     watch: Watcher | None = None,
     autocast: torch.dtype | None = None,
-    costs: str = COUNTED,
     code: str | None = None,
     evaluation: bool = True,
     now: Progress = no_progress,
@@ -51,9 +50,7 @@ def analyse(
     now: called with what is being done to the model, before it is.
     """
     now("tracing")
-    digest = (
-        None if is_off() or example.is_said else code_digest(model, example, autocast, name, costs, code, evaluation)
-    )
+    digest = None if is_off() or example.is_said else code_digest(model, example, autocast, name, code, evaluation)
     key = None if digest is None else digest_of(digest)
     if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
         return _ANALYSED[model][1]
@@ -78,12 +75,12 @@ def analyse(
         laid_out = replace(example, batch_dims=dims)
         found = capture_evaluation(program, model, laid_out, lambda each: checked(each, laid_out))
         program = replace(program, evaluation=found)
-    now("counting the layers of" if costs == COUNTED else "measuring the layers of")
-    program = run_pass(MeasureCosts(costs), program, watch)
+    now("counting the layers of")
+    program = run_pass(CountCosts(), program, watch)
     programs = (program, *([program.evaluation] if isinstance(program.evaluation, Program) else []))
     # Regions hold modules of the model.
     has_regions = any(is_region(node) for each in programs for node in each.graph.nodes)
-    if key is not None and costs == COUNTED and not has_regions:
+    if key is not None and not has_regions:
         _ANALYSED[model] = key, program
     return program
 

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 from splitc.checks.graph import every_layer_placed, has_costs
 from splitc.cost_models.compute.cost_cache import graph_text
-from splitc.cost_models.profiling.measured import is_measured, require_this_machine
 from splitc.errors import PlacementError, bullets
 from splitc.ir.cluster import Cluster
 from splitc.ir.disk_cache import digest_of, is_off, keep, recall
@@ -200,8 +199,6 @@ class Place(Pass[Program, PlacedProgram]):
     def _request(self, program: Program) -> Request:
         if problems := self.problems():
             raise PlacementError(bullets("this cannot be planned:", problems))
-        if is_measured(program):
-            require_this_machine(self.cluster)
         pins = resolve_pins(self.pins, [layer.name for layer in program.layers])
         return Request(
             program,

@@ -16,12 +16,12 @@ from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.deferred import DeferredProgram
 from splitc.ir.autocast import require_autocast
 from splitc.ir.cluster import Cluster
+from splitc.ir.costs import COUNTED, require_counted
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.strategies import parse_strategy
 from splitc.ir.strategy import Strategy, in_microbatches
-from splitc.passes.measure_costs import COUNTED, require_costs
 from splitc.runtime.transport.meeting import refusals_told
 
 
@@ -65,7 +65,7 @@ def compile(
     autocast: torch.bfloat16 or torch.float16 runs every forward under torch.autocast; parameters stay in float32.
     batch: how other tensors are divided: {"edge_index": None}, which every rank has whole, {"tokens": 1}, the dim of
     its examples; or a function of (batch, a, b) that returns examples a to b of a batch, as given (jagged tensors).
-    costs: "counted" prices layers by FLOPs and bytes; "measured" times them on this machine, like the cluster's.
+    costs: "counted", by FLOPs and bytes; no other prices of layers are there.
     accumulate: batches to an update that are allowed, over which gradients are summed once: the plan takes as many, or
     fewer that are as fast.
     plan: compile this plan instead of choosing one.  watch: called after every pass.
@@ -75,8 +75,8 @@ def compile(
         call.know(model, loss)
         asked = in_microbatches(parse_strategy(strategy), microbatches)
         require_autocast(autocast)
-        require_costs(costs)
-        settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, costs, code, accumulate)
+        require_counted(costs)
+        settings = Settings(world, global_batch, cluster, asked, pins or {}, memory, autocast, code, accumulate)
         if example is None:
             return DeferredProgram(model, loss, settings, name, call, batch)
         bound = Example.bind(model, example, target, loss, batch)

@@ -21,7 +21,6 @@ from splitc.codegen.save import require_importable, save_build
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import require_memory_on
-from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import InternalError, LaunchError, PlacementError
 from splitc.ir.autocast import autocast_for, under_autocast
 from splitc.ir.cluster import Cluster
@@ -35,7 +34,6 @@ from splitc.ir.strategy import Strategy
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.lower_outputs import with_outputs
-from splitc.passes.measure_costs import COUNTED, MEASURED
 from splitc.passes.place import Place
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower, lower_unchecked
@@ -65,7 +63,6 @@ class Settings:
     pins: Mapping[str, str | Placement] = field(default_factory=dict)
     memory: float | None = None
     autocast: torch.dtype | None = None
-    costs: str = COUNTED
     code: str | None = None
     accumulate: int = 1
 
@@ -95,15 +92,7 @@ def compile_example(
 ) -> CompiledProgram:
     """`compile` for a bound example; of several ranks, only rank 0 does so before the program is read."""
     settings = replace(settings, autocast=autocast_for(settings.autocast, plan))
-    if plan is not None:
-        settings = replace(settings, costs=COUNTED)  # the plan has its prices
-    elif settings.costs == MEASURED:
-        cluster = load_cluster(settings.cluster)
-        require_this_machine(cluster)
-        settings = replace(settings, cluster=cluster)
-
-    autocast, costs, code = settings.autocast, settings.costs, settings.code
-    analysed = partial(analyse, name=name, watch=watch, autocast=autocast, costs=costs, code=code)
+    analysed = partial(analyse, name=name, watch=watch, autocast=settings.autocast, code=settings.code)
 
     def program() -> LoweredProgram:
         return specialise(analysed(model, example, evaluation=evaluation), settings, plan, watch)

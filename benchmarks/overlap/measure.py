@@ -162,7 +162,7 @@ class Measuring:
             cluster = parse_cluster(found.cluster, f"the cluster of {place}")
             plan = Plan.from_json(Path(side.plan).read_text(encoding="utf-8")) if side.plan else None
             compiled = case.compile(cell, cluster, plan, side.placements(), total)
-            predicted = predictions(case, compiled.program, cluster)["roofline"]
+            predicted = predictions(compiled.program, cluster)["roofline"]
         except (SplitcError, BenchmarkError, OSError) as error:
             self._say(f"{place}: {side.name}: {error}")
             self._figures.put(replace(found, missing={**found.missing, side.name: str(error)}))

@@ -47,11 +47,6 @@ def measured_before(cache_dir: Path | None = None) -> Cluster | None:
     return None
 
 
-def device_name() -> str:
-    """What a rank of this machine computes on, as its cluster calls it."""
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else cpu_model()
-
-
 def _cache(cache_dir: Path | None, key: str) -> Path:
     return (cache_dir or cache_folder()) / f"{THIS_MACHINE}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
 

@@ -118,7 +118,7 @@ class _Count:
 
     def _watch(self, value: Any, forward: _NodeForward) -> None:
         """Hook the autograd functions of a node, so that the ops of its backward count for its layer."""
-        for function in new_functions(value, self._forwards):
+        for function in _new_functions(value, self._forwards):
             self._forwards[function] = forward
             forward.pending += 1
             self._hooks += [function.register_prehook(partial(self._enter, forward))]
@@ -136,7 +136,7 @@ class _Count:
                 self.ops[forward.layer] += [_estimated_backward(op) for op in forward.ops]
 
 
-def new_functions(value: Any, known: Container[GradFn]) -> Iterator[GradFn]:
+def _new_functions(value: Any, known: Container[GradFn]) -> Iterator[GradFn]:
     """The autograd functions that `value` was computed by, back to those that are `known`."""
     waiting = [each.grad_fn for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
     while waiting:

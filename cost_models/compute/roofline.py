@@ -8,11 +8,6 @@ summed over the ops.  e[class] is the efficiency of the op's class, forward or b
 products it is that of "<class>_moved".  A convolution takes launch + conv_launch to start.  With overlap = 1 an op is
 bound by its arithmetic or its memory traffic, whichever takes longer (Williams, Waterman and Patterson 2009); a
 processor that waits for its memory before it computes takes the sum of both, overlap = 0.
-
-The price of a measured layer (`splitc.cost_models.profiling.measured`) is its measured time, scaled by the speed of
-the device, where both rates are those of float32 matrix products:
-
-    seconds = measured seconds * measured flop_rate / (flop_rate * e_matmul)
 """
 
 from __future__ import annotations
@@ -34,15 +29,11 @@ def layer_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
 
 def forward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's forward; raises as `layer_seconds`."""
-    if cost.measured is not None:
-        return cost.measured.forward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return ops_seconds(cost.forward_ops, device, dtype)
 
 
 def backward_seconds(cost: LayerCost, device: Device, dtype: str) -> float:
     """Seconds of a layer's backward; raises as `layer_seconds`."""
-    if cost.measured is not None:
-        return cost.measured.backward * cost.measured.flop_rate / achieved_flop_rate(device, "float32")
     return ops_seconds(cost.backward_ops, device, dtype)
 
 

@@ -30,7 +30,6 @@ from splitc.cost_models.calibration.rank_timer import Progress
 from splitc.cost_models.clusters.files import THIS_MACHINE
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import measured_before
-from splitc.cost_models.profiling.measured import require_this_machine
 from splitc.errors import LaunchError, PlacementError, SplitcError, bullets
 from splitc.ir.autocast import autocast_for, require_autocast
 from splitc.ir.cluster import Cluster
@@ -43,7 +42,6 @@ from splitc.ir.program import Program
 from splitc.ir.strategies import parse_strategy
 from splitc.ir.strategy import in_microbatches
 from splitc.passes.analysis import analyse
-from splitc.passes.measure_costs import MEASURED
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
 from splitc.report.what_if import advice
@@ -100,7 +98,6 @@ def _analysed(file: ModelFile, verbose: bool, settings: Settings, now: Progress,
             name=file.name,
             watch=watch if verbose else None,
             autocast=settings.autocast,
-            costs=settings.costs,
             code=file.code,
             now=now,
             evaluation=evaluation,
@@ -135,8 +132,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     if strategy is not None and cluster is not None and args.world is not None:
         place = Place(cluster, args.world, strategy, global_batch=args.global_batch, memory=args.memory)
         problems += map(PlacementError, place.problems())
-    if args.costs == MEASURED and cluster is not None:
-        attempt(lambda: require_this_machine(cluster))
     if len(problems) > 1:
         raise LaunchError(bullets("this cannot be started:", map(str, problems)))
     if problems:
@@ -149,7 +144,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         pins or {},
         args.memory,
         autocast=autocast,
-        costs=args.costs,
         accumulate=args.accumulate,
     )
 
@@ -238,7 +232,7 @@ def parse_autocast(name: str | None) -> torch.dtype | None:
 def _plan(args: argparse.Namespace, path: Path) -> Plan:
     """The plan in a file.  Raises LaunchError when it is malformed or an option contradicts it."""
     plan = read_plan_file(path, args.world)
-    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch", "costs")
+    decided = ("strategy", "microbatches", "pin", "accumulate", "global_batch")
     changed = [name for name in decided if getattr(args, name) != args.parser.get_default(name)]
     if given := [f"--{name.replace('_', '-')}" for name in changed]:
         raise LaunchError(f"{path} has decided everything already; leave out {', '.join(given)}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
@@ -13,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from splitc import units
-from splitc.cost_models.profiling.measured import free_memory
 from splitc.errors import CaptureError
 from splitc.runtime.nested import parts, replaced, tensors
 
@@ -102,11 +104,24 @@ def resized(sizes: tuple[tuple[int, ...], ...], example: Any, model: nn.Module) 
 
 def require_room(nbytes: int, batch: int) -> None:
     """Raise CaptureError when this machine has no memory for an example of so many bytes and its analysis."""
-    if _COPIES * nbytes > (free := free_memory(torch.device("cpu"))):
+    if _COPIES * nbytes > (free := _free_memory()):
         raise CaptureError(
             f"--input: an example of {units.numbered(batch, 'row')} takes {units.nbytes(nbytes)}, its analysis "
             f"{_COPIES} times as much, and this machine has {units.nbytes(free)}; give the batch of one rank, or fewer"
         )
+
+
+def _free_memory() -> float:
+    """Free bytes on this machine, within the limit of this process's control group."""
+    free = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = float(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        free = min(free, float((group / "memory.max").read_text()) - float((group / "memory.current").read_text()))
+    return max(free, 0.0)
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, high: int) -> Tensor:

@@ -36,7 +36,6 @@ splitc COMMAND --help shows more.
   splitc inspect examples/vgg16.py --world 4           (measures this machine)
   splitc inspect examples/vgg16.py:vgg19 --world 8 --cluster my.toml
   splitc inspect examples/alexnet.py --world 4 --input 16x3x224x224
-  splitc inspect examples/mlp.py --world 4 --costs measured   (on this machine)
   splitc inspect examples/alexnet.py --world 4 --memory 8GB \\
       --strategy "layer_separation(n_c=3, n_f=1)" --pin 'classifier.*=fc'
   splitc inspect examples/alexnet.py --world 4 \\

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from splitc.cli.help import epilog
 from splitc.errors import LaunchError
+from splitc.ir.costs import require_counted
 from splitc.ir.names import near_name
 from splitc.runtime.launch.options import positive as positive
 from splitc.version import __version__
@@ -35,7 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_option(self, option: str, what: str) -> NoReturn:
         """Raise LaunchError that suggests similar options.  what: the problem with this one."""
-        known = [text for text in self._option_string_actions if text.startswith("--")]
+        shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
+        known = [text for action in shown for text in action.option_strings if text.startswith("--")]
         self.error(f"{what} {option}; {near_name(option, known)}there are {', '.join(known)}")
 
 
@@ -220,13 +222,7 @@ def _model_options(add: Add, plan: bool = True) -> None:
         metavar="DTYPE",
         help="mixed precision: bfloat16 or float16 runs every forward under torch.autocast",
     )
-    add(
-        "--costs",
-        choices=("counted", "measured"),
-        default="counted",
-        help="price layers by FLOPs and bytes, or by what they take on this machine, measured in about 30 s and cached "
-        "(default: counted)",
-    )
+    add("--costs", type=require_counted, help=argparse.SUPPRESS)
     add(
         "--input",
         metavar="SIZES",

@@ -6,6 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from splitc.errors import CostError
+
+COUNTED = "counted"
+"""What layers are priced by: their FLOPs and bytes."""
+
+
+def require_counted(costs: str) -> str:
+    """Return `costs`; raise CostError for anything but "counted"."""
+    if costs != COUNTED:
+        raise CostError(
+            f'costs="{costs}": measured prices were removed; layers are priced by FLOPs and bytes; leave costs out, '
+            f"and calibrate the cluster's devices with `splitc calibrate -o cluster.toml`"
+        )
+    return costs
+
 
 @dataclass(frozen=True)
 class OpCost:
@@ -43,26 +58,15 @@ class OpCost:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds that a layer took on this machine, when float32 matrix products reached `flop_rate` FLOP/s on it."""
-
-    forward: float
-    backward: float
-    flop_rate: float
-
-
-@dataclass(frozen=True)
 class LayerCost:
     """What one layer does in one step of `batch` examples on one rank, forward and backward.
 
     saved_bytes: bytes of activations that autograd keeps until backward.
-    measured: seconds measured on this machine; if given, they are the price instead of the ops.
     """
 
     batch: int
     ops: tuple[OpCost, ...]
     saved_bytes: float
-    measured: Measured | None = None
 
     @cached_property
     def forward_ops(self) -> tuple[OpCost, ...]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from splitc.cost_models.memory.memory import RankMemory
 from splitc.cost_models.memory.memory_check import memory_of_all
-from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.dealt import exchanged_nbytes
 from splitc.ir.layers import Layer
 from splitc.ir.plan import SERVER, Plan
@@ -30,7 +29,6 @@ def as_json(program: LoweredProgram) -> dict[str, Any]:
         "model": program.name,
         "world": plan.world,
         "cluster": plan.prediction.cluster,
-        "costs": "measured" if is_measured(program) else "counted",
         "strategy": plan.strategy,
         "proof": plan.prediction.proof,
         "gap": plan.prediction.gap,

@@ -9,7 +9,6 @@ from typing import Any
 import tabulate as tables
 
 from splitc import units
-from splitc.cost_models.profiling.measured import is_measured
 from splitc.ir.graph import info
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
@@ -40,8 +39,6 @@ def report(program: LoweredProgram, everything: bool = False) -> str:
         _candidates(program.plan) if program.plan.candidates else "",
         _reasons([layers[each] for each in shown if isinstance(each, int)], len(layers), everything),
     ]
-    if is_measured(program):
-        sections.append(wrap("Layer times were measured on this machine."))
     if program.frozen_layers:
         sections.append(wrap(f"Frozen layers, without gradients: {', '.join(program.frozen_layers)}."))
     if guessed := by_bytes(program):

@@ -178,7 +178,7 @@ def test_plans_of_an_earlier_campaign_are_predicted_again_on_its_clusters(tmp_pa
     measured = Result(cell, compiled.plan.to_json(), {"roofline": 9.0}, (run(1.0),))
     before = replace(figures(measured), clusters={"2 none": to_toml(cluster)})
     after = predicted_again(before).results[0]
-    assert after.predicted == predictions(case, compiled.program, cluster)
+    assert after.predicted == predictions(compiled.program, cluster)
     assert replace(after, predicted=measured.predicted) == measured, "nothing else changes"
 
 

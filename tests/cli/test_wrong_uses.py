@@ -70,6 +70,7 @@ OPTIONS = [
     ("inspect net.py --world two", "'two' is not a whole number"),
     ("inspect net.py --world 2 --clutser x", "unknown option --clutser; did you mean --cluster?"),
     ("inspect net.py --world 2 --glob 4", "unknown option --glob; "),
+    ("inspect net.py --world 2 --costs measured", 'costs="measured": ', "were removed", "splitc calibrate"),
     ("inspect net.py other.py --world 2", "'other.py' is one argument too many"),
     ("inspect net.py --world 2 --memory lots", "'lots' is no amount of memory; write 16GB, 40GiB"),
     ("inspect net.py --world 2 --memory 0", "'0' is no amount of memory"),

@@ -16,7 +16,7 @@ from examples.vgg19 import vgg19
 from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
-from splitc.passes.measure_costs import MeasureCosts
+from splitc.passes.count_costs import CountCosts
 from tests.support.capturing import capture
 from tests.support.compiled import analyse
 
@@ -99,7 +99,7 @@ def counted(name: str) -> ConvFcSplit:
     program = capture(
         model.to_empty(device="cpu"), (torch.randn(2, 3, 224, 224),), torch.randint(1000, (2,)), F.cross_entropy
     )
-    return conv_fc_split(run_pass(MeasureCosts(), program))
+    return conv_fc_split(run_pass(CountCosts(), program))
 
 
 # -- models whose parameters alone are counted -------------------------------------------------------------------------

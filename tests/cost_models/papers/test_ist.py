@@ -23,7 +23,7 @@ from splitc.cost_models.papers.ist import (
 from splitc.errors import CostError
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
-from splitc.passes.measure_costs import MeasureCosts
+from splitc.passes.count_costs import CountCosts
 from tests.support.capturing import capture
 from tests.support.op_sums import flops_of
 
@@ -38,7 +38,7 @@ def network() -> Program:
     with torch.device("meta"):
         model = MLP(inputs, hidden, labels)
     program = capture(model.to_empty(device="cpu"), (given[0],), given[1], F.cross_entropy)
-    return run_pass(MeasureCosts(), program)
+    return run_pass(CountCosts(), program)
 
 
 def subnets(N: tuple[int, ...], n: int, seed: int) -> list[list[int]]:

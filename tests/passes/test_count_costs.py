@@ -1,4 +1,4 @@
-"""MeasureCosts: what each layer computes, moves and keeps at any batch."""
+"""CountCosts: what each layer computes, moves and keeps at any batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
+from torch import nn
 
+import splitc
 from splitc.errors import CostError
 from splitc.ir.program import Program
-from splitc.passes import measure_costs
-from splitc.passes.measure_costs import MEASURED, MeasureCosts, require_costs
+from splitc.passes.count_costs import CountCosts
 from tests.support.pair import analysed_pair
 from tests.support.printed import printed
 
@@ -29,7 +30,7 @@ def table(program: Program, batch: int) -> str:
 def test_a_linear_layer_counts_two_flops_a_multiply_add() -> None:
     before = replace(analysed_pair(), costs={})
     assert [layer.name for layer in before.layers] == ["a", "b"]
-    assert table(MeasureCosts().run(before), 4) == dedent("""\
+    assert table(CountCosts().run(before), 4) == dedent("""\
         a  forward   addmm             384   440 1
         a  backward  mm                384   416 1
         b  forward   addmm             240   316 1
@@ -37,7 +38,7 @@ def test_a_linear_layer_counts_two_flops_a_multiply_add() -> None:
 
 
 def test_flops_and_saved_bytes_grow_with_the_batch() -> None:
-    costs = MeasureCosts().run(analysed_pair()).costs
+    costs = CountCosts().run(analysed_pair()).costs
     for line in costs.values():
         assert line.at(40).flops == 10 * line.at(4).flops
         assert line.at(40).saved_bytes > line.at(4).saved_bytes
@@ -45,25 +46,16 @@ def test_flops_and_saved_bytes_grow_with_the_batch() -> None:
 
 def test_the_graph_stays_and_the_program_given_gets_no_costs() -> None:
     before = replace(analysed_pair(), costs={})
-    after = MeasureCosts().run(before)
+    after = CountCosts().run(before)
     assert printed(after) == printed(before)
     assert after.costs.keys() == {"a", "b"} and not before.costs
 
 
-def test_measured_costs_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def test_measured_prices_are_refused_with_what_to_use_instead_and_counted_ones_go_on() -> None:
+    def compiled(costs: str) -> object:
+        return splitc.compile(nn.Linear(3, 2), 2, loss=nn.CrossEntropyLoss(), costs=costs)
 
-    def measure(program: Program, counted: dict[str, object]) -> dict[str, object]:
-        asked.append(list(counted))
-        return {}
-
-    monkeypatch.setattr(measure_costs, "measure_layers", measure)
-    assert MeasureCosts(MEASURED).run(analysed_pair()).costs == {} and asked == [["a", "b"]]
-    assert MeasureCosts().run(analysed_pair()).costs and len(asked) == 1, "counted costs run nothing"
-
-
-def test_another_word_for_costs_is_refused() -> None:
-    require_costs("counted")
-    require_costs("measured")
-    with pytest.raises(CostError, match=r'costs=.guessed.: there are "counted" .* and "measured"'):
-        require_costs("guessed")
+    for costs in ("measured", "guessed"):
+        with pytest.raises(CostError, match=rf'costs="{costs}": .* were removed.* leave costs out.* `splitc calibrate'):
+            compiled(costs)
+    assert compiled("counted")

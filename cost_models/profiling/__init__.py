@@ -1,1 +1,0 @@
-"""Measure layers on this machine."""
