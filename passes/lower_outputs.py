@@ -45,6 +45,8 @@ def _lowered(program: LoweredProgram, base: Program, outputs: Program) -> Lowere
     plan, layer = plan_of(program.plan.undivided or program.plan), "returned"
     while layer in plan.placements:
         layer += "_"
+    if outputs.coupled and max(map(len, plan.roles.values())) > 1:
+        raise PlacementError(outputs.coupled[0].why.replace("the loss couples", "the model's output couples"))
     _place(graph, base, layer)
     marked = Layer(layer, (graph.output_node().all_input_nodes[0].name,), (), "output")
     tensors = {name: replace(tensor, requires_grad=False) for name, tensor in program.tensors.items()}
@@ -66,7 +68,7 @@ def _place(graph: fx.Graph, base: Program, layer: str) -> None:
         elif node.name in known and node.op not in ("placeholder", "output"):
             like = known[node.name]
             set_info(node, info(like), spec=info(node).spec)
-            node.kwargs = like.kwargs if node.target is comm_ops.dropout else node.kwargs
+            node.kwargs = like.kwargs if node.target in comm_ops.DRAWS else node.kwargs
         elif node.op not in ("placeholder", "output"):
             below = [order.index(info(n).layer) for n in node.all_input_nodes if info(n).layer]
             read = () if node.op == "get_attr" else tensors_of_node(base, node)
@@ -74,7 +76,10 @@ def _place(graph: fx.Graph, base: Program, layer: str) -> None:
             copied = node.op == "get_attr" or isinstance(info(node).spec, SizeSpec)
             copied |= bool(node.all_input_nodes) and all(info(n).copied_to_each_stage for n in node.all_input_nodes)
             update_info(node, layer=order[max(below, default=0)], copied_to_each_stage=copied)
-    update_info(graph.output_node().all_input_nodes[0], layer=layer, copied_to_each_stage=False)
+    (marked,) = graph.output_node().all_input_nodes
+    for node in (marked, *marked.all_input_nodes):
+        update_info(node, copied_to_each_stage=False)
+    update_info(marked, layer=layer)
 
 
 def _with_readers(plan: Plan, layer: str) -> Plan:

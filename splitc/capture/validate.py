@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from splitc.capture.apart import EXAMPLES, PARTS, Apart, NotFinite
 from splitc.capture.division import examples_of
@@ -24,14 +24,15 @@ from splitc.capture.gradients import Gradients, differing, gradients
 from splitc.capture.loss_terms import LossTerms, is_known
 from splitc.capture.other_branches import with_other_branches
 from splitc.capture.python_state import changed, is_tensor_state, python_state
+from splitc.capture.random_calls import located
 from splitc.capture.source_lines import first_line, line_of
 from splitc.capture.twins import Precision, Twin
 from splitc.errors import CaptureError
-from splitc.ir.comm_ops import store_buffer
+from splitc.ir.comm_ops import returned, store_buffer
 from splitc.ir.graph import info
 from splitc.ir.interpreter import NodeRunner
 from splitc.ir.layers import Coupling
-from splitc.ir.program import Program
+from splitc.ir.program import Program, TensorSpec
 from splitc.runtime.generators import same_generators
 from splitc.runtime.weights import named_tensors
 
@@ -59,7 +60,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
             with same_generators():
                 notes = _compare(program, model, example, batches, may_widen)
                 three = examples_of(program, batches[0], 0, EXAMPLES)
-                apart, widened = _apart(program, model, example, three, may_widen)
+                apart, outputs, widened = _apart(program, model, example, three, may_widen)
         except (NotFinite, _Fails) as error:
             failures.append(error)
             continue
@@ -70,7 +71,7 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
         compare = partial(_compare, program, model, example, may_widen=may_widen)
         draw = partial(data.draw, seed=seed, how=how)
         guards = with_other_branches(program, model, example, compare, draw)
-        return replace(_with(program, apart, notes), guards=guards)
+        return replace(_with(program, apart, notes), guards=guards, outputs=outputs)
     raise CaptureError(str(failures[-1])) from failures[-1].__cause__
 
 
@@ -90,8 +91,8 @@ def _with(program: Program, apart: Apart, notes: Iterable[str]) -> Program:
 
 def _apart(
     program: Program, model: nn.Module, example: Example, tensors: dict[str, Tensor], may_widen: bool
-) -> tuple[Apart, bool]:
-    """Run the graph on parts of the batch, in float64 if it runs there; also return whether it did."""
+) -> tuple[Apart, Program | str, bool]:
+    """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did."""
     for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
         twin = Twin(program, model, example, precision)
         apart = Apart(program, LossTerms(program.graph), twin.tolerance)
@@ -100,13 +101,50 @@ def _apart(
             if not apart.couplings and apart.unseen:
                 apart = Apart(program, apart.terms, twin.tolerance)
                 apart.run(twin, tensors, noise=True)
+            outputs = _outputs_apart(apart, twin, tensors)
             break
         except CaptureError:
             if precision is Precision.OWN:
                 raise
     if not apart.couplings and apart.loss_terms() and not is_known(program):
         _require_gradients_apart(program, twin, tensors, apart)
-    return apart, twin.wide
+    return apart, outputs, twin.wide
+
+
+def _outputs_apart(found: Apart, twin: Twin, tensors: dict[str, Tensor]) -> Program | str:
+    """The program of outputs with what its run on parts has shown, where it computes what the loss does not read.
+
+    found: what that of the loss has shown.  coupled: values of which a rank's examples cannot be told.
+    """
+    outputs, known = found.program.outputs, {node.name for node in found.program.graph.nodes}
+    if (
+        isinstance(outputs, str)
+        or found.program.part
+        or all(n.name in known or n.target is returned for n in outputs.graph.nodes)
+    ):
+        return outputs
+    terms = LossTerms(outputs.graph)
+    terms.uses.clear()
+    apart = Apart(outputs, terms, twin.tolerance)
+    try:
+        apart.run(twin, {each.name: tensors[each.name] for each in outputs.inputs})
+    except CaptureError as error:
+        if twin.wide:
+            raise
+        return str(error)
+    (marked,) = outputs.graph.output_node().all_input_nodes
+    mixed, coupled = set[fx.Node](), {node.name for node in found.couplings}
+    for node in outputs.graph.nodes:
+        if node.name in coupled or not mixed.isdisjoint(node.all_input_nodes):
+            mixed.add(node)
+            apart.couplings.pop(node, None)
+        spec = info(node).spec
+        is_unknown = apart.flattened.get(node) == 0 and marked in node.users
+        if is_unknown or (node in mixed and isinstance(spec, TensorSpec) and spec.rows > 1):
+            apart.couplings[node] = (
+                f"{info(node).source}: which rows of {node.name} an example has is not known; return a row for each"
+            )
+    return located(_with(outputs, apart, ()))
 
 
 def _compare(

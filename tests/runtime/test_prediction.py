@@ -156,6 +156,66 @@ def test_outputs_of_their_own_are_computed_where_their_layers_are_in_any_layout(
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
+class Apart(nn.Module):
+    """Returns values that the loss does not read, of which an example has rows that lie apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.b(torch.relu(self.a(x)))
+        if self.training:
+            return {"scores": scores}
+        best = scores.transpose(0, 1).argmax(-1).flatten()  # time first
+        return {"scores": scores, "best": best, "views": torch.cat([scores, 2 * scores])}
+
+
+class ApartInTraining(Apart):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {**super().forward(x), "twice": torch.cat([x, 2 * x]).softmax(-1), "none": x.new_zeros(len(x), 2)}
+
+
+def first_scores(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output["scores"][:, 0], target)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "layer_separation(n_c=2, n_f=1)", "hybrid_single", "modulo_shard"]
+)
+@pytest.mark.parametrize("kind", [Apart, ApartInTraining])
+def test_outputs_whose_rows_lie_apart_come_back_in_the_order_of_one_process(kind: type[Apart], strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = kind(), torch.randn(4, 3, 8), torch.randint(CLASSES, (4,))
+    program = compiled(model, x, y, first_scores, 3, strategy)
+    sizes = smaller(program)
+    batch = torch.randn(sum(sizes), 3, 8), torch.randint(CLASSES, (sum(sizes),))
+    outputs, _ = predicted(program, batch, sizes)
+    for got, own in zip(outputs, batch[0].split(sizes), strict=True):
+        for name, wanted in model.eval()(own).items():
+            torch.testing.assert_close(got[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        (lambda h: h - h.mean(0), "the model's output couples examples: sub is no linear function of mean"),
+        (lambda h: torch.arange(len(h)), "which rows of arange an example has is not known"),
+    ],
+)
+def test_outputs_of_which_no_rank_has_its_part_are_refused_where_the_batch_is_divided(returned: Any, why: str) -> None:
+    class Model(Apart):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            h = self.b(self.a(x))
+            return {"scores": h, "other": returned(h)}
+
+    model, x, y = Model(), torch.randn(4, 3, 8), torch.randint(CLASSES, (4,))
+    with pytest.raises(LaunchError, match=f"cannot be predicted: test_prediction.py:.*{why}"):
+        predicted(compiled(model, x, y, first_scores, 2, "hybrid_single"), (torch.randn(8, 3, 8), y), [4, 4])
+    outputs, _ = predicted(compiled(model, x, y, first_scores, 2, "layer_separation"), (x, y), [4])
+    torch.testing.assert_close(outputs[0]["other"], model(x)["other"], rtol=1e-5, atol=1e-5)
+
+
 def scores_in_evaluation(m: Any, x: Tensor) -> Any:
     h = m.fc(m.b(m.a(x)))
     return h if m.training else h.softmax(1)
