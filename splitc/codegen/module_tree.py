@@ -39,7 +39,8 @@ class ModuleTree:
             call = _own(self._regions[path]) if path in self._regions else construction(module)
             assert call is not None, path
             self._modules[path] = call
-        self._whole = set(names_in(program.root, "")) if "" in self._regions else set()
+        whole = set(names_in(program.root, "")) if "" in self._regions else set[str]()
+        self._whole = whole.union(*(h.names for h in self._held if not whole.isdisjoint((h.name, *h.names))))
         how = {name: "dealt" if name in stage.dealt else "sharded" for stage in stages for name in stage.shards}
         divided = {name.rpartition(".")[0]: word for name, word in how.items()}
         self._notes = {path: f"  # {divided[path]}, see rankN.py" for path in self._modules if path in divided}
@@ -174,7 +175,7 @@ class ModuleTree:
         for tensor in self._held:
             first = self._first_name(tensor)
             here = [n for n in dict.fromkeys((tensor.name, *tensor.names)) if n in self._tensors or self._in_module(n)]
-            for owner, _, name in (name.rpartition(".") for name in here if name != first):
+            for owner, _, name in (name.rpartition(".") for name in here if name != first and name not in self._whole):
                 own = self.access(owner) if owner else "self"
                 tied = self.access(first)
                 is_plain = is_attribute(name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import splitc
 from splitc.compiled import CompiledProgram
@@ -19,7 +19,7 @@ from splitc.ir.program import Program
 from splitc.runtime.worker import Worker
 from tests.support import untraceable
 from tests.support.compiled import CLUSTER, analyse, compiled
-from tests.support.ranks import on_workers, part_of, train
+from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
 from tests.support.sampling import staggered
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
@@ -123,6 +123,38 @@ def test_the_report_names_regions_with_their_share_and_the_line() -> None:
 def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
     torch.manual_seed(0)
     assert program_of(untraceable.Whole(), strategy).verify(dtype=torch.float64).holds
+
+
+class ThreeNames(torch.nn.Module):
+    """One region, since its forward branches on the whole batch; its embedding has three names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = torch.nn.Module(), torch.nn.Linear(8, 3)
+        self.model.shared = torch.nn.Embedding(20, 8)
+        for name in ("encoder", "decoder"):
+            setattr(self.model, name, torch.nn.ModuleDict({"tokens": self.model.shared, "fc": torch.nn.Linear(8, 8)}))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if len(torch.unique_consecutive(ids.eq(2).sum(1))) > 1:
+            raise ValueError("all examples must have the same number of ends")
+        parts: Any = (self.model.encoder, self.model.decoder)
+        scores: Tensor = self.head(sum(part["fc"](part["tokens"](ids)).relu() for part in parts)[ids.eq(2)])
+        return scores
+
+
+def test_a_model_that_is_one_region_may_have_three_names_for_a_tensor() -> None:
+    torch.manual_seed(0)
+    model, batches = ThreeNames(), list[tuple[Tensor, Tensor]]()
+    for _ in range(3):
+        ids = torch.randint(3, 20, (8, 5))
+        ids[:, -1] = 2
+        batches.append((ids, torch.randint(3, (8,))))
+    program = compiled(model, batches[0][0][:4], batches[0][1][:4], F.cross_entropy, 2, "data_parallel")
+    losses, state = on_workers(program, lambda worker: train(worker, batches))[0]
+    expected, own = one_process(copy.deepcopy(model), batches)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_same(state, own)
 
 
 def test_a_model_of_a_notebook_is_not_saved_and_the_reason_is_named(tmp_path: Path) -> None:
