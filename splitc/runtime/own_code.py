@@ -6,7 +6,8 @@ import copy
 import functools
 import importlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,15 +114,41 @@ def _train(module: nn.Module, mode: bool = True, *, evaluating: Sequence[str] = 
     return module
 
 
+@contextmanager
+def with_copies(module: nn.Module, copies: dict[int, Tensor] | None) -> Iterator[None]:
+    """Let a region read and write copies of its buffers, but for those of normalisations; None: its own buffers.
+
+    copies: `id` of a buffer -> its copy, as earlier calls left it.
+    """
+    swapped = [] if copies is None else [(held, name, held[name]) for held, name in _counters(module)]
+    for held, name, own in swapped:
+        held[name] = copies.setdefault(id(own), own.detach().clone())  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for held, name, own in swapped:
+            copies[id(own)], held[name] = held[name], own  # type: ignore[index]
+
+
+def _counters(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a region has the buffers that all ranks write alike."""
+    owners = (each for each in module.modules() if not isinstance(each, nn.modules.batchnorm._NormBase))
+    return [(each._buffers, name) for each in owners for name, tensor in each._buffers.items() if tensor is not None]
+
+
 def of_no_examples(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a region returns on a rank without examples: tensors without any, and gradients of zero.
 
     Python on data rarely expects none: a copy of the module runs on one and on two examples of zeros, and the dims in
     which its results differ are without examples; the first ones, where numbers in the data say how many there are.
+    Buffers that count calls count this one.
     """
     given, copied = list(tensors((args, kwargs))), copy.deepcopy(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        first, second = (_ran(copied, (args, kwargs), number) for number in (1, 2))
+        second = _ran(copy.deepcopy(module), (args, kwargs), 2)
+        first = _ran(copied, (args, kwargs), 1)
+        for (held, name), (other, _) in zip(_counters(module), _counters(copied), strict=True):
+            held[name].copy_(other[name])
     sources = [*(tensor for _, tensor in given), *module.parameters()]
     anchor = sum((source.sum() * 0.0 for source in sources if source.requires_grad), torch.zeros(()))
     sizes = {path: tensor.shape for path, tensor in tensors(second)}

@@ -247,6 +247,7 @@ class StepContext:
     is_first, is_last: whether this is the first, and the last, of the batches that are accumulated to an update.
     Parameters are pulled from servers in the first one, gradients are summed over ranks in the last one.
     stored: buffers, and their values from the next training step on.
+    copies: region and microbatch -> see `own_code.with_copies`.
     round: its number.  ends_round: whether it ends after this step.
     shares: for each fragment of what is averaged, the fraction of the examples since it last was that this rank's unit
     had; 0 where there were none.
@@ -262,6 +263,7 @@ class StepContext:
     is_last: bool = True
     first_example: int = 0
     stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, compare=False)
+    copies: dict[tuple[int, int | None], dict[int, Tensor]] = field(default_factory=dict, compare=False)
     round: int = 0
     ends_round: bool = False
     shares: tuple[float, ...] = (1.0,)

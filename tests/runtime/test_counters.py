@@ -16,6 +16,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.untraceable import sign
 
 Run = Callable[[Any, Tensor], Tensor]
 
@@ -74,3 +75,57 @@ def test_evaluation_does_not_count() -> None:
 
     first, second = on_workers(program, evaluated_twice)[0]
     assert first == second
+
+
+class Counting(nn.Module):
+    """Code that cannot be traced, which counts its calls and reads the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.steps = nn.Linear(8, 8), nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return sign(self.fc(x)) * self.steps.sqrt()
+
+
+OWN = {
+    "layer_separation(ranks=2+1, microbatches=2)": 3,
+    "hybrid_single(microbatches=2)": 2,
+    "modulo_shard(scheme=B/K)": 2,
+    "data_parallel": 2,
+}
+
+
+def own_counter(strategy: str) -> tuple[nn.Module, CompiledProgram]:
+    torch.manual_seed(0)
+    model = made(lambda m, x: m.fc(m.b(m.b(m.a(x)))), a=nn.Linear(8, 8), b=Counting(), fc=nn.Linear(8, CLASSES))
+    x, y = vectors()(), labels()()
+    return model, compiled(model, x, y, F.cross_entropy, OWN[strategy], strategy)
+
+
+@pytest.mark.parametrize("strategy", OWN)
+def test_a_counter_in_own_code_counts_as_in_one_process_whatever_the_microbatches(strategy: str) -> None:
+    model, program = own_counter(strategy)
+    size = program.plan.global_batch
+    batches = [(torch.randn(size, 8), torch.randint(CLASSES, (size,))) for _ in range(3)]
+    losses, state = on_workers(program, lambda worker: train(worker, batches))[0]
+    expected, own = one_process(copy.deepcopy(model), batches)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert_same(state, own, 1e-4)
+
+
+def test_a_rank_without_examples_counts_in_own_code_too() -> None:
+    model, program = own_counter("data_parallel")
+    batches = [(torch.randn(n, 8), torch.randint(CLASSES, (n,))) for n in (2, 4)]
+
+    def run(worker: Worker) -> tuple[float, float]:
+        worker._sizes, worker._is_tail = (2, 0), True  # as a loader sets them
+        worker.step(*part_of(worker, batches[0], [2, 0]))
+        worker._sizes = (2, 2)
+        return float(worker.step(*part_of(worker, batches[1], [2, 2]))), float(worker.stage.b.steps)  # type: ignore[operator, union-attr]
+
+    expected, _ = one_process(copy.deepcopy(model), batches)
+    found = on_workers(program, run)
+    assert [steps for _, steps in found] == [4, 4]
+    assert found[0][0] == pytest.approx(expected[1], rel=1e-4)

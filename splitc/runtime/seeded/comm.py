@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
 from ..generators import seeded_generators
-from ..own_code import of_no_examples
+from ..own_code import of_no_examples, with_copies
 from ..spec import StepContext
 from .draws import Draws, Label, Layout
 from .mode import SeededRandom
@@ -21,6 +21,12 @@ class SeededComm:
 
     _group: Group
     _context: StepContext
+    _piece: int | None
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no microbatch of this rank comes after this one."""
+        raise NotImplementedError
 
     def _draws(self, own: bool = False) -> Draws:
         """Of the running microbatch; own: of this rank's own examples, not of its group's."""
@@ -84,12 +90,17 @@ class SeededComm:
     def own_code(
         self, module: nn.Module, draw: int, draws: Sequence[tuple[Any, ...]] = (), own: bool = False
     ) -> Callable[..., Any]:
-        """A region: `module` of the user's own model, called as it is within `seeded`."""
+        """A region: `module` of the user's own model, called as it is within `seeded`.
+
+        Every microbatch begins with the buffers of the step's begin, and the last one's writes stay.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not any(last - first for first, last in self._draws(own).examples or ()):
-                return of_no_examples(module, args, kwargs)
-            with self.seeded(draw, draws, own):
-                return module(*args, **kwargs)
+            copies = None if self._is_last else self._context.copies.setdefault((id(module), self._piece), {})
+            with with_copies(module, copies):
+                if not any(last - first for first, last in self._draws(own).examples or ()):
+                    return of_no_examples(module, args, kwargs)
+                with self.seeded(draw, draws, own):
+                    return module(*args, **kwargs)
 
         return call
