@@ -28,6 +28,16 @@ class OwnModel(nn.Module):
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.__dict__["own"] = model
 
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The user's flag: it is set without `train`, too."""
+        return "own" in self.__dict__ and self.own.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "own" in self.__dict__:
+            self.own.training = mode
+
     def train(self, mode: bool = True) -> OwnModel:
         self.own.train(mode)
         return self
