@@ -54,7 +54,7 @@ def refusals() -> dict[str, tuple[type[Exception], dict[str, Any]]]:
             {"optimizer": optimizer},
         ),
         "takes a torch DataLoader, got TensorDataset; worker.loader takes d": (TypeError, {"loader": sampled.dataset}),
-        "prepare has no option clip; accumulate, autocast, backend, c": (TypeError, {"clip": 1.0}),
+        "prepare has no option clip; accumulate, autocast, backend, batch, c": (TypeError, {"clip": 1.0}),
         "the DataLoader has a list, but worker.loader divides the examples": (LaunchError, {"loader": sampled}),
     }
 

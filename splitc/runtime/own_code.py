@@ -29,7 +29,7 @@ class OwnModel(nn.Module):
         self.__dict__["own"] = model
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The user's flag: it is set without `train`, too."""
         return "own" in self.__dict__ and self.own.training
 

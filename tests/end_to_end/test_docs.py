@@ -96,6 +96,17 @@ def _small(line: str) -> str:
     return line + (" --input 4x3x224x224" if "alexnet" in line else " --input 4x3x32x32" if "mlp.py" in line else "")
 
 
+class Neighbours(nn.Module):
+    """Classifies nodes by the sum of their neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 10)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]))[seeds]
+
+
 def _run_python(page: Path, block: Block, folder: Path) -> None:
     name = re.match(r"# file: (\S+)", block.text)
     if name is not None:
@@ -111,6 +122,13 @@ def _run_python(page: Path, block: Block, folder: Path) -> None:
         "dataset": TensorDataset(torch.randn(32, 3, 2, 2), torch.randint(0, 10, (32,))),
         "test": TensorDataset(torch.randn(11, 3, 2, 2), torch.randint(0, 10, (11,))),
         "F": F,
+        "gnn": Neighbours(),
+        "x": torch.randn(6, 4),
+        "edge_index": torch.randint(0, 6, (2, 9)),
+        "seeds": torch.arange(8) % 6,
+        "bags": nn.EmbeddingBag(20, 10),
+        "indices": torch.randint(0, 20, (24,)),
+        "offsets": torch.arange(0, 24, 3),
     }
     text = block.text.split("# or train with it")[0]
     if page.name in ("training.md", "subnets.md"):

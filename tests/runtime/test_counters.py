@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,7 +123,8 @@ def test_a_rank_without_examples_counts_in_own_code_too() -> None:
         worker._sizes, worker._is_tail = (2, 0), True  # as a loader sets them
         worker.step(*part_of(worker, batches[0], [2, 0]))
         worker._sizes = (2, 2)
-        return float(worker.step(*part_of(worker, batches[1], [2, 2]))), float(worker.stage.b.steps)  # type: ignore[operator, union-attr]
+        loss, stage = worker.step(*part_of(worker, batches[1], [2, 2])), cast(Any, worker.stage)
+        return float(loss), float(stage.b.steps)
 
     expected, _ = one_process(copy.deepcopy(model), batches)
     found = on_workers(program, run)
