@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.paper_models import zoo
 
 Batch = tuple[tuple[Tensor, ...], Tensor | None]
+Dims = int | tuple[int | None, ...] | Callable[[tuple[Tensor, ...], int, int], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Paper:
 
     source: authors, title, year.  make: builds the module.  batch: so many examples, inputs and target.
     loss: None where the module returns it.  dims: the batch dimension of inputs and target; of each where they differ,
-    None for a tensor that every rank has whole.  options: further arguments of `splitc.compile`.
+    None for a tensor that every rank has whole; or a
+    function that takes examples of a batch.  options: further arguments of `splitc.compile`.
     package: the distribution needed.
     """
 
@@ -30,7 +32,7 @@ class Paper:
     make: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], Batch]
     loss: Callable[..., Any] | None = None
-    dims: int | tuple[int | None, ...] = 0
+    dims: Dims = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     package: str = ""
     examples: int = 4
@@ -46,7 +48,7 @@ class PaperCase:
     seed: int = 1
 
     @property
-    def batch_dim(self) -> int | tuple[int | None, ...]:
+    def batch_dim(self) -> Dims:
         return self.paper.dims
 
     def batch(self, examples: int, seed: int) -> Batch:

@@ -82,7 +82,11 @@ class Regions:
         if any((f.kind, f.line) == (failure.kind, failure.line) for f in self._failures):
             paths += [path for path, module in self.model.named_modules() if type(module) is failure.kind]
         self._failures.append(failure)
-        is_loss = failure.path.split(".")[0] == LOSS and not hasattr(self.model, LOSS)
+        own = getattr(self.model, LOSS, None)
+        is_loss = failure.path.split(".")[0] == LOSS and not isinstance(own, nn.Module)
+        if is_loss and hasattr(self.model, LOSS):
+            why = f"the loss stays your own code only where the model has no attribute {LOSS!r}; rename that"
+            raise CaptureError(f"{error}; {why}") from error
         path: str = LOSS if is_loss else failure.path
         reason: NoRegion | None = None
         paths = [path] if is_loss else paths

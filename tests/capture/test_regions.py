@@ -114,6 +114,13 @@ def test_a_loss_may_be_a_region(loss: Any) -> None:
     assert own.code == (None if isinstance(loss, nn.Module) else "tests.support.untraceable:finite_loss")
 
 
+def test_a_loss_that_cannot_be_traced_beside_an_attribute_of_its_name_is_refused_by_that_name() -> None:
+    model = Perceptron()
+    model.loss = None
+    with pytest.raises(CaptureError, match=r"no attribute 'loss'; rename that"):
+        traced(model, untraceable.finite_loss)
+
+
 def test_a_region_that_keeps_values_of_the_batch_runs_where_all_of_it_is() -> None:
     class Centre(nn.Module):
         mean: Tensor

@@ -125,6 +125,8 @@ LABELLED: tuple[Callable[..., Tensor], ...] = (
     *(_relative, _annealed, _balanced, _normalised, _above_the_mean, _bounded, _branching, _focal, _dice, _hardest),
     *(_picked, _selected, _similar),
 )
+REFUSED = (_hardest,)
+"""How many examples it takes is no multiple of the batch."""
 
 # -- of the output alone -----------------------------------------------------------------------------------------------
 

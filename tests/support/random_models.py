@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.random_blocks import CLASSES, LENGTH, SIDE, VOCABULARY, WIDTH, Single, block
-from tests.support.random_losses import LABELLED, LOSSES, PAIRS, UNLABELLED, Loss
+from tests.support.random_losses import LABELLED, LOSSES, PAIRS, REFUSED, UNLABELLED, Loss
 from tests.support.random_sequences import sequence_first
 from tests.support.random_tables import tables
 from tests.support.random_views import views
@@ -37,7 +37,7 @@ class Random(nn.Module):
     def __init__(self, choose: random.Random, loss: Callable[[Any, Tensor], Tensor] | None) -> None:
         super().__init__()
         self.kind = choose.choice(["features", "tokens", "images"])
-        self.loss = loss
+        self.criterion = loss
         starts: dict[str, Callable[[], nn.Module]] = {
             "features": lambda: nn.Linear(4, WIDTH),
             "tokens": lambda: nn.Embedding(VOCABULARY, WIDTH),
@@ -71,7 +71,7 @@ class Random(nn.Module):
         if self.aux is not None and self.training:
             other = self.aux(early)
             scores = {"scores": scores, "aux": other} if self.by_name else (scores, other)
-        return scores if self.loss is None or target is None else self.loss(scores, target)
+        return scores if self.criterion is None or target is None else self.criterion(scores, target)
 
     def batch(self, examples: int, generator: torch.Generator) -> Batch:
         """Inputs, and the target."""
@@ -80,7 +80,7 @@ class Random(nn.Module):
             inputs = [torch.randint(VOCABULARY, (examples, LENGTH), generator=generator)]
         else:
             inputs = [torch.randn(examples, *shapes[self.kind], dtype=torch.float64, generator=generator)]
-        if self.second is not None or self.loss is not None:
+        if self.second is not None or self.criterion is not None:
             inputs.append(torch.randn(examples, 4, dtype=torch.float64, generator=generator))
         shape = (examples, LENGTH) if self.by_token else (examples,)
         target = torch.randint(CLASSES, shape, generator=generator)
@@ -111,7 +111,7 @@ class RandomCase:
     @property
     def loss_name(self) -> str:
         """The function that it is made of, and of several outputs the one of each pair."""
-        loss = self.loss if self.loss is not None else self.model.loss
+        loss = self.loss if self.loss is not None else self.model.criterion
         parts = [getattr(loss, "of", loss), getattr(loss, "pair", None) if getattr(self.model, "aux", None) else None]
         return " and ".join(each.__name__.strip("_") for each in parts if each is not None)
 
@@ -139,7 +139,8 @@ def random_case(seed: int) -> RandomCase:
 
 
 def _chain(choose: random.Random) -> tuple[nn.Module, Loss | None]:
-    of: Callable[..., Tensor] = choose.choice([*LOSSES, *LABELLED, *UNLABELLED])
+    losses = [*LOSSES, *LABELLED, *UNLABELLED]
+    of = choose.choices(losses, [0.1 if each in REFUSED else 1 for each in losses])[0]
     loss = Loss(of, pair=choose.choice(PAIRS))
     inside = choose.random() < 0.2
     model = Random(choose, loss if inside else None)

@@ -114,4 +114,4 @@ def python_block(choose: random.Random, inner: nn.Module) -> nn.Module:
     """A block around `inner` whose Python depends on values."""
     kinds = [OnBatch, OnParameter, OnCounter, OnAttribute, OwnNumbers, ByExample]
     normalises = any(isinstance(each, nn.BatchNorm1d | nn.BatchNorm2d) for each in inner.modules())
-    return choose.choices(kinds, [6, 2, 2, 1, 1, 0 if normalises else 3])[0](choose, inner)
+    return choose.choices(kinds, [6, 2, 2, 0.2, 0.6, 0 if normalises else 3])[0](choose, inner)

@@ -198,10 +198,19 @@ def schedule_of(run: Run) -> Callable[[torch.optim.Optimizer], Any] | None:
 
 
 def share(
-    batch: tuple[Tensor, ...], sizes: tuple[int, ...], reader: int | None, dims: int | tuple[int | None, ...]
+    batch: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    reader: int | None,
+    dims: int | tuple[int | None, ...] | Callable[[tuple[Tensor, ...], int, int], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
-    """What a reader has of a global batch.  dims: of the examples, of all tensors or of each; None: it has them all."""
+    """What a reader has of a global batch.  dims: of the examples, of all tensors or of each; None: it has them all.
+
+    Or a function that takes some examples of a batch.
+    """
     if reader is None:
         return ()
+    if callable(dims):
+        first = sum(sizes[:reader])
+        return dims(batch, first, first + sizes[reader])
     of = (dims,) * len(batch) if isinstance(dims, int) else dims
     return tuple(x if dim is None else x.split(sizes, dim)[reader].clone() for x, dim in zip(batch, of, strict=True))

@@ -22,13 +22,13 @@ class Tables(nn.Module):
         self.sizes = choose.sample(SIZES, choose.randint(2, 4))
         self.bag, self.dots = choose.random() < 0.3, choose.random() < 0.5
         self.tables = nn.ModuleList(self._table(choose, size) for size in self.sizes)
-        self.by_frequency = choose.random() < 0.06
+        self.by_frequency = choose.random() < 0.02  # refused, as sparse gradients are
         self.bottom = nn.Sequential(nn.Linear(4, WIDTH), nn.ReLU(), block(choose, "features", 2))
         fields = len(self.sizes) + 1
         self.top = nn.Linear(fields * fields if self.dots else fields * WIDTH, 1)
 
     def _table(self, choose: random.Random, size: int) -> nn.Module:
-        sparse = choose.random() < 0.2
+        sparse = choose.random() < 0.02
         if self.bag:
             return nn.EmbeddingBag(size, WIDTH, mode=choose.choice(["sum", "mean"]), sparse=sparse)
         return nn.Embedding(size, WIDTH, sparse=sparse, padding_idx=choose.choice([None, None, 0]))
@@ -57,7 +57,7 @@ class Towers(nn.Module):
 
     def __init__(self, choose: random.Random) -> None:
         super().__init__()
-        self.users = nn.Embedding(50, WIDTH, sparse=choose.random() < 0.2)
+        self.users = nn.Embedding(50, WIDTH, sparse=choose.random() < 0.04)
         self.items = nn.Embedding(20, WIDTH)
         self.bias = nn.Parameter(torch.zeros(20)) if choose.random() < 0.5 else None
         self.tower = block(choose, "features", 2)

@@ -113,7 +113,7 @@ class Views(nn.Module):
         elif self.other == "averaged":
             self.second = copy.deepcopy(self.encoder).requires_grad_(False)
         self.predictor = nn.Linear(WIDTH, WIDTH) if choose.random() < 0.3 else nn.Identity()
-        self.spelling, self.loss = choose.choice(["data", "lerp", "add", "copy"]), None
+        self.spelling = choose.choice(["data", "lerp", "add", "copy"])
 
     @torch.no_grad()
     def average(self) -> None:

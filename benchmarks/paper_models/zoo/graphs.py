@@ -73,7 +73,7 @@ def graph(n: int, generator: torch.Generator) -> Batch:
 
 
 class Bags(nn.Module):
-    """Means of the tokens' vectors: all tokens in one tensor, and where each example begins."""
+    """Means of the tokens' vectors: all tokens in one tensor, and where each example's own begin."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +81,20 @@ class Bags(nn.Module):
 
     def forward(self, tokens: Tensor, offsets: Tensor) -> Tensor:
         return self.head(self.bag(tokens, offsets))
+
+
+def bags(n: int, generator: torch.Generator) -> Batch:
+    """One to four tokens for each example, where its own begin, and its class."""
+    ends = ids(generator, 4, n).add(1).cumsum(0)
+    offsets = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return (ids(generator, 20, int(ends[-1])), offsets), ids(generator, CLASSES, n)
+
+
+def bags_of(batch: tuple[Tensor, ...], first: int, last: int) -> tuple[Tensor, ...]:
+    """Some examples of a batch of bags: the tokens of each are its own."""
+    tokens, offsets, classes = batch
+    ends = torch.cat([offsets, offsets.new_tensor([len(tokens)])])
+    return tokens[ends[first] : ends[last]], offsets[first:last] - ends[first], classes[first:last]
 
 
 class Molecules(nn.Module):
@@ -113,5 +127,8 @@ MODELS = {
         "Hamilton, Ying, Leskovec, Inductive Representation, 2017", Sage, graph, F.cross_entropy, DIMS, WHOLE
     ),
     "gat": Paper("Velickovic et al., Graph Attention Networks, 2018", Gat, graph, F.cross_entropy, DIMS, WHOLE),
+    "fast_text": Paper(
+        "Joulin et al., Bag of Tricks, 2017", Bags, bags, F.cross_entropy, bags_of, {"batch": bags_of}, examples=6
+    ),
     "message_passing": Paper("Gilmer et al., Neural Message Passing, 2017", Molecules, molecules, F.mse_loss),
 }
