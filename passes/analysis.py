@@ -63,8 +63,8 @@ def analyse(
     is_whole = any(each.spec.batch_dim is None for each in program.inputs)
     if program.coupled and (program.part is not None or is_whole):
         raise CaptureError(
-            f"as batch= divides the examples, a rank cannot train on its part: {program.coupled[0].why}; let the model "
-            f"return a row for each example, and give the loss and a target apart"
+            f"as batch=, or lists, divide the examples, a rank cannot train on its part: {program.coupled[0].why}; let "
+            f"the model return a row for each example, and give the loss and a target apart"
         )
     if program.part is not None:
         require_parts(program, model, example)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from splitc.capture.batch_numbers import is_linear, numbers_of_batch
-from splitc.ir.graph import info, op_name, set_info
+from splitc.ir.graph import info, is_region, op_name, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
 
 _QUOTIENTS = {"div", "divide", "true_divide", "truediv"}
@@ -65,11 +65,11 @@ class LossTerms:
     uses: its terms and the denominators, each "term" or "denominator".  sums: nodes that add or subtract terms.
     couplings: nodes where examples begin to depend on each other, and why.
     data: nodes whose values depend on the inputs' data.  batched: those, and what depends on the batch size.
-    upstream: the loss and what it depends on.  tail: nodes of which the loss is a linear function.
+    upstream: the loss and what it depends on.  tail: of which it is a linear function.  own_losses: of regions.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.data, self.batched = _dependent(graph)
+    def __init__(self, graph: fx.Graph, own_losses: bool = False) -> None:
+        self._own_losses, (self.data, self.batched) = own_losses, _dependent(graph)
         self.uses: dict[fx.Node, str] = {}
         self.sums: dict[fx.Node, None] = {}
         self.couplings: dict[fx.Node, str] = {}
@@ -172,8 +172,8 @@ class LossTerms:
 
     def _require_sum(self, node: fx.Node) -> None:
         """Note a reduction over examples that is not known to be a sum or a mean."""
-        name = op_name(node)
-        if name not in _REDUCTIONS and not name.endswith("_loss"):
+        name, is_own = op_name(node), self._own_losses and (is_region(node) or op_name(node) == "getitem")
+        if not (is_own or name in _REDUCTIONS or name.endswith("_loss")):
             self._couples(node, f"{node.name} is not known to be a sum or a mean over examples")
 
     def _denominator(self, node: fx.Node) -> None:

@@ -15,12 +15,33 @@ from splitc.ir.regions import regions
 from splitc.runtime.nested import tensors
 
 
+def unlike(example: Example, size: int) -> list[int]:
+    """Where `size` examples begin of which two have other sizes, of each jagged tensor, if the model returns its loss.
+
+    So a mean over what examples have several of is told from one over examples.  Raises CaptureError for no such two.
+    """
+    if example.division is None or example.loss is not None:
+        return []
+    found = set[int]()
+    every, two = [example.rows([k]) for k in range(example.batch)], example.rows([0, 1])
+    for name in example.division.loose:
+        shapes = [each[name].shape for each in every]
+        unlike = [k for k in range(len(shapes) - 1) if shapes[k] != shapes[k + 1]]
+        if not unlike and any(2 < m == 2 * n for n, m in zip(shapes[0], two[name].shape, strict=True)):  # no offsets
+            raise CaptureError(
+                f"each of the example's {len(every)} examples has {name} of the size {tuple(shapes[0])}, so that a "
+                f"loss over all of them cannot be told from a mean over examples: give an example in which they differ"
+            )
+        found.update(min(k, example.batch - size) for k in unlike[:1])
+    return sorted(found)
+
+
 def require_parts(program: Program, model: nn.Module, example: Example) -> None:
     """Check that a model returns for parts of its example what it returns for the whole, and is exact on ranks.
 
     Raises CaptureError, with the numbers that differ.
     """
-    advice = "its examples are divided by a function (batch=), so that"
+    advice = "its examples are divided by a function (batch=) or in lists, so that"
     for node, own in regions(program):
         if own.norms:
             raise CaptureError(

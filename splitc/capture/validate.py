@@ -23,6 +23,7 @@ from splitc.capture.generic_data import Draw, GenericData
 from splitc.capture.gradients import Gradients, differing, gradients
 from splitc.capture.loss_terms import LossTerms, is_known
 from splitc.capture.other_branches import with_other_branches
+from splitc.capture.parts import unlike
 from splitc.capture.python_state import changed, is_tensor_state, python_state
 from splitc.capture.random_calls import located
 from splitc.capture.source_lines import first_line, line_of
@@ -59,8 +60,10 @@ def validate_capture(program: Program, model: nn.Module, example: Example) -> Pr
         try:
             with same_generators():
                 notes = _compare(program, model, example, batches, may_widen)
-                three = examples_of(program, batches[0], 0, EXAMPLES)
-                apart, outputs, widened = _apart(program, model, example, three, may_widen)
+                threes = [examples_of(program, batches[0], 0, EXAMPLES)]
+                threes += [examples_of(program, example.tensors, k, k + EXAMPLES) for k in unlike(example, EXAMPLES)]
+                found = (_apart(program, model, example, three, may_widen) for three in threes)
+                apart, outputs, widened = max(found, key=lambda each: len(each[0].couplings))
         except (NotFinite, _Fails) as error:
             failures.append(error)
             continue
@@ -95,7 +98,7 @@ def _apart(
     """Run the graph and that of outputs on parts of the batch, in float64 if they run there; also whether they did."""
     for precision in (Precision.WIDE, Precision.OWN) if may_widen else (Precision.OWN,):
         twin = Twin(program, model, example, precision)
-        apart = Apart(program, LossTerms(program.graph), twin.tolerance)
+        apart = Apart(program, LossTerms(program.graph, program.part is not None), twin.tolerance)
         try:
             apart.run(twin, tensors)
             if not apart.couplings and apart.unseen:

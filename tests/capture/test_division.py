@@ -164,6 +164,35 @@ def test_a_rank_without_jagged_examples_takes_part() -> None:
     assert_same(state, trained)
 
 
+class Scored(nn.Module):
+    """Returns its loss.  words: a mean over the words of all bags."""
+
+    def __init__(self, words: bool = False) -> None:
+        super().__init__()
+        self.bag, self.of_words = Bag(), words
+
+    def forward(self, indices: Tensor, offsets: Tensor, target: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.bag(indices, offsets), target)
+        return self.bag.words(indices, torch.arange(len(indices))).square().mean() if self.of_words else loss
+
+
+def losses_of(model: nn.Module, lengths: list[int]) -> CompiledProgram:
+    example = (*bags(lengths), torch.arange(6) % 3)
+    program = splitc.compile(model, 2, example, cluster=CLUSTER, strategy="data_parallel", batch=of_bags)
+    assert isinstance(program, CompiledProgram)
+    return program
+
+
+def test_losses_that_a_divided_model_returns_are_measured() -> None:
+    assert losses_of(Scored(), [3, 1, 4, 2, 5, 2]).verify(dtype=torch.float64).holds
+    for lengths, why in (
+        ([2, 2, 2, 2, 2, 1], "neither their sum nor their mean"),
+        ([2, 2, 2, 2, 2, 2], r"indices of the size \(2,\), so that a loss over all of them cannot be told"),
+    ):
+        with pytest.raises(CaptureError, match=why):
+            losses_of(Scored(words=True), lengths)
+
+
 def wrong_words(batch: Any, a: int, b: int) -> Any:
     indices, offsets, target = of_bags(batch, a, b)
     return (indices if b - a == 6 else (indices + 1) % 30), offsets, target
@@ -184,7 +213,7 @@ REFUSED: list[tuple[nn.Module, Any, Any, str]] = [
         lambda batch, a, b: of_bags(batch, a, min(b, 5)),
         r"another indices for all 6 examples, \(15,\)",
     ),
-    (Bag(), BAGS, {"indices": None}, "as batch= divides the examples, a rank cannot train on its part"),
+    (Bag(), BAGS, {"indices": None}, "as batch=, or lists, divide the examples, a rank cannot train on its part"),
     (Graphs(norm=True), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "rows that BatchNorm counts follow from the data"),
     (Graphs(drop=0.5), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "dropout of jagged rows"),
     (Nodes(), NODES, {"x": None, "edge": None}, "names edge, and the example has x, edge_index, seeds, target"),
