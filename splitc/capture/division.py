@@ -15,7 +15,7 @@ from torch import Tensor
 
 from splitc.errors import CaptureError
 from splitc.ir.program import Program
-from splitc.runtime.nested import Path, at, replaced
+from splitc.runtime.nested import DICTS, ROWS, SIZES, VALUES, Path, at, packed, replaced
 
 Batch = Mapping[str, int | None] | Callable[[Any, int, int], Any] | None
 """Tensor -> the dim of its examples, None where it is whole on every rank; or a function of (batch, a, b)."""
@@ -84,8 +84,8 @@ def division_of(
     number = next((whole for whole, a, b in grown if (a, b) == (1, 2)), 0)
     if number < FEWEST:
         raise CaptureError(
-            f"the function batch= divides {number or 'no'} examples: give an example with {FEWEST} or more, and a "
-            f"tensor or target with a row for each"
+            f"{number or 'no'} examples are divided: give an example with {FEWEST} or more, and a tensor or target "
+            f"with a row for each"
         )
     parts = {bounds: made.part(tensors, *bounds) for bounds in ((0, number), (0, 1), (1, 2), (1, number))}
     for name, tensor in tensors.items():
@@ -102,6 +102,47 @@ def division_of(
         if not (t.dim() and all(torch.equal(part[name], t[a:b]) for (a, b), part in parts.items()))
     }
     return replace(made, number=number, loose=loose) if loose else None
+
+
+def packed_lists(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with tensors of fixed number for lists of tensors or dicts, if these have an element for each example.
+
+    Raises CaptureError for other than tensors in the dicts.
+    """
+    found = ((name, value) for name, value in inputs.items() if isinstance(value, (list, tuple)) and value)
+    lists = {name: value for name, value in found if isinstance(value[0], (Tensor, dict))}
+    is_same = len({len(value) for value in lists.values()}) == 1
+    return {**inputs, **({name: _packed(name, value) for name, value in lists.items()} if is_same else {})}
+
+
+def _packed(name: str, value: Sequence[Any]) -> dict[str, Any]:
+    if all(isinstance(each, dict) and each.keys() == value[0].keys() for each in value):
+        return {DICTS: {key: _packed(f"{name}.{key}", each) for key, each in packed(value, DICTS).items()}}
+    if not all(isinstance(each, Tensor) and each.dim() == value[0].dim() for each in value):
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in value))
+        raise CaptureError(
+            f"the elements of {name} hold {kinds}: give tensors of as many dims, or dicts of the same keys"
+        )
+    alike = len({each.shape for each in value}) == 1
+    return {key: packed(value, key) for key in ((ROWS,) if alike else (VALUES, SIZES))}
+
+
+def of_lists(tensors: Mapping[str, Tensor], paths: Mapping[str, Path]) -> Division:
+    """The division of packed lists: element i of each is example i."""
+    names = {path: name for name, path in paths.items()}
+    sizes = {name: names[*path[:-1], SIZES] for name, path in paths.items() if path[-1] == VALUES}
+    own = {name: (name,) for pair in sizes.items() for name in pair}
+    given = {name: tensors[name] for name in own}
+
+    def examples(batch: Any, first: int, last: int) -> Any:
+        found = {each: batch[each][first:last] for each in sizes.values()}
+        for name, each in sizes.items():
+            ends = [0, *batch[each].prod(1).cumsum(0).tolist()]
+            found[name] = batch[name][ends[first] : ends[last]]
+        return found
+
+    number = len(next(tensor for name, tensor in tensors.items() if name not in sizes))
+    return division_of(examples, tensors, [(given, own)]) or Division(examples, given, own, number)
 
 
 def whole_dims(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from splitc.capture.division import Batch, Division, batches_given, division_of, whole_dims
+from splitc.capture.division import Batch, Division, batches_given, division_of, of_lists, packed_lists, whole_dims
 from splitc.capture.loss_value import SummedLosses, losses_in, takes, total
 from splitc.capture.refusals import refuse_model, unusual
 from splitc.errors import CaptureError
-from splitc.runtime.nested import Path, at, replaced, tensors
+from splitc.runtime.nested import Path, at, replaced, tensors, unpacked
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """What users give: a tensor, a tuple of arguments, or a dict of keyword arguments; an argument may be nested."""
@@ -59,7 +59,15 @@ class Example:
         arguments, positional = _arguments(model, inputs)
         example = cls(arguments, _targets(target, arguments), loss, positional)
         example._require_pair()
-        return example._laid_out() if batch is None else example._divided(batch)
+        if batch is not None:
+            return example._divided(batch)
+        try:
+            return example._laid_out()
+        except CaptureError:
+            example = replace(example, inputs=packed_lists(arguments))
+            if all(example.inputs[name] is value for name, value in arguments.items()):
+                raise
+            return replace(example, division=of_lists(example.tensors, example.paths), is_said=True)
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -110,7 +118,8 @@ class Example:
         Copies, since a forward may write into its inputs.
         """
         given = {**self.tensors, **values}
-        arguments = self._with(self.inputs, {n: v.clone() if type(v) is Tensor else v for n, v in given.items()})
+        given = {n: v.clone() if type(v) is Tensor else v for n, v in given.items()}
+        arguments = {name: unpacked(value) for name, value in self._with(self.inputs, given).items()}
         positional = [arguments.pop(name) for name in self.positional]
         return model(*positional, **arguments)
 

@@ -141,7 +141,7 @@ class Runs:
         keeps: set[str] = set()
         for a, b, c in zip(small, large, others, strict=True):
             keeps |= _kept(path, self._parameters, a, b, c)
-            templates = tuple(spec.template() if spec else None for spec in _inputs(path, a, b))
+            templates = tuple(spec.template() if spec else None for spec in self._inputs(path, a, b))
             seen.setdefault(templates, []).append((a, b, _output(path, a, b, c)))
         outputs = [(templates, output) for templates, calls in seen.items() for *_, output in calls]
         shapes = [(t, made_like(out, (replace(s, requires_grad=False) for s in specs_in(out)))) for t, out in outputs]
@@ -151,9 +151,8 @@ class Runs:
         made = []
         for templates, calls in seen.items():
             a, b, _ = calls[0]
-            specs = enumerate(_inputs(path, a, b))
+            specs = enumerate(self._inputs(path, a, b))
             batched = [(k, s.batch_dim, s.rows) for k, s in specs if s and s.batch_dim is not None]
-            batched = batched if self.example.division is None else [(0, 0, 1)]  # as inputs of its sizes are traced
             norms = zip(a.watch.norms, b.watch.norms, strict=False)
             per_example = max((b.saved - a.saved) / (LARGE - SMALL), 0.0)
             own = OwnCode(
@@ -162,7 +161,7 @@ class Runs:
                 why=why,
                 code=code,
                 output=max((out for *_, out in calls), key=lambda out: sum(s.requires_grad for s in specs_in(out))),
-                batch=next(iter(batched), None),
+                batch=next(iter(batched), None if self.example.division is None else (0, 0, 1)),  # as it is traced
                 saved=(max(a.saved - SMALL * per_example, 0.0), per_example),
                 norms=tuple(SizeSpec(n - m, m - SMALL * (n - m)) for m, n in norms),
                 draws=draws,
@@ -175,6 +174,15 @@ class Runs:
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))
+
+    def _inputs(self, path: str, small: _Call, large: _Call) -> list[TensorSpec | None]:
+        """The specs of the tensor arguments of a call; none of a divided batch's, of any number.  Raises NoRegion."""
+        if self.example.division is not None:
+            return []
+        if [tensor.dim() for tensor in small.inputs] != [tensor.dim() for tensor in large.inputs]:
+            raise NoRegion(f"{path or 'the model'} is given other tensors for other batches")
+        pairs = zip(small.inputs, large.inputs, strict=True)
+        return [spec if isinstance(spec := infer_spec(pair, (SMALL, LARGE)), TensorSpec) else None for pair in pairs]
 
 
 def _watch(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any, counter: Counter | None) -> _Call:
@@ -246,14 +254,6 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
         return found
 
     return spec(small.output, large.output, other.output)
-
-
-def _inputs(path: str, small: _Call, large: _Call) -> list[TensorSpec | None]:
-    """The specs of the tensor arguments of a call.  Raises NoRegion."""
-    if [tensor.dim() for tensor in small.inputs] != [tensor.dim() for tensor in large.inputs]:
-        raise NoRegion(f"{path or 'the model'} is given other tensors for other batches")
-    pairs = zip(small.inputs, large.inputs, strict=True)
-    return [spec if isinstance(spec := infer_spec(pair, (SMALL, LARGE)), TensorSpec) else None for pair in pairs]
 
 
 def _kept(path: str, known: set[int], *calls: _Call) -> set[str]:

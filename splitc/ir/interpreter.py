@@ -17,6 +17,7 @@ from splitc.ir.comm_ops import recv
 from splitc.ir.fake_mode import FakeMode
 from splitc.ir.graph import cut_of, info, is_region
 from splitc.ir.program import Program, Stage, TensorSpec
+from splitc.runtime.nested import unpacked
 from splitc.runtime.seeded.mode import running
 
 
@@ -83,6 +84,9 @@ class NodeRunner(fx.Interpreter):
             if self._hook is None:
                 return super().run_node(n)
             return self._hook(n, lambda: super(NodeRunner, self).run_node(n))
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_module(target, unpacked(args), unpacked(kwargs))
 
     def fetch_attr(self, target: str) -> Any:
         return super().fetch_attr(target) if target else self.module

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from .errors import LaunchError
 
 Path = tuple[str, ...]
 """Keys, positions and names of fields, from the outside in."""
@@ -37,10 +41,46 @@ def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def at(value: Any, path: Path) -> Any:
-    """What a nested value holds at a path; None where it holds nothing."""
+    """What a nested value holds at a path, of lists packed too; None where it holds nothing."""
     for key in path:
-        value = (parts(value) or {}).get(key)
+        is_list = key in LISTS and isinstance(value, (list, tuple)) and len(value)
+        value = packed(value, key) if is_list else (parts(value) or {}).get(key)
     return value
+
+
+LISTS = ROWS, VALUES, SIZES, DICTS = "list_rows", "list_values", "list_sizes", "list_dicts"
+"""What stands for a list with an element for each example: rows of one size; all values, and their sizes; dicts."""
+
+
+def packed(value: Sequence[Any], key: str) -> Any:
+    """A part of what stands for a list.  Raises LaunchError where its tensors have not one size."""
+    if key == DICTS:
+        return {name: [each.get(name) for each in value] for name in value[0]}
+    sizes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in value]
+    if None in sizes or (key == ROWS and len(set(sizes)) > 1):
+        raise LaunchError(
+            f"a list has tensors of the sizes {sizes}, of one in the example: compile with one in which they differ"
+        )
+    if key == SIZES:
+        return torch.tensor(sizes, device=value[0].device)
+    return torch.stack(list(value)) if key == ROWS else torch.cat([each.flatten() for each in value])
+
+
+def unpacked(value: Any) -> Any:
+    """A nested value with its lists again, where its tensors have values."""
+    held = parts(value) or {}
+    made = {key: unpacked(part) for key, part in held.items()}
+    first: Any = next(iter(made.values()), None)
+    if made.keys() == {ROWS} and type(first) is Tensor:
+        return list(first.unbind())
+    if made.keys() == {VALUES, SIZES} and type(first) is Tensor:
+        sizes = made[SIZES].tolist()
+        return [flat.view(size) for flat, size in zip(first.split(list(map(math.prod, sizes))), sizes, strict=True)]
+    if made.keys() == {DICTS} and all(isinstance(part, list) for part in first.values()):
+        return [dict(zip(first, each, strict=True)) for each in zip(*first.values(), strict=True)]
+    if all(made[key] is part for key, part in held.items()):
+        return value
+    return {key: made[str(key)] for key in value} if isinstance(value, dict) else with_parts(value, made)
 
 
 def replaced(value: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:

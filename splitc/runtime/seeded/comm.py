@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..collectives.model_parallel import Group, feature_widths
 from ..generators import seeded_generators
+from ..nested import unpacked
 from ..own_code import of_no_examples, with_copies
 from ..spec import StepContext
 from .draws import Draws, Label, Layout
@@ -95,7 +96,8 @@ class SeededComm:
         Every microbatch begins with the buffers of the step's begin, and the last one's writes stay.
         """
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            args, kwargs = unpacked(given), {name: unpacked(value) for name, value in named.items()}
             copies = None if self._is_last else self._context.copies.setdefault((id(module), self._piece), {})
             with with_copies(module, copies):
                 if not any(last - first for first, last in self._draws(own).examples or ()):
