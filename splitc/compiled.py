@@ -243,7 +243,7 @@ class CompiledProgram:
         loss: dict[str, Tensor] = {}
         if isinstance(own := self._example.loss, nn.Module):
             loss = {**plain_tensors(own, LOSS), **dict(own.named_buffers(prefix=LOSS))}
-        buffers = {**plain_tensors(self._model), **constants, **loss, **dict(self._model.named_buffers())}
+        buffers = {**constants, **plain_tensors(self._model), **loss, **dict(self._model.named_buffers())}
         return {"state": state, "extra": {name: buffers[name] for name in self.program.tensors if name not in state}}
 
     def worker(

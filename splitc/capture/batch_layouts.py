@@ -29,17 +29,22 @@ def first_apart(example: Example, validated: Callable[[Example], Program]) -> Pr
             continue
         is_apart = not program.coupled and not (taken and any(regions(program)))
         why[text] = "it is all the user's own code" if not program.coupled else program.coupled[0].why
-        if is_apart or taken is None:
+        if is_apart or taken is None or (_keeps_rows(program) and not _keeps_rows(taken[0])):
             taken = program, laid_out
         if is_apart:
             break
-    if taken is None:
+    if taken is None or (refused is not None and not _keeps_rows(taken[0])):
         assert refused is not None
         raise refused
     program, laid_out = taken
     reasons = "".join(f"; not {text}, since {reason}" for text, reason in why.items() if text != _text(laid_out))
     note = f"The batch is {_text(laid_out)}, {laid_out.batch} examples{reasons}."
     return replace(program, notes=(*program.notes, note)) if laid_out.batch_dims or reasons else program
+
+
+def _keeps_rows(program: Program) -> bool:
+    """Whether what its regions keep for the next batch has a row for each example."""
+    return all(own.keeps_rows for _, own in regions(program))
 
 
 def _text(example: Example) -> str:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from splitc.capture.batch_dims import prune_gradients, require_whole_batch, set_specs
 from splitc.capture.example import LOSS, Example
 from splitc.capture.group_layers import group_layers
+from splitc.capture.kept_attributes import left_behind
 from splitc.capture.loss_terms import isolate_terms
 from splitc.capture.loss_value import total
 from splitc.capture.outputs import mark, outputs_of, taken
@@ -73,7 +74,10 @@ def capture(
             traced = with_loss_module(example) if LOSS in regions.found else example
             tracer = _tracer(traced.root(model), example.batch, regions)
             try:
-                _trace(tracer, regions, traced, compiling, training)
+                left = _trace(tracer, regions, traced, compiling, training)
+                if training is None and (keeper := regions.keeper(left)):
+                    tracer.failure = keeper
+                    raise CaptureError(f"{keeper.line}: what this keeps of a batch goes into the next one")
                 return _program(tracer, regions, name or type(model).__name__, training)
             except CaptureError as error:
                 failed.append((len(tracer.graph.nodes), error, tracer.failure))
@@ -112,7 +116,7 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
         layers=(),
         tensors=_state_tensors(model, root, graph, reached),
         autocast=regions.autocast,
-        notes=tuple(tracer.notes),
+        notes=(*tracer.notes, *regions.notes),
         guards=tuple(tracer.guards.found),
         part=None if example.division is None else example.division.part,
         reads_mode=tracer.reads_mode or any(_has_mode(node, root) for node in graph.nodes),
@@ -126,8 +130,13 @@ def _program(tracer: Tracer, regions: Regions, name: str, training: Program | No
     return replace(program, outputs=outputs_of(program, returned))
 
 
-def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, training: Program | None) -> None:
-    """Run the tracer's fake copy of the model, and the loss, on proxies.  Raises CaptureError."""
+def _trace(
+    tracer: Tracer, regions: Regions, example: Example, compiling: bool, training: Program | None
+) -> dict[str, str]:
+    """Run the tracer's fake copy of the model, and the loss, on proxies.  Raises CaptureError.
+
+    Return the attributes in which traced tensors were left, with the user's line.
+    """
     root, original, autocast = tracer.root, tracer.original, regions.autocast
 
     def placeholder(name: str, tensor: torch.Tensor) -> Any:
@@ -164,6 +173,7 @@ def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, 
             losses = example.losses_of(value, proxies)
             mark(tracer.graph, value)
             tracer.output(total(losses))
+            left = {name: info(proxy._node).source for name, proxy in left_behind(root).items()}
         if len(losses) > 1:
             tracer.notes.append(f"The loss is the sum of {', '.join(losses)}.")
     except (CaptureError, Unsupported) as error:
@@ -178,6 +188,7 @@ def _trace(tracer: Tracer, regions: Regions, example: Example, compiling: bool, 
         ) from error
     if tracer.refusal is not None:
         raise tracer.refusal
+    return left
 
 
 def _has_mode(node: fx.Node, root: nn.Module) -> bool:

@@ -43,9 +43,11 @@ def readers_of_kept(program: Program, training: Program | None = None) -> dict[f
     """
     writing = training or program
     own = {name: info(node).source for node, each in regions(writing) for name in each.keeps}
+    attributes = {node: tuple(each.keeps) for node, each in regions(program)}
     lines, found = _kept(writing.graph, own), dict[fx.Node, str]()
     for node in program.graph.nodes:
         reads = () if node.op in ("get_attr", "output") or node in found else tensors_of_node(program, node)
+        reads = (*reads, *attributes.get(node, ()))
         if name := next((name for name in reads if name in lines), None):
             found[node] = (
                 f"{name} keeps values of the batch ({lines[name]}), and is alike on all ranks where they have all of it"

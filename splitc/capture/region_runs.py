@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import Example
 from splitc.capture.gradients import leaves
+from splitc.capture.kept_attributes import kept_attributes
 from splitc.capture.module_calls import intercepted, unchanged
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
@@ -25,7 +26,7 @@ from splitc.errors import CaptureError
 from splitc.ir.autocast import under_autocast
 from splitc.ir.costs import LayerCost, OpCost
 from splitc.ir.program import SizeSpec, TensorSpec
-from splitc.ir.regions import OwnCode, Templates, Unread, fit, made_like, specs_in
+from splitc.ir.regions import OwnCode, Templates, Unread, fit, is_inside, made_like, specs_in
 from splitc.runtime.generators import same_generators
 from splitc.runtime.nested import parts, tensors, with_parts
 from splitc.runtime.own_code import OwnFunction
@@ -101,20 +102,24 @@ class Runs:
         rows.append([-1 - k % batch for k in range(SMALL)])
         try:
             self.model, self.example = copy.deepcopy((self.model, self.example))
-            self._parameters = set(map(id, self.model.parameters()))
-            self._runs = list(map(self._run, rows))
+            shared = {id(parameter): parameter for parameter in self.model.parameters()}
+            self._parameters = set(shared)
+            copies = [copy.deepcopy((self.model, self.example), dict(shared)) for _ in rows]
+            self._runs = [self._run(*each, number) for each, number in zip(copies, rows, strict=True)]
+            roots = [example.root(model) for model, example in ((self.model, self.example), *copies)]
+            self.keeps = kept_attributes(roots, lambda: self._run(*copies[0], rows[0]))
         except CaptureError:
             raise
         except Exception as error:
             where = line_of(error) or type(self.model).__name__
             raise Never(f"{where}: {type(error).__name__}: {first_line(error)}") from error
 
-    def _run(self, rows: list[int]) -> dict[str, list[_Call]]:
-        """Run the model and its loss once; the calls of the modules at `paths`.  State is as before afterwards."""
+    def _run(self, model: nn.Module, example: Example, rows: list[int]) -> dict[str, list[_Call]]:
+        """Run a model and its loss once; the calls of the modules at `paths`.  Tensors are as before afterwards."""
         calls: dict[str, list[_Call]] = {path: [] for path in self.paths}
-        values = self.example.rows(rows)
-        root = self.example.root(self.model)
-        watched = {root.get_submodule(path) if path else self.model: calls[path] for path in self.paths}
+        values = example.rows(rows)
+        root = example.root(model)
+        watched = {root.get_submodule(path) if path else model: calls[path] for path in self.paths}
         own = {id(parameter): parameter for module in watched for parameter in module.parameters()}
 
         def run(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -123,13 +128,13 @@ class Runs:
 
         with (
             warnings.catch_warnings(action="ignore"),
-            unchanged((*self.model.buffers(), *own.values())),
+            unchanged((*model.buffers(), *own.values())),
             intercepted(watched, run),
             same_generators(),
             torch.enable_grad(),
-            under_autocast(self.model, self.autocast),
+            under_autocast(model, self.autocast),
         ):
-            self.example.loss_of(self.example.output(self.model, values), values)
+            example.loss_of(example.output(model, values), values)
         return calls
 
     def region(self, path: str, why: str, code: str | None) -> OwnCode:
@@ -138,7 +143,7 @@ class Runs:
         if not small or not len(small) == len(large) == len(others):
             raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
         seen: dict[Templates, list[tuple[_Call, _Call, Any]]] = {}
-        keeps: set[str] = set()
+        keeps = {name for name in self.keeps if is_inside(name, path)}
         for a, b, c in zip(small, large, others, strict=True):
             keeps |= _kept(path, self._parameters, a, b, c)
             templates = tuple(spec.template() if spec else None for spec in self._inputs(path, a, b))
@@ -171,6 +176,7 @@ class Runs:
                 dtypes=frozenset().union(*(call.watch.dtypes for call in small)),
                 inputs=templates,
                 keeps=frozenset(keeps),
+                keeps_rows=all(self.keeps.get(name) for name in keeps),
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))

@@ -8,7 +8,7 @@ returns.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,7 @@ from splitc.ir.graph import is_region
 from splitc.ir.regions import OwnCode, Region, is_inside
 from splitc.runtime.own_code import OwnFunction, adopt_plain_tensors
 from splitc.runtime.seeded.mode import running
+from splitc.runtime.weights import named_tensors
 
 
 def with_loss_module(example: Example) -> Example:
@@ -72,6 +73,7 @@ class Regions:
     counter: Counter | None
     found: dict[str, OwnCode] = field(default_factory=dict)
     _failures: list[Failure] = field(default_factory=list)
+    _keeps: Collection[str] | None = None
 
     def add(self, failure: Failure, error: CaptureError) -> None:
         """Make the module of a failure a region, or the smallest one around it that can be.  Raises `error` otherwise.
@@ -96,6 +98,27 @@ class Regions:
                 raise CaptureError(f"{error}{more}") from error
             path = path.rpartition(".")[0]
             paths = [path]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the report."""
+        known = named_tensors(self.example.root(self.model))
+        kept = sorted({name for own in self.found.values() for name in own.keeps if name not in known})
+        text = "goes from batch to batch, of evaluation too, and into no checkpoint, as it is in no state_dict"
+        return [f"{name} {text}: a run that resumes begins with that of a new model." for name in kept]
+
+    def keeper(self, left: Mapping[str, str]) -> Failure | None:
+        """The first module that keeps in an attribute what its next forward uses.  left: attributes -> the line."""
+        if left and self._keeps is None:
+            try:
+                example = with_loss_module(self.example)
+                self._keeps = Runs(self.model, example, self.autocast, [], self.counter).keeps.keys()
+            except (CaptureError, NoRegion):  # validation says what differs
+                self._keeps = ()
+        for name in sorted(left.keys() & (self._keeps or ())):
+            path = name.rpartition(".")[0]
+            return Failure(path, type(self.example.root(self.model).get_submodule(path)), left[name])
+        return None
 
     def stand_in(self, root: nn.Module, mode: FakeTensorMode) -> nn.Module:
         """Put a `Region` in place of each region of a fake copy of the model."""

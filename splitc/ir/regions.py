@@ -38,7 +38,7 @@ class OwnCode:
     evaluating: submodules in evaluation mode.  random: random operations inside that are no dropout.
     draws: where the examples of the draws inside lie, in order.
     dtypes: in which it computes with a gradient.
-    keeps: tensors that it changes as no two ranks do that see parts of the batch.
+    keeps: tensors that it changes as no two ranks do that see parts of the batch.  keeps_rows: one for each example.
     inputs: of the calls that were seen.  others: what is known of calls with inputs of other shapes.
     """
 
@@ -56,6 +56,7 @@ class OwnCode:
     draws: tuple[Layout, ...] = ()
     dtypes: frozenset[torch.dtype] = frozenset()
     keeps: frozenset[str] = frozenset()
+    keeps_rows: bool = True
     inputs: Templates = ()
     others: tuple[OwnCode, ...] = ()
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitc.runtime.nested import tensors
+
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
@@ -24,20 +26,20 @@ def borrowed(model: nn.Module, loss: Any, dtype: torch.dtype | None = None) -> I
     """
     modules = list({id(m): m for root in (model, loss) if isinstance(root, nn.Module) for m in root.modules()}.values())
     held = {id(t): t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
-    tensors = [(tensor, tensor.data, tensor.grad) for tensor in held.values()]
+    before = [(tensor, tensor.data, tensor.grad) for tensor in held.values()]
     attributes = [(module, module.__dict__) for module in modules]
     memo: dict[int, Any] = {**held, **{id(module): module for module in modules}}
     try:
         for module, own in attributes:
             module.__dict__ = {name: _copy(value, memo, dtype) for name, value in own.items()}
-        for tensor, data, _ in tensors:
+        for tensor, data, _ in before:
             tensor.grad = None
             tensor.data = converted(data, dtype).clone()
         yield
     finally:
         for module, own in attributes:
             module.__dict__ = own
-        for tensor, data, gradient in tensors:
+        for tensor, data, gradient in before:
             tensor.grad = None
             tensor.data = data
             tensor.grad = gradient
@@ -51,8 +53,9 @@ def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _copy(value: Any, memo: dict[int, Any], dtype: torch.dtype | None) -> Any:
-    if type(value) is Tensor and value.is_leaf and id(value) not in memo:
-        memo[id(value)] = converted(value.detach(), dtype).clone().requires_grad_(value.requires_grad)
+    for _, tensor in tensors(value):
+        if type(tensor) is Tensor and tensor.is_leaf and id(tensor) not in memo:
+            memo[id(tensor)] = converted(tensor.detach(), dtype).clone().requires_grad_(tensor.requires_grad)
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # a lock, a file, a tensor with history: shared
