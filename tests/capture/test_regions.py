@@ -116,7 +116,7 @@ def test_a_loss_may_be_a_region(loss: Any) -> None:
 
 def test_a_loss_that_cannot_be_traced_beside_an_attribute_of_its_name_is_refused_by_that_name() -> None:
     model = Perceptron()
-    model.loss = None
+    model.__dict__["loss"] = None
     with pytest.raises(CaptureError, match=r"no attribute 'loss'; rename that"):
         traced(model, untraceable.finite_loss)
 
