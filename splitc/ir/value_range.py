@@ -62,7 +62,8 @@ def class_bound(node: fx.Node, root: nn.Module, seen: Tensor, constant: Callable
 
 def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: Callable[[str], Tensor | None]) -> Any:
     """The elements of the result, of a view or a sum with constants; None of anything else."""
-    name, target, given = op_name(user), user.target, {value: elements}
+    name, given = op_name(user), {value: elements}
+    target: Any = "reshape" if user.target == "view" else user.target  # the elements may lie otherwise in memory
     if name in _SAME:
         return elements
     for each in set(user.all_input_nodes) - {value}:
@@ -73,6 +74,7 @@ def _passed(user: fx.Node, value: fx.Node, elements: Any, batch: int, constant: 
             given[each] = spec.scale * batch + spec.offset
     adds = not user.kwargs and (name == "add" or (name == "sub" and user.args[0] is value))
     views = user.args[:1] == (value,) and (name in _VIEWS or (target is getattr and user.args[1] in ("T", "mT")))
+    views = views and not isinstance(user.args[-1], torch.dtype)
     if not (adds or views) or len(given) < len(user.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((user.args, user.kwargs), given.__getitem__)

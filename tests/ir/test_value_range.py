@@ -60,6 +60,10 @@ COLUMNS: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], Any]] = {
     "starts": (lambda m, ids: list(m.table(ids + STARTS).unbind(1)), [[247, 47, 37]]),
     "starts in a buffer": (lambda m, ids: list(m.table(m.starts + ids).unbind(1)), [[247, 47, 37]]),
     "rows of a weight": (lambda m, ids: [m.tables[1].weight[ids[:, 1]]], [[10, 10, 21]]),
+    "views of shifted columns": (
+        lambda m, ids: [m.table(ids[:, 1:].contiguous().view(-1)).view(-1, 2, 4)[:, 0]],
+        [[10, 247, 247]],
+    ),
     "remainder": (each(lambda ids: [ids[:, k] % n for k, n in enumerate(SIZES)]), None),
 }
 
