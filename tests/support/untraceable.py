@@ -136,7 +136,7 @@ class Normed(nn.Module):
 
 
 def _doubled(x: Tensor) -> Tensor:
-    return x * 2 if float(x.sum()) < 1e9 else x
+    return x * 2 if x.dim() < 9 else x
 
 
 with warnings.catch_warnings():
