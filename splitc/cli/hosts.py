@@ -24,7 +24,14 @@ from splitc.runtime.launch.torchrun import forward, of_ranks, stopped_like_ctrl_
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _GRACE = 15.0  # seconds for the other hosts to end by themselves once one has failed, and then when they are told to
-_PASSED_ON = ("SPLITC_", "GLOO_", "NCCL_", "OMP_", "PYTHONPATH")  # environment variables of the ranks
+_PASSED_ON = (
+    "SPLITC_",
+    "GLOO_",
+    "NCCL_",
+    "OMP_",
+    "PYTHONPATH",
+    "TORCH_CPP_LOG_LEVEL",
+)  # environment variables of the ranks
 
 _PREPARE = """\
 py={python}; [ -x "$py" ] || py=python3
@@ -95,7 +102,8 @@ def run_on_hosts(folder: Path, plan: Plan, hosts: Sequence[Host], arguments: Seq
         scripts = [_PREPARE.format(**common, folder=copy) for copy in copies]
         list(pool.map(lambda host, script: _copy(folder, host, script), hosts, scripts))
     paths = [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]  # this splitc, where hosts share a disk
-    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a torchrun that ends later than the master warns with a page of frames
+    passed = quiet | {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     passed["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     run = {
         **common,
