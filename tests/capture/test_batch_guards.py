@@ -173,7 +173,8 @@ def test_a_norm_that_would_have_one_value_is_refused_before_training(strategy: s
 @pytest.mark.parametrize("strategy", ["data_parallel(sync_batchnorm=True)", "modulo_shard(mp=2)", "single_device"])
 def test_a_norm_may_have_one_example_of_each_rank(strategy: str) -> None:
     example = torch.randn(2, 8), torch.randint(4, (2,))
-    assert compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=4).verify().holds
+    program = compiled(NORMALISED, *example, F.cross_entropy, 4, strategy, global_batch=4)
+    assert program.verify(dtype=torch.float64).holds  # a norm of one example a rank makes much of rounding
 
 
 def test_every_step_is_checked_tails_included() -> None:
