@@ -52,9 +52,8 @@ class Flow(TorchDispatchMode):
     def bits(self, value: Tensor) -> Tensor:
         _, held = self._held.get(_key(value), (None, torch.zeros((), dtype=torch.uint8, device=value.device)))
         if held.numel() * value.element_size() != value.untyped_storage().nbytes():
-            return (_any(held) | UNSURE * (held.numel() > 1)).expand(
-                value.shape
-            )  # none, or seen in another dtype, or resized
+            found = _any(held) | UNSURE * (held.numel() > 1)  # none, or seen in another dtype, or resized
+            return found.expand(value.shape)
         return held.as_strided(value.shape, value.stride(), value.storage_offset())
 
     def mark(self, value: Tensor, bits: Tensor) -> None:

@@ -139,9 +139,13 @@ def _doubled(x: Tensor) -> Tensor:
     return x * 2 if x.dim() < 9 else x
 
 
+def _by_sum(x: Tensor) -> Tensor:
+    return x * 2 if float(x.sum()) < 1e9 else x
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    _scripted = torch.jit.script(_doubled)
+    _scripted, scripted_by_sum = torch.jit.script(_doubled), torch.jit.script(_by_sum)
 
 
 class Scripted(nn.Module):
