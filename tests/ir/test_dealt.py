@@ -9,9 +9,9 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.papers.ist import Symbols, exchanged_nbytes, ist_nbytes
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
-from splitc.cost_models.papers.ist import Symbols, exchanged_nbytes, ist_nbytes
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.actions import Action
 from splitc.ir.dealt import slice_numel

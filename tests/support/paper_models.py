@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from examples.alexnet import alexnet
 from examples.vgg16 import VGG, vgg16
 from examples.vgg19 import vgg19
-from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program
 from splitc.passes.count_costs import CountCosts

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 
-from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.papers import ist, practical_lessons, splitbrain
-from splitc.cost_models.papers.conv_fc_split import conv_fc_split
-from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
-from splitc.cost_models.papers.stanza import (
+from benchmarks.papers import ist, practical_lessons, splitbrain
+from benchmarks.papers.conv_fc_split import conv_fc_split
+from benchmarks.papers.krizhevsky import SCHEMES, Exchange
+from benchmarks.papers.stanza import (
     Memory,
     Symbols,
     assign_nodes,
@@ -23,6 +22,7 @@ from splitc.cost_models.papers.stanza import (
     symbols_of,
     throughput,
 )
+from splitc.cost_models.clusters.named import load_cluster
 from tests.support.paper_models import counted, inception_v3, parameters, resnet152, splitbrain_vgg
 
 BATCH = {"AlexNet": 128, "VGG-16": 64, "VGG-19": 64}

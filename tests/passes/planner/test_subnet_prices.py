@@ -10,9 +10,9 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.papers.ist import Symbols, ist_flops, ist_nbytes
 from splitc.compiled import Settings, specialise
 from splitc.cost_models.network.alpha_beta import all_to_all, ring_all_reduce
-from splitc.cost_models.papers.ist import Symbols, ist_flops, ist_nbytes
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import Plan

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.mlp import MLP
-from splitc.cost_models.papers.practical_lessons import (
+from benchmarks.papers.practical_lessons import (
     Layer,
     data_parallel_nbytes,
     hybrid_nbytes,
@@ -19,6 +18,7 @@ from splitc.cost_models.papers.practical_lessons import (
     reduce_broadcast_nbytes,
     weight_gradient_flops,
 )
+from examples.mlp import MLP
 from splitc.errors import CostError
 from splitc.ir.graph import tensor_spec
 from splitc.ir.wire import wire

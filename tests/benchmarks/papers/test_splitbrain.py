@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from splitc.cost_models.papers.conv_fc_split import ConvFcSplit, conv_fc_split
-from splitc.cost_models.papers.splitbrain import Layer, ccr, divided_weights, held, memory_saving, operations, partition
+from benchmarks.papers.conv_fc_split import ConvFcSplit, conv_fc_split
+from benchmarks.papers.splitbrain import Layer, ccr, divided_weights, held, memory_saving, operations, partition
 from splitc.errors import CostError
 from splitc.ir.linears import linear_layers
 from splitc.ir.placements import Placement

@@ -8,10 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
-from splitc.cost_models.papers.conv_fc_split import conv_fc_split
-from splitc.cost_models.papers.stanza import (
+from benchmarks.papers.conv_fc_split import conv_fc_split
+from benchmarks.papers.stanza import (
     Memory,
     Symbols,
     assign_nodes,
@@ -28,6 +26,8 @@ from splitc.cost_models.papers.stanza import (
     symbols_of,
     throughput,
 )
+from splitc.cost_models.clusters.named import load_cluster
+from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
 from splitc.errors import CostError
 from tests.support.paper_models import counted, inception_v3, parameters, resnet152, splitbrain_vgg
 from tests.support.sampling import sampled

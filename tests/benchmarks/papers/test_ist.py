@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.mlp import MLP
-from splitc.cost_models.papers.ist import (
+from benchmarks.papers.ist import (
     FIGURE_2,
     Symbols,
     data_parallel_flops,
@@ -20,6 +19,7 @@ from splitc.cost_models.papers.ist import (
     ist_flops,
     ist_nbytes,
 )
+from examples.mlp import MLP
 from splitc.errors import CostError
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import Program

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.papers.conv_fc_split import conv_fc_split
+from benchmarks.papers.krizhevsky import SCHEMES, Exchange
 from splitc.compiled import CompiledProgram
 from splitc.cost_models.clusters.named import load_cluster
-from splitc.cost_models.papers.conv_fc_split import conv_fc_split
-from splitc.cost_models.papers.krizhevsky import SCHEMES, Exchange
 from splitc.errors import CostError
 from splitc.ir.placements import Placement
 from splitc.ir.wire import wire

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.papers.conv_fc_split import ConvFcSplit
 from splitc import units
 from splitc.cost_models.network.alpha_beta import recursive_doubling_rounds
-from splitc.cost_models.papers.conv_fc_split import ConvFcSplit
 from splitc.errors import CostError
 from splitc.ir.cluster import Device
 
