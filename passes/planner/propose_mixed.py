@@ -35,7 +35,8 @@ def mixed(request: Request) -> PricedPlan:
     """The plan of the pins, where one of them asks for more than a role."""
     name, pins = Mixed.name, request.pins.values()
     if not any(p.holding or p.group or p.split or p.sync in ("late_multiply", "parameter_server") for p in pins):
-        return infeasible(name, ["no pin asks for a holding or a sync"])
+        roles = f"; use layer_separation for the role of {', '.join(request.pins)}" if pins else ""
+        return infeasible(name, [f"no pin asks for a holding or a sync{roles}"])
     if why := too_small(request, name) or contradictions(request, name):
         return infeasible(name, why)
     where = {layer.name: where_to_run(request, layer.name) for layer in request.program.layers}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -24,11 +22,9 @@ def test_a_random_model_trains_as_in_a_plain_loop(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_new_random_models_train_as_in_a_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    first = random.SystemRandom().randrange(10**9)
-    with capsys.disabled():
-        print(f"\nrandom models: python -m benchmarks.random_models --number {NUMBER} --first {first}")
-    outcomes = [outcome(seed) for seed in range(first, first + NUMBER)]
+def test_fifty_random_models_train_as_in_a_plain_loop() -> None:
+    """`benchmarks.random_models --first` tries others; here a failure is that of a change."""
+    outcomes = [outcome(seed) for seed in range(30_000, 30_000 + NUMBER)]
     assert [str(each) for each in outcomes if each.wrong or each.crashed] == []
     refused = [str(each) for each in outcomes if each.refused]
     assert len(refused) <= NUMBER / 10, refused

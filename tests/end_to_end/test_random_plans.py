@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -31,11 +29,9 @@ def test_a_random_plan_that_found_a_bug_is_right(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_new_random_plans_are_the_training_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    first = random.SystemRandom().randrange(10**9)
-    with capsys.disabled():
-        print(f"\nrandom plans of the seeds from {first}: python -m benchmarks.random_plans --first {first}")
-    outcomes = [outcome(seed) for seed in range(first, first + NUMBER)]
+def test_fifty_random_plans_are_the_training_of_one_process() -> None:
+    """`benchmarks.random_plans --first` tries others; here a failure is that of a change."""
+    outcomes = [outcome(seed) for seed in range(30_000, 30_000 + NUMBER)]
     for each in outcomes:
         assert_right(each)
     refused = [each for each in outcomes if each.refused]

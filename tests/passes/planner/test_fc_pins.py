@@ -55,6 +55,8 @@ def test_pins_mix_what_strategies_do_layer_by_layer() -> None:
 def test_without_pins_for_holdings_and_syncs_nothing_is_mixed() -> None:
     with pytest.raises(PlacementError, match="mixed is not possible: no pin asks for a holding or a sync"):
         pinned(4)
+    with pytest.raises(PlacementError, match="asks for a holding or a sync; use layer_separation for the role of fc8"):
+        pinned(4, fc8="fc")
 
 
 def test_a_layer_pinned_to_be_whole_is_not_late_multiplied_or_divided() -> None:
