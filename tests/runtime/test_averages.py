@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,30 @@ def test_averages_begin_with_the_parameters_that_were_loaded(tmp_path: Path) -> 
 
     for run in (resumed, loaded):
         assert_same(on_workers(program, run, optimizer=adam, ema=0.9)[0], state, tolerance=0)
+
+
+def test_what_a_resumed_run_drops_or_begins_anew_is_named(tmp_path: Path) -> None:
+    program = planned(3, "layer_separation")
+
+    def averaging(worker: Worker) -> None:
+        trained(worker, program, BATCHES[:1])
+        worker.save(tmp_path)
+
+    def resumed(worker: Worker) -> None:
+        worker.register(counter=torch.nn.BatchNorm1d(1))
+        worker.resume(tmp_path)
+
+    on_workers(program, averaging, optimizer=adam, ema=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_workers(program, resumed, optimizer=adam)
+    assert [str(each.message) for each in caught] == [
+        "the checkpoint has averages of the parameters, which this run drops; give ema= to keep them",
+        "counter: the checkpoint has none of it, so it begins anew",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_workers(program, lambda worker: worker.resume(tmp_path), optimizer=adam, ema=0.9)
 
 
 def test_averages_that_cannot_be_are_refused() -> None:

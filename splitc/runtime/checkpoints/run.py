@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -112,20 +112,26 @@ class Checkpoints:
         self._known |= {
             each for each in map(owner, steps_in(folder).values()) if each[0] == self._run or len(each) == 1
         }
-        self._warn(run)
+        averaged = any(self._transport.all_gather_objects(bool(self._contents.averages())))
+        for text in self._unlike(saved, run, averaged) if self._transport.rank == 0 else ():
+            warnings.warn(text, stacklevel=3)
         objects = self._contents.objects
         for name in objects.keys() & self._states.keys():
             objects[name].load_state_dict(self._states.pop(name))
         return {name: run[name] for name in ("steps", "examples")}
 
-    def _warn(self, run: Mapping[str, Any]) -> None:
+    def _unlike(self, saved: Saved, run: Mapping[str, Any], averaged: bool) -> Iterator[str]:
+        """In what training goes on otherwise than the run before would.  averaged: whether this run averages."""
         was, now = run["global_batch"], self._contents.rank.spec.batch_offsets[-1]
-        if was != now and self._transport.rank == 0:
-            warnings.warn(
+        if was != now:
+            yield (
                 f"the checkpoint was made with global batches of {was} examples, and this run has {now}: it goes on, "
-                f"but not as the run before would; compile with global_batch={was} for that",
-                stacklevel=4,
+                f"but not as the run before would; compile with global_batch={was} for that"
             )
+        if not averaged and any(name.startswith("averages.") for name in saved.metadata.state_dict_metadata):
+            yield "the checkpoint has averages of the parameters, which this run drops; give ema= to keep them"
+        for name in sorted(self._contents.objects.keys() - self._states.keys()):
+            yield f"{name}: the checkpoint has none of it, so it begins anew"
 
 
 def _taken(collect: Collect) -> Collect:
