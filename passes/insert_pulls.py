@@ -43,11 +43,11 @@ def _with_pulls(program: Program, stage: Stage) -> Stage:
     for node in list(graph.nodes):
         if node.op in ("placeholder", "get_attr"):
             continue  # a parameter that stands by itself is read by its readers
+        reader = info(node if node.op != "output" else node.prev)
         read = set(tensors_of_node(program, node)) if node.op != "output" else set().union(*waiting.values())
         for k in [k for k, bucket in waiting.items() if bucket & read]:
             del waiting[k]
             with graph.inserting_before(node):
                 pull = graph.call_function(comm_ops.pull, (), {"role": stage.role, "bucket": k})
-            reader = info(node)
             set_info(pull, NodeInfo(source=reader.source, layer=reader.layer, role=reader.role, side_effect=True))
     return replace(stage, graph=graph)

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 
+from splitc.ir.graph import info
 from splitc.ir.program import LoweredProgram
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.insert_pulls import InsertPulls
@@ -51,3 +52,15 @@ def test_nothing_is_inserted_in_the_plain_form_or_without_servers(strategy: str)
     before = bucketed(strategy, 140)
     (role,) = before.plan.roles
     assert printed_stage(InsertPulls().run(before), role) == printed_stage(before, role)
+
+
+def test_a_bucket_that_no_node_reads_is_pulled_at_the_end() -> None:
+    before = bucketed("parameter_server(servers=1, overlap=True)", 140)
+    (stage,) = (stage for stage in before.stages if stage.served)
+    stage.graph.output_node().args = (None,)
+    for node in reversed(stage.graph.nodes):
+        if node.op != "output" and node.name not in ("input_1", "target", "a"):
+            stage.graph.erase_node(node)
+    (after,) = (stage for stage in InsertPulls().run(before).stages if stage.served)
+    assert [node.name for node in after.graph.nodes][-3:] == ["a", "pull_1", "output"]
+    assert all(info(node).source for node in after.graph.nodes if node.op != "output")
