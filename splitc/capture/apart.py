@@ -55,6 +55,7 @@ class Apart:
     values: dict[fx.Node, list[float]] = field(default_factory=dict)
     weights: dict[fx.Node, list[float]] = field(default_factory=dict)
     flattened: dict[fx.Node, int] = field(default_factory=dict)  # see `Program`
+    _draws: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.couplings.update(readers_of_kept(self.program) | self.terms.couplings)
@@ -88,8 +89,11 @@ class Apart:
                 if k and self._is_known(node):
                     value = self._rows(node, values[0], k)
                 else:
-                    follow = not k and self.program.part is None
-                    value = ran(node, runner, follow, self.flattened) if is_region(node) else runner.run_node(node)
+                    whole = self.program.part is None
+                    if is_region(node):
+                        value = ran(node, runner, whole and not k, self.flattened, self._draws if whole else None)
+                    else:
+                        value = runner.run_node(node)
             except Couples as error:
                 self.couplings[node] = str(error)
                 return

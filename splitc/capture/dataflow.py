@@ -26,6 +26,7 @@ from splitc.capture.refusals import table_problems
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
 from splitc.runtime.generators import same_generators
+from splitc.runtime.seeded.table import form_of
 
 UNSURE = 128
 _FORGED = 64  # numbers in one run, so that a loop that waits for one to change ends
@@ -40,11 +41,12 @@ class Flow(TorchDispatchMode):
     """Bits of all tensors.  left: where a number of several examples left tensors first, and how.
 
     alone: whether one of a single example did.  forged: examples whose numbers are `number` outside of tensors.
+    draws: how often random numbers were drawn.
     """
 
     def __init__(self, forged: int = 0, number: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.left, self.alone, self.busy = "", 0, False
+        self.left, self.alone, self.draws, self.busy = "", 0, 0, False
         self._forged, self._number = forged, number
         self._held: dict[int, tuple[Any, Tensor]] = {}  # with the storage, so that no other one takes its place
         self._sizes: dict[int, int] = {}
@@ -83,6 +85,24 @@ class Flow(TorchDispatchMode):
             return value
         return torch.full_like(value, self._number) if isinstance(value, Tensor) else type(value)(self._number)
 
+    def drawn(self, *values: Any) -> None:
+        """Note that random numbers are drawn for tensors: by example, where they have the examples in order."""
+        self.draws += 1
+        if not self.left and (self.sizes(values) or not all(map(self._in_order, _tensors(values)))):
+            self.left = (
+                f"{user_line() or 'its loss'}: the loss couples examples: random numbers are drawn for rows that are "
+                f"not all examples in their order"
+            )
+
+    def _in_order(self, value: Tensor) -> bool:
+        """Whether a tensor has the three examples in order, along one of its dims; or none."""
+        bits = self.bits(value)
+        if not bits.any() or (bits >= UNSURE).any():
+            return True
+        own = bits.new_tensor([1, 2, 4])
+        whole = (bits.movedim(d, -1) for d, n in enumerate(value.shape) if n % len(own) == 0)
+        return any(not (each & ~own.repeat_interleave(each.shape[-1] // len(own))).any() for each in whole)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
@@ -120,6 +140,8 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, flow, kwargs = getattr(func, "__name__", ""), self._flow, kwargs or {}
         name = func.__self__.__name__ if name == "__get__" else name
+        if form_of(func, args, kwargs) is not None:
+            flow.drawn(args, kwargs)
         if name in _EXITS:
             args = (flow.leaves(f"{name}()", flow.whole(args[0]), args[0]), *args[1:])
         elif name in _SIZES:

@@ -26,10 +26,13 @@ class Couples(Exception):
     """A region couples examples; the text says why."""
 
 
-def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node, int]) -> Any:
+def ran(
+    node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node, int], draws: dict[fx.Node, int] | None
+) -> Any:
     """What a region returns.  Raises Couples where it couples examples, if `follow`.
 
-    outer: of nodes whose rows of an example lie apart, see `Program`.
+    outer: of nodes whose rows of an example lie apart, see `Program`.  draws: how often a region draws random numbers,
+    which batches of other sizes and data may not change.
     """
 
     def flow(forged: int = 0, number: int = 0) -> tuple[Any, Flow]:
@@ -59,7 +62,10 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
         return tree_map_only(Tensor, Tensor.detach, value), seen
 
     where = f"{info(node).source}: the loss couples examples: what {node.name} makes of an example"
+    often = f"{info(node).source}: how often {node.name} draws random numbers follows from the batch"
     value, seen = flow()
+    if draws is not None and seen.draws != draws.setdefault(node, seen.draws):
+        raise Couples(often)
     if seen.left:
         raise Couples(seen.left)
     found = [(tensor, spec, seen.bits(tensor)) for tensor, spec in _specified(value, info(node).spec) if follow]
@@ -74,6 +80,8 @@ def ran(node: fx.Node, runner: NodeRunner, follow: bool, outer: Mapping[fx.Node,
             pairs = [(a[bits == kept], b[bits == kept]) for (a, _, bits), b in zip(found, others, strict=True)]
         except Exception:  # its code does not expect these numbers
             continue
+        if changed.draws != seen.draws:
+            raise Couples(often)
         if changed.left or not all(torch.allclose(a, b, rtol=1e-4, equal_nan=True) for a, b in pairs):
             raise Couples(changed.left or f"{where} depends on numbers of others")
     return value

@@ -302,6 +302,27 @@ def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_
     assert f"the loss couples examples: {what}" in coupling(function)
 
 
+def _dropped_by_route(x: Tensor) -> Tensor:
+    out, expert = torch.zeros_like(x), (x[:, 0] > 0).long()
+    for k in range(2):
+        out[expert == k] = F.dropout(x[expert == k], 0.3)
+    return out
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "for one row at a time": lambda x: torch.stack([F.dropout(row, 0.3) if row.sum() > 0 else row for row in x]),
+    "for some rows": lambda x: torch.stack([row + torch.rand(6) if row.sum() > 0 else row for row in x]),
+    "for parts of two": lambda x: torch.cat([r + torch.rand(1, 6) + 0 * float(r[0, 0]) for r in x.split(2)]),
+    "for the rows of a mask": _dropped_by_route,
+    "in another order": lambda x: F.dropout(untraceable.sign(x).flip(0), 0.3).flip(0),
+}
+
+
+@pytest.mark.parametrize("how", DRAWN)
+def test_random_numbers_that_are_not_drawn_for_the_examples_in_order_couple_them(how: str) -> None:
+    assert "random numbers" in coupling(DRAWN[how])
+
+
 def _written(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for k in range(x.shape[0]):
@@ -322,6 +343,8 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
         [row * 3 if float(row.mean()) > 0.2 else row for row in F.linear(x, torch.linspace(-1, 1, 36).view(6, 6))]
     ),
     "rows in place": _written,
+    "dropout of the whole": lambda x: torch.stack([r if float(r.sum()) > 0 else r * 2 for r in F.dropout(x, 0.3)]),
+    "dropout of channels": lambda x: F.dropout(untraceable.sign(x).view(-1, 2, 3).transpose(0, 1), 0.3)[0].repeat(1, 2),
     "routing by masks": _routed,
     "layers": lambda x: F.layer_norm(
         F.conv1d(untraceable.sign(x)[:, None], torch.ones(1, 1, 3), padding=1)[:, 0], (6,)
