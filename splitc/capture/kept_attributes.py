@@ -62,3 +62,13 @@ def _held(root: nn.Module) -> Iterator[tuple[tuple[str, ...], Tensor]]:
 
 def _is_same(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+def train_a_little(model: nn.Module) -> None:
+    """Change what trains, so that a moving average of it is seen to change, which may begin as its copy."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float32) - 0.5
+                parameter.add_((1e-2 * noise * parameter.abs().mean()).to(parameter))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from splitc.capture.batch_dims import infer_spec
 from splitc.capture.example import Example
 from splitc.capture.gradients import leaves
-from splitc.capture.kept_attributes import kept_attributes
+from splitc.capture.kept_attributes import kept_attributes, train_a_little
 from splitc.capture.module_calls import intercepted, unchanged
 from splitc.capture.refusals import writes_text
 from splitc.capture.source_lines import first_line, line_of
@@ -102,6 +102,7 @@ class Runs:
         rows.append([-1 - k % batch for k in range(SMALL)])
         try:
             self.model, self.example = copy.deepcopy((self.model, self.example))
+            train_a_little(self.model)
             shared = {id(parameter): parameter for parameter in self.model.parameters()}
             self._parameters = set(shared)
             copies = [copy.deepcopy((self.model, self.example), dict(shared)) for _ in rows]
@@ -143,9 +144,9 @@ class Runs:
         if not small or not len(small) == len(large) == len(others):
             raise NoRegion(f"{path or 'the model'} is not called in each forward alike")
         seen: dict[Templates, list[tuple[_Call, _Call, Any]]] = {}
-        keeps = {name for name in self.keeps if is_inside(name, path)}
+        keeps = {name: self.keeps[name] for name in self.keeps if is_inside(name, path)}
         for a, b, c in zip(small, large, others, strict=True):
-            keeps |= _kept(path, self._parameters, a, b, c)
+            keeps = _kept(path, self._parameters, a, b, c) | keeps
             templates = tuple(spec.template() if spec else None for spec in self._inputs(path, a, b))
             seen.setdefault(templates, []).append((a, b, _output(path, a, b, c)))
         outputs = [(templates, output) for templates, calls in seen.items() for *_, output in calls]
@@ -176,7 +177,7 @@ class Runs:
                 dtypes=frozenset().union(*(call.watch.dtypes for call in small)),
                 inputs=templates,
                 keeps=frozenset(keeps),
-                keeps_rows=all(self.keeps.get(name) for name in keeps),
+                keeps_rows=all(keeps.values()),
             )
             made.append(own)
         return replace(made[0], others=tuple(made[1:]))
@@ -262,9 +263,10 @@ def _output(path: str, small: _Call, large: _Call, other: _Call) -> Any:
     return spec(small.output, large.output, other.output)
 
 
-def _kept(path: str, known: set[int], *calls: _Call) -> set[str]:
-    """The tensors that a call keeps for the next one: parameters without gradient, and what it makes of the batch.
+def _kept(path: str, known: set[int], *calls: _Call) -> dict[str, bool]:
+    """The tensors that calls keep for the next one: parameters without gradient, and what they make of the batch.
 
+    With whether their size is that of all calls.
     Raises NoRegion for one that writes into its inputs or reads parameters of other modules, Never for one that writes
     into a parameter that trains.
     """
@@ -274,7 +276,7 @@ def _kept(path: str, known: set[int], *calls: _Call) -> set[str]:
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
-    parameters, kept = dict(calls[0].module.named_parameters()), set[str]()
+    parameters, kept = dict(calls[0].module.named_parameters()), dict[str, bool]()
     for call in calls:
         if call.wrote:
             raise NoRegion(f"{path} writes into its input")
@@ -284,7 +286,8 @@ def _kept(path: str, known: set[int], *calls: _Call) -> set[str]:
         for name, value in call.changed.items():
             first = None if name in parameters else calls[0].changed.get(name)
             if name not in norms and (first is None or not torch.equal(first, value)):
-                kept.add(f"{path}.{name}".lstrip("."))
+                sizes = {each.changed[name].shape for each in calls if name in each.changed}
+                kept[f"{path}.{name}".lstrip(".")] = len(sizes) == 1
             if name in parameters and parameters[name].requires_grad:
                 raise Never(writes_text(type(calls[0].module).__name__, f"{path}.{name}".lstrip(".")))
     return kept

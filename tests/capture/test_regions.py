@@ -323,6 +323,33 @@ def test_random_numbers_that_are_not_drawn_for_the_examples_in_order_couple_them
     assert "random numbers" in coupling(DRAWN[how])
 
 
+class Teacher(nn.Module):
+    """A moving average that begins as a copy of what it follows, moved in code that reads data."""
+
+    def __init__(self, moved: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.fc, self.moved = nn.Linear(6, 6), moved
+        self.slow = nn.Parameter(self.fc.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.moved(self.slow, self.fc.weight)
+        return self.fc(x) * (1 + 0 * float(x[0, 0])) + F.linear(x, self.slow)
+
+
+MOVED: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "lerp": lambda slow, fast: slow.lerp_(fast, 0.1),
+    "copied": lambda slow, fast: slow.copy_(0.9 * slow + 0.1 * fast),
+    "its data": lambda slow, fast: slow.data.mul_(0.9).add_(fast.data, alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_an_average_that_begins_as_a_copy_is_kept_for_the_next_batch(how: str) -> None:
+    own = found(traced(Perceptron(Teacher(MOVED[how]))))["middle.0"]
+    assert own.keeps == {"middle.0.slow"} and own.keeps_rows
+
+
 def _written(x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for k in range(x.shape[0]):
