@@ -158,11 +158,7 @@ NORMALISED = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Lin
 
 @pytest.mark.parametrize(
     ("strategy", "batch", "rank"),
-    [
-        ("data_parallel", 4, 0),
-        ("data_parallel", 7, 3),
-        ("data_parallel(microbatches=2)", 12, 0),
-    ],
+    [("data_parallel", 4, 0), ("data_parallel", 7, 3), ("data_parallel(microbatches=2)", 12, 0)],
 )
 def test_a_norm_that_would_have_one_value_is_refused_before_training(strategy: str, batch: int, rank: int) -> None:
     example = torch.randn(2, 8), torch.randint(4, (2,))

@@ -199,30 +199,15 @@ def wrong_words(batch: Any, a: int, b: int) -> Any:
 
 
 REFUSED: list[tuple[nn.Module, Any, Any, str]] = [
-    (
-        Bag(),
-        BAGS,
-        wrong_words,
-        r"for which Bag returns something else: of examples 0 to 3 and 3 to 6 it .* by \d",
-    ),
+    (Bag(), BAGS, wrong_words, r"for which Bag returns something else: of examples 0 to 3 and 3 to 6 it .* by \d"),
     (Bag(), BAGS, lambda batch, a, b: 1 / 0, "fails on example 0 of the batch: ZeroDivisionError"),
     (Bag(), BAGS, lambda batch, a, b: batch[0], "gives no tensor indices like the example's"),
-    (
-        Bag(),
-        BAGS,
-        lambda batch, a, b: of_bags(batch, a, min(b, 5)),
-        r"another indices for all 6 examples, \(15,\)",
-    ),
+    (Bag(), BAGS, lambda batch, a, b: of_bags(batch, a, min(b, 5)), r"another indices for all 6 examples, \(15,\)"),
     (Bag(), BAGS, {"indices": None}, "as batch=, or lists, divide the examples, a rank cannot train on its part"),
     (Graphs(norm=True), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "rows that BatchNorm counts follow from the data"),
     (Graphs(drop=0.5), graphs([3, 2, 4, 3, 5, 2]), of_graphs, "dropout of jagged rows"),
     (Nodes(), NODES, {"x": None, "edge": None}, "names edge, and the example has x, edge_index, seeds, target"),
-    (
-        Nodes(),
-        NODES,
-        {"x": None, "edge_index": "all"},
-        "'all' for edge_index, which has 2 dims: give the dim of",
-    ),
+    (Nodes(), NODES, {"x": None, "edge_index": "all"}, "'all' for edge_index, which has 2 dims: give the dim of"),
     (Nodes(), NODES, {"edge_index": None}, "x has 9, seeds has 6, target has 6 rows; give batch= for each"),
     (Nodes(), NODES, dict.fromkeys(("x", "edge_index", "seeds", "target")), "leaves no examples to divide"),
     (Nodes(), NODES, 3, "batch= is int; give a dict"),

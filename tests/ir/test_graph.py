@@ -9,15 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from splitc.ir.graph import (
-    assigned,
-    changes_statistics,
-    copy_graph,
-    info,
-    rename,
-    tensors_of_node,
-    update_info,
-)
+from splitc.ir.graph import assigned, changes_statistics, copy_graph, info, rename, tensors_of_node, update_info
 from tests.support.capturing import capture, node
 from tests.support.models import made
 

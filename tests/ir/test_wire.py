@@ -19,24 +19,12 @@ from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.collectives.layouts import Transition
 from splitc.runtime.spec import Rounds
 from tests.support.compiled import compiled
-from tests.support.every_strategy import Asked, Small, everywhere, images, planned
+from tests.support.every_strategy import Asked, Small, images, planned
 from tests.support.sampling import sampled
 from tests.support.transitions import TRANSITIONS
 from tests.support.wire_bytes import assert_defined
 
 LOSS = 8  # bytes of the loss, which is summed in float64
-
-
-@pytest.mark.parametrize(("world", "asked"), everywhere(4, slow=(2, 3), one_in=12))
-def test_every_rank_counts_the_bytes_that_its_program_is_defined_to_send(world: int, asked: Asked) -> None:
-    program = planned(world, asked)
-    assert_defined(program, images(program.plan.global_batch))
-
-
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(2, 4), one_in=12))
-def test_so_it_does_where_the_ranks_have_unequal_batches(world: int, asked: Asked) -> None:
-    program = planned(world, asked, global_batch=7 if world < 4 else 10)
-    assert_defined(program, images(program.plan.global_batch))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from splitc.errors import PlacementError
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, class_batch, compiled
-from tests.support.every_strategy import Asked, everywhere, planned
+from tests.support.every_strategy import planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
@@ -127,11 +127,6 @@ def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
 
 
 # -- what ranks really have --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4), one_in=9))
-def test_every_strategy_has_the_bytes_that_were_predicted(world: int, asked: Asked) -> None:
-    assert_as_measured(planned(world, asked, norm=True))
 
 
 @staggered(2, copies=OPTIMIZERS, strategy=["local_sgd(period=1)", "independent_subnets(local_steps=1)"])

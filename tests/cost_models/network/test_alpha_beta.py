@@ -29,12 +29,7 @@ from tests.support.sampling import sampled
 LINK = Link(bandwidth=1e9, latency=1e-3)
 HALF_DUPLEX = Link(bandwidth=1e9, latency=1e-3, duplex=False)
 Collective = Callable[[float, int, Link], float]
-COLLECTIVES: tuple[Collective, ...] = (
-    ring_all_reduce,
-    reduce_scatter,
-    all_gather,
-    recursive_doubling,
-)
+COLLECTIVES: tuple[Collective, ...] = (ring_all_reduce, reduce_scatter, all_gather, recursive_doubling)
 CLUSTERS = [load_cluster(name) for name in known_clusters()] + [random_cluster(seed) for seed in range(20)]
 
 

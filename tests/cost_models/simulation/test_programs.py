@@ -1,12 +1,17 @@
-"""Operations that are generated once for ranks of a kind: the same as those generated for each rank."""
+"""Every strategy compiled once, and all that must hold of its program: bytes sent and held, weights, timeline."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from splitc.compiled import CompiledProgram
+from splitc.cost_models.memory.memory_check import _bound
 from splitc.cost_models.simulation import timeline
 from splitc.cost_models.simulation.alike import representatives
 from splitc.cost_models.simulation.batches import batches_of_round
@@ -18,24 +23,117 @@ from splitc.cost_models.simulation.step_operations import Step
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Link, Unlike
 from splitc.ir.program import LoweredProgram
+from splitc.ir.wire import wire
+from splitc.runtime.launch.loader import load_rank
+from splitc.runtime.transport.base import Transport
+from splitc.runtime.weights import first_names
+from splitc.runtime.worker import Worker
+from tests.cost_models.memory.test_memory import assert_as_measured
 from tests.cost_models.simulation.test_timeline import DEVICE, toy
-from tests.support.every_strategy import Asked, everywhere, planned
+from tests.support.every_strategy import Asked, every_strategy, images, planned
+from tests.support.ranks import on_ranks, on_workers
+from tests.support.sampling import sampled
+from tests.support.wire_bytes import assert_defined
 
 ROUNDS = [f"local_sgd(period=8{options})" for options in ("", ",fragments=2", ",fragments=2,delay=3")]
 MICROBATCHES = [
     f"layer_separation({ranks},microbatches=3{schedule})"
-    for ranks in ("n_c=2,n_f=2", "n_c=3,n_f=1", "ranks=2+1+1")
-    for schedule in ("", ",schedule=1f1b")
+    for ranks, schedule in (("n_c=2,n_f=2", ",schedule=1f1b"), ("n_c=3,n_f=1", ""), ("ranks=2+1+1", ",schedule=1f1b"))
 ]
-MORE = [*everywhere(4, slow=(6,), one_in=3), *(pytest.param(4, text) for text in (*ROUNDS, *MICROBATCHES))]
 HOSTS = toy(local_link=Link(1e9, 1e-6), ranks_per_host=2)
-CLUSTERS = {
-    "plain": toy(),
-    "half duplex": replace(toy(), link=Link(1e6, 1e-4, duplex=False)),
-    "hosts": HOSTS,
-    "hosts with a shared link": replace(HOSTS, link=replace(HOSTS.link, shared=True)),
-    "unlike": toy(unlike=(Unlike((1,), DEVICE.scaled(0.1), toy().link), Unlike((2,), DEVICE, Link(1e5, 1e-4)))),
-}
+CLUSTERS = [
+    toy(),
+    replace(toy(), link=Link(1e6, 1e-4, duplex=False)),
+    HOSTS,
+    replace(HOSTS, link=replace(HOSTS.link, shared=True)),
+    toy(unlike=(Unlike((1,), DEVICE.scaled(0.1), toy().link), Unlike((2,), DEVICE, Link(1e5, 1e-4)))),
+]
+EVERYWHERE = [
+    (k, world, asked) for k, (world, asked) in enumerate((w, a) for w in (4, 3, 2) for a in every_strategy(w))
+]
+
+
+@sampled(("k", "world", "asked"), EVERYWHERE, one_in=9, ids=str)
+def test_what_a_program_sends_holds_and_takes_is_what_was_predicted(
+    k: int, world: int, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks have equal and unequal batches in turn, and clusters of every kind."""
+    done = planned(world, asked, norm=True, global_batch=4 * world + (0, 3)[k % 2])
+    assert_defined(done, images(done.plan.global_batch))
+    for rank, (memory, _) in enumerate(assert_as_measured(done)):
+        assert memory.peak <= _bound(done.program, rank, 1)
+    assert_parts_of_weights(done)
+    assert_phases(done.program)
+    assert_generated_once(done.program, CLUSTERS[k % len(CLUSTERS)], monkeypatch)
+
+
+@pytest.mark.parametrize("asked", [*ROUNDS, *MICROBATCHES])
+def test_rounds_and_microbatches_take_what_was_predicted(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k, batch in enumerate((16, 19)):
+        assert_generated_once(planned(4, asked, global_batch=batch).program, CLUSTERS[k], monkeypatch)
+
+
+def assert_parts_of_weights(done: CompiledProgram) -> None:
+    """A rank is sent no more than it holds, and makes of it the stage that it makes of whole weights."""
+    weights, parts = done.weights()["state"], list(done.parts())
+
+    def stage_of(worker: Worker) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in worker.stage.state_dict().items()}
+
+    def of_parts(transport: Transport) -> dict[str, Tensor]:
+        part, own = load_rank(done.files, transport.rank), parts[transport.rank]
+        return stage_of(Worker(part, transport, own, first_names(weights), None))
+
+    for part, stage, whole in zip(parts, on_ranks(done.plan.world, of_parts), on_workers(done, stage_of), strict=True):
+        assert stage.keys() == whole.keys()
+        assert all(torch.equal(stage[name], tensor) for name, tensor in whole.items())
+        assert {name: tensor.shape for name, tensor in part.items()} == {n: t.shape for n, t in whole.items()}
+
+
+def assert_phases(program: LoweredProgram) -> None:
+    """A rank sends what its wire says, computes or waits, and is faster the more bandwidth there is."""
+    found = simulate(program, toy())
+    for rank, phases in enumerate(found.phases):
+        assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank)))
+        assert phases.compute + phases.waiting == pytest.approx(phases.step)
+        assert 0 <= phases.communication <= phases.step * (1 + 1e-9)
+    assert found.step_seconds == pytest.approx(max(phases.step for phases in found.phases), rel=0.05)
+    times = [simulate(program, toy(bandwidth)).step_seconds for bandwidth in (1e5, 1e7, 1e12)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
+def assert_generated_once(program: LoweredProgram, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that are generated once for ranks of a kind are those of each, and take as long."""
+    programs = Programs(Prices(program, cluster), merge=False)
+    for batch in 2 * list(batches_of_round(program)):
+        programs.add(batch)
+    assert described(programs.operations) == described(one_by_one(program, cluster, 2))
+    assert_simulated(program)
+    for same in CLUSTERS[:2]:
+        found = simulate(program, same)
+        with monkeypatch.context() as patched:
+            patched.setattr(timeline, "representatives", lambda plan, cluster: tuple(range(plan.world)))
+            everyone = simulate(program, same)
+        assert found.step_seconds == pytest.approx(everyone.step_seconds, rel=1e-9)
+        numbers = [chain.from_iterable(map(astuple, each.phases)) for each in (found, everyone)]
+        assert all(a == pytest.approx(b, rel=1e-9, abs=1e-12) for a, b in zip_longest(*numbers))
+
+
+def assert_simulated(program: LoweredProgram) -> None:
+    """On devices that all differ: messages that are ready for a line at the same moment may go in another order."""
+    world = program.plan.world
+    unlike = tuple(Unlike((rank,), DEVICE.slowed(1 + 0.0137 * (rank + 1) ** 1.5), toy().link) for rank in range(world))
+    cluster = toy(1e6, unlike=unlike)
+    found, usual = simulate(program, cluster), Simulation(one_by_one(program, cluster, 3), cores=world)
+    marks = len(list(batches_of_round(program)))
+    updates = program.plan.rounds.steps if program.plan.rounds else 1
+    ends = usual.ends()
+    assert found.step_seconds == pytest.approx((ends[-1] - ends[marks - 1]) / 2 / updates, rel=1e-9)
+    for rank, phases in enumerate(found.phases):
+        steps = usual.steps(rank)[-marks:]
+        for name in ("step", "compute", "waiting", "communication", "sent_bytes"):
+            expected = sum(getattr(step, name) for step in steps) / updates
+            assert getattr(phases, name) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def one_by_one(program: LoweredProgram, cluster: Cluster, steps: int) -> list[list[Operation]]:
@@ -71,36 +169,6 @@ def described(programs: list[list[Operation]]) -> list[list[Any]]:
     return [[value(each) for each in program] for program in programs]
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
-@pytest.mark.parametrize(("world", "asked"), MORE)
-def test_a_rank_has_the_operations_that_are_generated_for_it_alone(
-    world: int, asked: Asked | str, cluster: Cluster
-) -> None:
-    program = planned(world, asked, global_batch=4 * world + 3).program
-    programs = Programs(Prices(program, cluster), merge=False)
-    for batch in 2 * list(batches_of_round(program)):
-        programs.add(batch)
-    assert described(programs.operations) == described(one_by_one(program, cluster, 2))
-
-
-@pytest.mark.parametrize(("world", "asked"), MORE)
-def test_a_simulation_says_the_same_as_one_event_for_each_operation(world: int, asked: Asked | str) -> None:
-    """On devices that all differ: messages that are ready for a line at the same moment may go in another order."""
-    program = planned(world, asked, global_batch=4 * world + 3).program
-    unlike = tuple(Unlike((rank,), DEVICE.slowed(1 + 0.0137 * (rank + 1) ** 1.5), toy().link) for rank in range(world))
-    cluster = toy(1e6, unlike=unlike)
-    found, usual = simulate(program, cluster), Simulation(one_by_one(program, cluster, 3), cores=world)
-    marks = len(list(batches_of_round(program)))
-    updates = program.plan.rounds.steps if program.plan.rounds else 1
-    ends = usual.ends()
-    assert found.step_seconds == pytest.approx((ends[-1] - ends[marks - 1]) / 2 / updates, rel=1e-9)
-    for rank, phases in enumerate(found.phases):
-        steps = usual.steps(rank)[-marks:]
-        for name in ("step", "compute", "waiting", "communication", "sent_bytes"):
-            expected = sum(getattr(step, name) for step in steps) / updates
-            assert getattr(phases, name) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
 def test_ranks_alike_are_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     generated: list[int] = []
     usual = Step.operations
@@ -116,33 +184,15 @@ def test_ranks_alike_are_generated_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert generated == [0]
 
 
-@pytest.mark.parametrize("cluster", [CLUSTERS["plain"], CLUSTERS["half duplex"]], ids=["plain", "half duplex"])
-@pytest.mark.parametrize(("world", "asked"), MORE)
-def test_one_unit_of_ranks_alike_stands_for_all(
-    world: int, asked: Asked | str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = planned(world, asked, global_batch=4 * world).program
-    found = simulate(program, cluster)
-    monkeypatch.setattr(timeline, "representatives", lambda plan, cluster: tuple(range(plan.world)))
-    everyone = simulate(program, cluster)
-    assert found.step_seconds == pytest.approx(everyone.step_seconds, rel=1e-9)
-    for own, known in zip(found.phases, everyone.phases, strict=True):
-        assert astuple(own) == pytest.approx(astuple(known), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("asked", "simulated"),
-    [
-        ("data_parallel", [0]),
-        ("modulo_shard(mp=2)", [0, 1]),
-        ("layer_separation(n_c=2,n_f=2)", [0, 2]),
-        ("layer_separation(n_c=3,n_f=1)", [0, 1, 2, 3]),
-        ("hybrid_single", [0, 1, 2, 3]),
-    ],
-)
-def test_a_unit_has_a_part_of_every_role(asked: str, simulated: list[int]) -> None:
-    plan = planned(4, asked, global_batch=24).program.plan
-    assert sorted(set(representatives(plan, toy()))) == simulated
-    assert sorted(set(representatives(plan, CLUSTERS["hosts"]))) == [0, 1, 2, 3]
-    uneven = planned(4, asked, global_batch=23).program.plan
-    assert sorted(set(representatives(uneven, toy()))) == [0, 1, 2, 3]
+def test_a_unit_has_a_part_of_every_role() -> None:
+    for asked, simulated in {
+        "data_parallel": [0],
+        "modulo_shard(mp=2)": [0, 1],
+        "layer_separation(n_c=2,n_f=2)": [0, 2],
+        "hybrid_single": [0, 1, 2, 3],
+    }.items():
+        plan = planned(4, asked, global_batch=24).program.plan
+        assert sorted(set(representatives(plan, toy()))) == simulated, asked
+        assert sorted(set(representatives(plan, CLUSTERS[2]))) == [0, 1, 2, 3], asked
+        uneven = planned(4, asked, global_batch=23).program.plan
+        assert sorted(set(representatives(uneven, toy()))) == [0, 1, 2, 3], asked

@@ -16,7 +16,7 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Device, Link, Unlike
 from splitc.ir.placements import Placement
 from splitc.ir.wire import wire
-from tests.support.every_strategy import Asked, everywhere, planned
+from tests.support.every_strategy import Asked, planned
 
 DEVICE = Device("toy", {"float32": 1e9}, 1e9, 1e12, {"matmul": 0.5, "memory": 0.5}, 1e-6)
 
@@ -29,25 +29,6 @@ def computing(program: Any, rank: int, *names: str) -> float:
     """Seconds that a rank computes in a step, of all or of what begins with one of `names`."""
     operations = [op for op in Step(Prices(program, toy()), rank, Batch()).operations() if isinstance(op, Compute)]
     return sum(op.seconds for op in operations if not names or op.name.startswith(names))
-
-
-@pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(3, 4), one_in=2))
-def test_every_rank_sends_what_its_wire_says_and_computes_or_waits(world: int, asked: Asked) -> None:
-    program = planned(world, asked).program
-    timeline = simulate(program, toy())
-    for rank, phases in enumerate(timeline.phases):
-        assert phases.sent_bytes == pytest.approx(sum(op.per_step for op in wire(program, rank)))
-        assert phases.compute + phases.waiting == pytest.approx(phases.step)
-        assert 0 <= phases.communication <= phases.step * (1 + 1e-9)
-    assert timeline.step_seconds == pytest.approx(max(phases.step for phases in timeline.phases), rel=0.05)
-
-
-@pytest.mark.parametrize(("world", "asked"), everywhere(2, slow=(4,), one_in=12))
-def test_a_step_is_faster_the_more_bandwidth_there_is(world: int, asked: Asked) -> None:
-    program = planned(world, asked).program
-    times = [simulate(program, toy(bandwidth)).step_seconds for bandwidth in (1e5, 1e6, 1e7, 1e9, 1e12)]
-    assert times == sorted(times, reverse=True)
-    assert times[0] > times[-1]
 
 
 def test_one_rank_computes_its_layers_and_updates_its_parameters() -> None:

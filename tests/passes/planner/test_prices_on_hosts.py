@@ -12,14 +12,7 @@ from splitc.cost_models.network.alpha_beta import recursive_doubling, ring_all_r
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Link, Rate, Unlike
 from splitc.ir.program import LoweredProgram
-from splitc.ir.strategies import (
-    DataParallel,
-    HybridSingle,
-    LateMultiply,
-    LayerSeparation,
-    ModuloShard,
-    ParameterServer,
-)
+from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, ModuloShard, ParameterServer
 from splitc.ir.strategy import Strategy
 from splitc.passes.planner.divisions import Role
 from splitc.passes.planner.pins import resolve_pins
@@ -27,6 +20,7 @@ from splitc.passes.planner.propose import propose
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
 from tests.support.every_strategy import analysed, planned
+from tests.support.sampling import sampled
 from tests.support.small_programs import place, separable, small_cluster
 
 SEPARATE = LayerSeparation(n_c=2, n_f=2)
@@ -82,27 +76,15 @@ def wired(strategy: str, cluster: Cluster) -> float:
 
 
 @pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_ranks_that_all_fit_one_host_are_priced_on_its_own_link(strategy: Strategy) -> None:
-    inside = Link(3e5, 2e-4)
-    alone = replace(small_cluster(), link=inside)
+def test_a_plan_is_priced_on_the_links_that_it_uses(strategy: Strategy) -> None:
+    inside, usual = Link(3e5, 2e-4), small_cluster()
     assert seconds(hosts(1.0, 4, inside), strategy) == seconds(hosts(1.0, 8, inside), strategy)
-    assert seconds(hosts(1.0, 4, inside), strategy) == pytest.approx(seconds(alone, strategy), rel=1e-12)
-
-
-@pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_ranks_of_several_hosts_are_slower_the_slower_the_link_between_them(strategy: Strategy) -> None:
-    times = [seconds(hosts(bandwidth), strategy) for bandwidth in (1e12, 1e7, 1e6, 1e5, 1e4)]
-    assert times == sorted(times)
-    assert times[0] < times[-1]
-
-
-@pytest.mark.parametrize("strategy", FAMILIES, ids=str)
-def test_one_slow_link_slows_every_step_that_it_is_in(strategy: Strategy) -> None:
-    usual = small_cluster()
-    slow = replace(usual, unlike=(Unlike((3,), usual.device, Link(1e4, 1e-4)),))
-    assert seconds(slow, strategy) > seconds(usual, strategy)
-    outside = replace(usual, unlike=(Unlike((4,), usual.device, Link(1e4, 1e-4)),))
-    assert seconds(outside, strategy) == seconds(usual, strategy)
+    alone = seconds(replace(usual, link=inside), strategy)
+    assert seconds(hosts(1.0, 4, inside), strategy) == pytest.approx(alone, rel=1e-12), "all ranks fit one host"
+    times = [seconds(hosts(bandwidth), strategy) for bandwidth in (1e12, 1e6, 1e4)]
+    assert times == sorted(times) and times[0] < times[-1], "of several hosts"
+    slow, outside = (replace(usual, unlike=(Unlike((rank,), usual.device, Link(1e4, 1e-4)),)) for rank in (3, 4))
+    assert seconds(slow, strategy) > seconds(usual, strategy) == seconds(outside, strategy)
 
 
 def test_an_all_reduce_over_hosts_has_their_adapters_together_or_the_one_they_share() -> None:
@@ -173,42 +155,25 @@ def test_reasons_name_the_link_that_sums_a_gradient() -> None:
 # -- what programs put on the wire -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_program_sends_on_one_host_is_priced_on_its_link(strategy: str) -> None:
+@sampled("strategy", STRATEGIES, one_in=3)
+def test_what_a_program_sends_is_priced_on_the_links_that_it_uses(strategy: str) -> None:
     """All ranks of a host are looked at, but only the first and the last of those that are hosts of their own."""
-    inside = Link(3e5, 2e-4)
+    inside, usual = Link(3e5, 2e-4), small_cluster(bandwidth=1e5)
     alone = wired(strategy, replace(small_cluster(), link=inside))
     assert alone * (1 - 1e-9) <= wired(strategy, hosts(1.0, 4, inside)) <= 1.2 * alone
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_program_sends_costs_more_on_slower_links_and_on_those_that_ranks_share(strategy: str) -> None:
-    times = [wired(strategy, hosts(bandwidth)) for bandwidth in (1e12, 1e6, 1e5, 1e4)]
+    times = [wired(strategy, hosts(bandwidth)) for bandwidth in (1e12, 1e6, 1e4)]
     assert times == sorted(times)
     shared = wired(strategy, hosts(1e4, shared=True))
-    assert shared >= times[-1] * (1 - 1e-9)
-    assert shared > times[0]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_slow_link_makes_what_a_program_sends_slower(strategy: str) -> None:
-    usual = small_cluster(bandwidth=1e5)
+    assert shared >= times[-1] * (1 - 1e-9) and shared > times[0]
     slow = replace(usual, unlike=(Unlike((1,), usual.device, Link(1e3, 1e-4)),))
     assert wired(strategy, slow) > wired(strategy, usual)
 
 
-def test_replicas_of_groups_divide_the_link_that_they_share() -> None:
+@pytest.mark.parametrize("strategy", ["modulo_shard(mp=2)", "layer_separation(n_c=2, n_f=2)"])
+def test_replicas_of_groups_and_messages_of_all_ranks_divide_the_link_that_they_share(strategy: str) -> None:
     """Groups of two, each on a host: both parts of a gradient are summed between the hosts at once."""
     none, own, shared = (
-        wired("modulo_shard(mp=2)", hosts(bandwidth, shared=shared))
-        for bandwidth, shared in ((1e18, False), (1e3, False), (1e3, True))
-    )
-    assert shared - none == pytest.approx(2 * (own - none), rel=0.05)
-
-
-def test_messages_of_all_ranks_of_a_host_pass_its_link_one_after_the_other() -> None:
-    none, own, shared = (
-        wired("layer_separation(n_c=2, n_f=2)", hosts(bandwidth, shared=shared))
+        wired(strategy, hosts(bandwidth, shared=shared))
         for bandwidth, shared in ((1e18, False), (1e3, False), (1e3, True))
     )
     assert shared - none == pytest.approx(2 * (own - none), rel=0.05)

@@ -73,11 +73,6 @@ def test_what_only_one_rank_holds_is_not_summed() -> None:
     assert made.placements["fc2"].sync == "all_reduce", "each rank has its own examples"
 
 
-def test_groups_of_another_size_are_another_role() -> None:
-    made = assigned({"fc1": 4, "fc2": GROUPED, "loss": GROUPED})
-    assert made.groups == {"stage1": Grouping(4, "BK"), "stage2": Grouping(2, "B/K")}
-
-
 def test_branches_share_a_role_where_they_are_as_far_from_the_data() -> None:
     program = small_program(
         (

@@ -111,29 +111,34 @@ def enumerated(request: Request, strategy: Strategy) -> float:
     return best
 
 
-SEEDS = range(80)
+SEEDS = range(30)
 
 
-@sampled("seed", SEEDS, everyday=SEEDS[::4])
-def test_the_best_separation_is_as_fast_as_the_best_of_all_priced_from_the_graph(seed: int) -> None:
+@sampled("seed", SEEDS, one_in=6)
+def test_the_best_of_a_strategy_is_the_best_assignment_of_all_its_divisions(seed: int) -> None:
+    """Of a separation priced from the graph, too; without time the search claims no more than it knows."""
     program, world, options = random_case(seed)
     best, _ = brute_force(program, world, **options)
     found = searched(request_of(program, world, **options), LayerSeparation())
     assert (found.found[0].rate if found.found else 0.0) == pytest.approx(best, rel=1e-6)
     assert found.proved == bool(found.found)
     assert bool(found.found) or not found.bound
-
-
-@sampled("seed", SEEDS, everyday=SEEDS[::8])
-def test_the_best_of_a_strategy_is_the_best_assignment_of_all_its_divisions(seed: int) -> None:
-    program, world, options = random_case(seed)
+    hurried = searched(request_of(program, world, **options, time_limit=0.0), LayerSeparation())
+    assert hurried.bound >= best * (1 - 1e-9)
+    if hurried.found:
+        assert hurried.found[0].rate <= best * (1 + 1e-9)
+        assert not hurried.proved or hurried.found[0].rate == pytest.approx(best, rel=1e-6)
     request = request_of(program, min(world, 4), **options)
     for strategy in (DataParallel(), HybridSingle(), Mixed()):
-        best, found = enumerated(request, strategy), searched(request, strategy)
-        assert (found.found[0].rate if found.found else 0.0) == pytest.approx(best, rel=1e-6), strategy
-        assert found.bound >= best * (1 - 1e-6)
-        for each in found.found:
-            assert not broken_equations(each.problem, each.chosen)
+        assert_best(request, strategy)
+
+
+def assert_best(request: Request, strategy: Strategy) -> None:
+    best, found = enumerated(request, strategy), searched(request, strategy)
+    assert (found.found[0].rate if found.found else 0.0) == pytest.approx(best, rel=1e-6), strategy
+    assert found.bound >= best * (1 - 1e-6)
+    for each in found.found:
+        assert not broken_equations(each.problem, each.chosen)
 
 
 @cache
@@ -142,16 +147,11 @@ def three_linear_layers() -> Program:
     return analyse(model, torch.randn(4, 64), torch.randint(24, (4,)), F.cross_entropy)
 
 
-@pytest.mark.parametrize(("world", "bandwidth"), [(2, 1e5), (2, 1e7), (4, 1e5), (4, 1e6), (3, 1e7)])
-@pytest.mark.parametrize("strategy", [LateMultiply(), ModuloShard(), Mixed()], ids=str)
-def test_the_best_way_to_divide_linear_layers_is_the_best_of_all(
-    strategy: Strategy, world: int, bandwidth: float
-) -> None:
+@sampled(("world", "bandwidth"), [(4, 1e6), (2, 1e5), (3, 1e7), (2, 1e7)], one_in=4)
+def test_the_best_way_to_divide_linear_layers_is_the_best_of_all(world: int, bandwidth: float) -> None:
     request = request_of(three_linear_layers(), world, small_cluster(bandwidth))
-    best, found = enumerated(request, strategy), searched(request, strategy)
-    assert best > 0
-    assert found.found[0].rate == pytest.approx(best, rel=1e-6)
-    assert found.bound >= best * (1 - 1e-6)
+    for strategy in (LateMultiply(), ModuloShard(), Mixed()):
+        assert_best(request, strategy)
 
 
 def test_the_random_programs_meet_every_case() -> None:
@@ -167,22 +167,11 @@ def test_the_random_programs_meet_every_case() -> None:
         pinned += best > 0 and bool(options["pins"])
         tied += best > 0 and len(held) > len(set(held))
         beyond_a_chain += best > 0 and names[-len(fc) :] != [n for n in names if n in fc]
-    assert 40 <= possible < found
-    assert min(tied, pinned, beyond_a_chain) >= 3, (tied, pinned, beyond_a_chain)
+    assert 15 <= possible < found
+    assert min(tied, pinned, beyond_a_chain) >= 1, (tied, pinned, beyond_a_chain)
 
 
 # -- little time -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(0, 80, 4))
-def test_a_search_without_time_never_claims_more_than_it_knows(seed: int) -> None:
-    program, world, options = random_case(seed)
-    best, _ = brute_force(program, world, **options)
-    found = searched(request_of(program, world, **options, time_limit=0.0), LayerSeparation())
-    assert found.bound >= best * (1 - 1e-9)
-    if found.found:
-        assert found.found[0].rate <= best * (1 + 1e-9)
-        assert not found.proved or found.found[0].rate == pytest.approx(best, rel=1e-6)
 
 
 def branching(blocks: int) -> Program:
@@ -199,7 +188,7 @@ def branching(blocks: int) -> Program:
     return small_program([*rows, Row("loss", ("fc", "labels"))])
 
 
-@pytest.mark.parametrize("reads", [1, 2, 4])
+@pytest.mark.parametrize("reads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_second_for_hundreds_of_branching_layers_gives_a_checked_plan_and_its_gap(
     reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

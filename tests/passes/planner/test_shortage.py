@@ -16,10 +16,7 @@ CASES: dict[str, tuple[dict[str, str | Placement], str]] = {
     "data_parallel": ({}, "each rank of role all (ranks 0 to 3) needs"),
     "late_multiply": ({}, "each rank of role all (ranks 0 to 3) needs"),
     "modulo_shard(mp=2)": ({}, "each rank of roles conv and fc (ranks 0 to 3) needs"),
-    "auto": (
-        {"fc6": SHARDED, "fc7": "conv", "fc8": "fc"},
-        "roles stage0, stage1, stage2 and stage3 (rank 0) needs",
-    ),
+    "auto": ({"fc6": SHARDED, "fc7": "conv", "fc8": "fc"}, "roles stage0, stage1, stage2 and stage3 (rank 0) needs"),
     "hybrid_single": ({}, "roles conv and fc (rank 0) needs"),
     "layer_separation(n_c=3, n_f=1)": ({}, "each rank of role conv (ranks 0 to 2) needs"),
     "layer_separation(ranks=2+1+1)": ({}, "each rank of role stage0 (ranks 0 to 1) needs"),

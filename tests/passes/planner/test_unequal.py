@@ -52,26 +52,17 @@ def test_a_fast_and_a_slow_device_share_a_batch_by_their_speeds() -> None:
     assert plan.samples_per_second > 1.8 * equal.samples_per_second  # twice, but for the optimizer
 
 
-@pytest.mark.parametrize("fast", range(4))
-def test_one_device_alone_is_the_fastest(fast: int) -> None:
+@pytest.mark.parametrize("fast", [1, 3])
+def test_work_and_large_layers_go_where_they_are_fastest_and_fit(fast: int) -> None:
+    """The convolutions of `separable` have nearly all there is to compute."""
     plan = place(separable(), 4, SingleDevice(), with_unlike(small_cluster(), (fast,), speed=2.0))
     assert plan.roles == {"all": (fast,)}
-
-
-@pytest.mark.parametrize("fast", range(4))
-def test_the_busiest_role_is_on_the_fast_device(fast: int) -> None:
-    """The convolutions of `separable` have nearly all there is to compute."""
     plan = place(separable(), 4, LayerSeparation(n_f=3), with_unlike(small_cluster(1e6), (fast,), speed=8.0))
     assert plan.roles["trunk"] == (fast,)
     assert plan.roles["head"] == tuple(rank for rank in range(4) if rank != fast)
-
-
-@pytest.mark.parametrize("large", range(4))
-def test_large_layers_are_on_the_device_with_memory_for_them(large: int) -> None:
-    cluster = with_unlike(small_cluster(memory=1e5), (large,), memory=10.0)
-    plan = place(separable(), 4, Auto(), cluster)
-    held = {rank for layer in ("fc1", "fc2") for rank in plan.roles[plan.placements[layer].role]}
-    assert held == {large}
+    cluster = with_unlike(small_cluster(memory=1e5), (fast,), memory=10.0)
+    plan = place(separable(), 4, Auto() if fast == 1 else LayerSeparation(), cluster)
+    assert {rank for layer in ("fc1", "fc2") for rank in plan.roles[plan.placements[layer].role]} == {fast}
 
 
 def test_what_no_device_has_memory_for_names_the_ranks_that_are_short_and_what_they_have() -> None:
@@ -129,7 +120,7 @@ def layouts(request: Request, division: Division) -> Iterator[Division]:
     yield from variants(request, division)
 
 
-@sampled("seed", range(60), one_in=3)
+@sampled("seed", range(24), one_in=6)
 def test_the_search_finds_the_best_of_all_ranks_shares_and_assignments(seed: int) -> None:
     request = unequal_case(seed)
     rules = cut_rules(request.program)
@@ -156,7 +147,7 @@ def equal_treatment(request: Request, strategy: Strategy) -> float:
     return simulated(request, PricedPlan(plan.strategy, plan)).samples_per_second
 
 
-@sampled("seed", range(40), one_in=5)
+@sampled("seed", range(0, 40, 5), one_in=8)
 def test_no_plan_for_equal_devices_is_faster(seed: int) -> None:
     request = unequal_case(seed)
     least = equal_treatment(request, Auto())
@@ -194,12 +185,12 @@ def trained(strategy: str, fast: int) -> CompiledProgram:
 
 
 LAYOUTS: Mapping[str, int] = {
-    "data_parallel": 1, "late_multiply": 0, "modulo_shard(mp=2)": 1, "layer_separation(n_f=1)": 2,
-    "layer_separation(n_f=2)": 2, "layer_separation(n_f=1, microbatches=2)": 0, "hybrid_single": 3,
+    "data_parallel": 1, "late_multiply": 0, "modulo_shard(mp=2)": 1, "layer_separation(n_f=2)": 2,
+    "layer_separation(n_f=1, microbatches=2)": 0, "hybrid_single": 3,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "fast"), LAYOUTS.items())
+@sampled(("strategy", "fast"), LAYOUTS.items(), one_in=5)
 def test_unequal_shares_on_any_ranks_are_the_same_training(strategy: str, fast: int) -> None:
     program = trained(strategy, fast)
     assert len(set(program.plan.local_batches)) > 1 or len(program.plan.roles[program.plan.reader]) < 4
