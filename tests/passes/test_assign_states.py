@@ -21,7 +21,7 @@ from splitc.passes.assign_states import AssignStates
 from splitc.runtime.collectives.layouts import State, Transition
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, made
-from tests.support.printed import placed, printed, program_after, program_before, two_layers
+from tests.support.printed import changes, placed, two_layers
 from tests.support.sampling import sampled
 
 COLUMNS = Placement(holding="sharded", group=2, split="columns")
@@ -198,94 +198,58 @@ def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
 
 def test_a_layer_divided_by_columns_reads_a_gathered_value() -> None:
     program = placed(two_layers(), 2, "mixed", pins={"fc1": COLUMNS, "fc2": COLUMNS})
-    assert printed(program_before(AssignStates, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  trunk
-        target = input                                                        # f32[b, 5]  trunk
-        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
-        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
-        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        fc1 = self.fc1(input_1_head)                                          # f32[b, 6]  head
-        middle = relu(fc1)                                                    # f32[b, 6]  head
-        fc2 = self.fc2(middle)                                                # f32[b, 5]  head
-        mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
-        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
-        return mse_loss_scale_by_share
-    """)
-    assert printed(program_after(AssignStates, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  trunk
-        target = input                                                        # f32[b, 5]  trunk
-        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
-        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        target_head_group = modulo(target_head, partial=False)                # f32[b, 5]  head
-        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
-        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = modulo(input_1_head, partial=False)              # f32[b, 8]  head
-        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
-        middle = relu(fc1)                                                    # f32[b, 6]  head
-        middle_whole = shard(middle, features=6)                              # f32[b, 6]  head
-        fc2 = self.fc2(middle_whole)                                          # f32[b, 5]  head
-        fc2_whole = shard(fc2, features=5, partial=False)                     # f32[b, 5]  head
-        mse_loss = mse_loss(fc2_whole, target_head_group, reduction='mean')   # f32[]  head
-        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
-        return mse_loss_scale_by_share
+    assert changes(AssignStates, program) == cleandoc("""
+    + target_head_group = modulo(target_head, partial=False) # f32[b, 5] head
+    + input_1_head_group = modulo(input_1_head, partial=False) # f32[b, 8] head
+    - fc1 = self.fc1(input_1_head) # f32[b, 6] head
+    + fc1 = self.fc1(input_1_head_group) # f32[b, 6] head
+    + middle_whole = shard(middle, features=6) # f32[b, 6] head
+    - fc2 = self.fc2(middle) # f32[b, 5] head
+    + fc2 = self.fc2(middle_whole) # f32[b, 5] head
+    + fc2_whole = shard(fc2, features=5, partial=False) # f32[b, 5] head
+    - mse_loss = mse_loss(fc2, target_head, reduction='mean') # f32[] head
+    + mse_loss = mse_loss(fc2_whole, target_head_group, reduction='mean') # f32[] head
     """)
 
 
 def test_a_layer_divided_by_rows_reads_a_shard_and_its_terms_are_summed() -> None:
     program = placed(two_layers(), 2, "mixed", pins={"fc1": COLUMNS, "fc2": ROWS})
-    assert printed(program_after(AssignStates, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  trunk
-        target = input                                                        # f32[b, 5]  trunk
-        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
-        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        target_head_group = modulo(target_head, partial=False)                # f32[b, 5]  head
-        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
-        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = modulo(input_1_head, partial=False)              # f32[b, 8]  head
-        fc1 = self.fc1(input_1_head_group)                                    # f32[b, 6]  head
-        middle = relu(fc1)                                                    # f32[b, 6]  head
-        fc2_weight = self.fc2.weight                                          # head
-        fc2_bias = self.fc2.bias                                              # head
-        fc2_part = linear(middle, fc2_weight)                                 # f32[b, 5]  head
-        fc2_sum = reduce_from_group(fc2_part)                                 # f32[b, 5]  head
-        fc2 = add(fc2_sum, fc2_bias)                                          # f32[b, 5]  head
-        mse_loss = mse_loss(fc2, target_head_group, reduction='mean')         # f32[]  head
-        mse_loss_scale_by_share = scale_by_share(mse_loss)                    # f32[]  head
-        return mse_loss_scale_by_share
+    assert changes(AssignStates, program) == cleandoc("""
+    + target_head_group = modulo(target_head, partial=False) # f32[b, 5] head
+    + input_1_head_group = modulo(input_1_head, partial=False) # f32[b, 8] head
+    - fc1 = self.fc1(input_1_head) # f32[b, 6] head
+    + fc1 = self.fc1(input_1_head_group) # f32[b, 6] head
+    - fc2 = self.fc2(middle) # f32[b, 5] head
+    + fc2_weight = self.fc2.weight # head
+    + fc2_bias = self.fc2.bias # head
+    + fc2_part = linear(middle, fc2_weight) # f32[b, 5] head
+    + fc2_sum = reduce_from_group(fc2_part) # f32[b, 5] head
+    + fc2 = add(fc2_sum, fc2_bias) # f32[b, 5] head
+    - mse_loss = mse_loss(fc2, target_head, reduction='mean') # f32[] head
+    + mse_loss = mse_loss(fc2, target_head_group, reduction='mean') # f32[] head
     """)
 
 
 def test_rows_read_a_slice_of_what_is_whole_and_sum_to_the_state_that_is_asked_for() -> None:
     program = placed(two_layers(), 2, "mixed", pins={"fc1": ROWS, "fc2": replace(ROWS, state="batch")})
-    assert printed(program_after(AssignStates, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                                       # f32[b, 8]  trunk
-        target = input                                                        # f32[b, 5]  trunk
-        sent_target = send(target, cut='target', role='head')                 # f32[b, 5]  trunk
-        target_head = recv(sent_target, cut='target', role='trunk', shape=(-1, 5), dtype=float32)  # f32[b, 5]  head
-        sent_input_1 = send(input_1, cut='input_1', role='head')              # f32[b, 8]  trunk
-        input_1_head = recv(sent_input_1, cut='input_1', role='trunk', shape=(-1, 8), dtype=float32)  # f32[b, 8]  head
-        input_1_head_group = all_to_all(input_1_head, to='features', features=8)  # f32[b, 8]  head
-        fc1_weight = self.fc1.weight                                          # head
-        fc1_bias = self.fc1.bias                                              # head
-        fc1_part = linear(input_1_head_group, fc1_weight)                     # f32[b, 6]  head
-        fc1_sum = reduce_from_group(fc1_part)                                 # f32[b, 6]  head
-        fc1 = add(fc1_sum, fc1_bias)                                          # f32[b, 6]  head
-        middle = relu(fc1)                                                    # f32[b, 6]  head
-        middle_part = slice_features(middle, features=6)                      # f32[b, 6]  head
-        fc2_weight = self.fc2.weight                                          # head
-        fc2_bias = self.fc2.bias                                              # head
-        fc2_part = linear(middle_part, fc2_weight)                            # f32[b, 5]  head
-        fc2_sum = reduce_scatter(fc2_part, to='batch')                        # f32[b, 5]  head
-        fc2 = add(fc2_sum, fc2_bias)                                          # f32[b, 5]  head
-        mse_loss = mse_loss(fc2, target_head, reduction='mean')               # f32[]  head
-        mse_loss_scale_by_share = scale_by_share(mse_loss, own=True)          # f32[]  head
-        all_reduce = all_reduce(role='head', parameters=('fc2.bias',), own=('fc2.bias',))  # head
-        return mse_loss_scale_by_share
+    assert changes(AssignStates, program) == cleandoc("""
+    - fc1 = self.fc1(input_1_head) # f32[b, 6] head
+    + input_1_head_group = all_to_all(input_1_head, to='features', features=8) # f32[b, 8] head
+    + fc1_weight = self.fc1.weight # head
+    + fc1_bias = self.fc1.bias # head
+    + fc1_part = linear(input_1_head_group, fc1_weight) # f32[b, 6] head
+    + fc1_sum = reduce_from_group(fc1_part) # f32[b, 6] head
+    + fc1 = add(fc1_sum, fc1_bias) # f32[b, 6] head
+    - fc2 = self.fc2(middle) # f32[b, 5] head
+    + middle_part = slice_features(middle, features=6) # f32[b, 6] head
+    + fc2_weight = self.fc2.weight # head
+    + fc2_bias = self.fc2.bias # head
+    + fc2_part = linear(middle_part, fc2_weight) # f32[b, 5] head
+    + fc2_sum = reduce_scatter(fc2_part, to='batch') # f32[b, 5] head
+    + fc2 = add(fc2_sum, fc2_bias) # f32[b, 5] head
+    - mse_loss_scale_by_share = scale_by_share(mse_loss) # f32[] head
+    + mse_loss_scale_by_share = scale_by_share(mse_loss, own=True) # f32[] head
+    + all_reduce = all_reduce(role='head', parameters=('fc2.bias',), own=('fc2.bias',)) # head
     """)
 
 

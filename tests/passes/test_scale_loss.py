@@ -12,7 +12,7 @@ from torch import Tensor
 
 from splitc.errors import PlacementError
 from splitc.passes.scale_loss import ScaleLoss
-from tests.support.printed import placed, printed, program_after, program_before, two_layers
+from tests.support.printed import changes, placed, program_after, two_layers
 
 
 def masked(scores: Tensor, target: Tensor) -> Tensor:
@@ -28,87 +28,31 @@ def normalised(scores: Tensor, target: Tensor) -> Tensor:
 
 def test_a_mean_is_scaled_by_the_share_of_the_rank() -> None:
     program = placed(two_layers(), 2, "data_parallel")
-    assert printed(program_before(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                     # f32[b, 8]
-        target = input                                      # f32[b, 5]
-        fc1 = self.fc1(input_1)                             # f32[b, 6]  fc1
-        middle = relu(fc1)                                  # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)                              # f32[b, 5]  fc2
-        mse_loss = mse_loss(fc2, target, reduction='mean')  # f32[]  fc2
-        return mse_loss
-    """)
-    assert printed(program_after(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                     # f32[b, 8]
-        target = input                                      # f32[b, 5]
-        fc1 = self.fc1(input_1)                             # f32[b, 6]  fc1
-        middle = relu(fc1)                                  # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)                              # f32[b, 5]  fc2
-        mse_loss = mse_loss(fc2, target, reduction='mean')  # f32[]  fc2
-        mse_loss_scale_by_share = scale_by_share(mse_loss)  # f32[]  fc2
-        return mse_loss_scale_by_share
+    assert changes(ScaleLoss, program) == cleandoc("""
+    - return mse_loss
+    + mse_loss_scale_by_share = scale_by_share(mse_loss) # f32[] fc2
+    + return mse_loss_scale_by_share
     """)
 
 
 def test_a_cross_entropy_becomes_a_sum_divided_by_the_weight_of_the_global_batch() -> None:
     program = placed(two_layers(), 2, "data_parallel", target=torch.tensor([0, 1, 2, 3]), loss=F.cross_entropy)
-    assert printed(program_before(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                               # f32[b, 8]
-        target = input                                                # i64[b]
-        fc1 = self.fc1(input_1)                                       # f32[b, 6]  fc1
-        middle = relu(fc1)                                            # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)                                        # f32[b, 5]  fc2
-        cross_entropy = cross_entropy(fc2, target, reduction='mean')  # f32[]  fc2
-        return cross_entropy
-    """)
-    assert printed(program_after(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                              # f32[b, 8]
-        target = input                                               # i64[b]
-        fc1 = self.fc1(input_1)                                      # f32[b, 6]  fc1
-        middle = relu(fc1)                                           # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)                                       # f32[b, 5]  fc2
-        cross_entropy = cross_entropy(fc2, target, reduction='sum')  # f32[]  fc2
-        cross_entropy_weight = global_weight(target)                 # i64[]  fc2
-        loss = truediv(cross_entropy, cross_entropy_weight)          # f32[]  fc2
-        return loss
+    assert changes(ScaleLoss, program) == cleandoc("""
+    - cross_entropy = cross_entropy(fc2, target, reduction='mean') # f32[] fc2
+    + cross_entropy = cross_entropy(fc2, target, reduction='sum') # f32[] fc2
+    - return cross_entropy
+    + cross_entropy_weight = global_weight(target) # i64[] fc2
+    + loss = truediv(cross_entropy, cross_entropy_weight) # f32[] fc2
+    + return loss
     """)
 
 
 def test_the_denominator_of_a_quotient_is_all_reduced() -> None:
     program = placed(two_layers(), 2, "data_parallel", loss=masked)
-    assert printed(program_before(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                  # f32[b, 8]
-        target = input                   # f32[b, 5]
-        fc1 = self.fc1(input_1)          # f32[b, 6]  fc1
-        middle = relu(fc1)               # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)           # f32[b, 5]  fc2
-        gt = gt(target, 0)               # bool[b, 5]  fc2
-        float_1 = gt.float()             # f32[b, 5]  fc2
-        mul = mul(fc2, float_1)          # f32[b, 5]  fc2
-        sum_1 = mul.sum()                # f32[]  fc2
-        sum_2 = float_1.sum()            # f32[]  fc2
-        truediv = truediv(sum_1, sum_2)  # f32[]  fc2
-        return truediv
-    """)
-    assert printed(program_after(ScaleLoss, program)) == cleandoc("""
-    def Sequential(input, target):
-        input_1 = input                                     # f32[b, 8]
-        target = input                                      # f32[b, 5]
-        fc1 = self.fc1(input_1)                             # f32[b, 6]  fc1
-        middle = relu(fc1)                                  # f32[b, 6]  fc1
-        fc2 = self.fc2(middle)                              # f32[b, 5]  fc2
-        gt = gt(target, 0)                                  # bool[b, 5]  fc2
-        float_1 = gt.float()                                # f32[b, 5]  fc2
-        mul = mul(fc2, float_1)                             # f32[b, 5]  fc2
-        sum_1 = mul.sum()                                   # f32[]  fc2
-        sum_2 = float_1.sum()                               # f32[]  fc2
-        sum_2_all_reduce_scalar = all_reduce_scalar(sum_2)  # f32[]  fc2
-        truediv = truediv(sum_1, sum_2_all_reduce_scalar)   # f32[]  fc2
-        return truediv
+    assert changes(ScaleLoss, program) == cleandoc("""
+    + sum_2_all_reduce_scalar = all_reduce_scalar(sum_2) # f32[] fc2
+    - truediv = truediv(sum_1, sum_2) # f32[] fc2
+    + truediv = truediv(sum_1, sum_2_all_reduce_scalar) # f32[] fc2
     """)
 
 

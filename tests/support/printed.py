@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from difflib import ndiff
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def program_before(pass_type: type[Pass[Any, Any]], program: PlacedProgram) -> A
 def program_after(pass_type: type[Pass[Any, Any]], program: PlacedProgram) -> Any:
     """Run the rewriting passes up to and including the one of `pass_type`, with their checks."""
     return run_pass(_REWRITES[_position(pass_type)], program_before(pass_type, program))
+
+
+def changes(pass_type: type[Pass[Any, Any]], program: PlacedProgram) -> str:
+    """The lines that a pass takes away and those that it adds, in their order."""
+    texts = (printed(each) for each in (program_before(pass_type, program), program_after(pass_type, program)))
+    before, after = ([" ".join(line.split()) for line in text.splitlines()] for text in texts)
+    return "\n".join(line for line in ndiff(before, after) if line.startswith(("+", "-")))
 
 
 def printed(program: Program) -> str:
