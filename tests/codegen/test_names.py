@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 from functools import cache
+from itertools import cycle
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.ir.names import is_attribute, is_ours, is_role, prose, quoted
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, compiled
-from tests.support.sampling import sampled, staggered
+from tests.support.sampling import sampled
 
 BOMB = "raise_(SystemExit)"
 TEXTS = [
@@ -104,9 +104,10 @@ def analysed(part: int) -> tuple[nn.Module, Program]:
     return model, analyse(model, *batch(), F.cross_entropy)
 
 
-@staggered(
-    3, strategy=["data_parallel", "modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)"], part=range(4)
-)
+STRATEGIES = ("modulo_shard(mp=2)", "parameter_server(servers=2,beside=True)", "data_parallel", "single_device")
+
+
+@sampled(("strategy", "part"), list(zip(STRATEGIES, range(4), strict=True)), one_in=4)
 def test_layers_and_keys_of_any_name_train(strategy: str, part: int) -> None:
     model, known = analysed(part)
     assert compiled(model, *batch(), F.cross_entropy, 2, strategy, analysed=known).verify(steps=1).holds
@@ -131,7 +132,7 @@ def two_inputs(first: str, second: str) -> nn.Module:
     return model.double()
 
 
-@sampled("names", INPUTS, one_in=4, ids=" ".join)
+@sampled("names", INPUTS, one_in=len(INPUTS), ids=" ".join)
 def test_inputs_of_any_name_train(names: tuple[str, str]) -> None:
     model, (x, y) = two_inputs(*names), batch()
     known = analyse(model, (x, x.flip(0)), y, F.cross_entropy)
@@ -168,7 +169,10 @@ def shape(text: str) -> list[str]:
     return [type(node).__name__ for node in ast.walk(ast.parse(text))]
 
 
-@staggered(3, text=TEXTS, strategy=["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])
+OF_TEXTS = list(zip(TEXTS, cycle(["modulo_shard(mp=2)", "parameter_server(servers=1)", "single_device"])))
+
+
+@sampled(("text", "strategy"), OF_TEXTS, one_in=4)
 def test_no_text_changes_the_code_that_stands_around_it(text: str, strategy: str) -> None:
     usual, hostile = files("Net", strategy), files(text, strategy)
     assert usual.keys() == hostile.keys()
@@ -178,47 +182,25 @@ def test_no_text_changes_the_code_that_stands_around_it(text: str, strategy: str
             assert BOMB not in [line.strip() for line in hostile[name].splitlines()]
 
 
-@pytest.mark.parametrize("text", [*TEXTS, *NAMES], ids=range(len(TEXTS) + len(NAMES)))
-def test_a_literal_is_the_text_and_prose_stays_inside_its_docstring(text: str) -> None:
-    assert ast.literal_eval(quoted(text)) == text
-    (statement,) = ast.parse(f'"""A title {prose(text)}.\n\n{prose(text)}\n"""').body
-    assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+def test_a_literal_is_the_text_and_prose_stays_inside_its_docstring() -> None:
+    for text in (*TEXTS, *NAMES):
+        assert ast.literal_eval(quoted(text)) == text
+        (statement,) = ast.parse(f'"""A title {prose(text)}.\n\n{prose(text)}\n"""').body
+        assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["trunk", "stage3", "stage12", "my_role", "b2"])
-def test_names_of_roles(name: str) -> None:
-    assert is_role(name, ("trunk", "stage3"))
+def test_names_of_roles() -> None:
+    assert all(is_role(name, ("trunk", "stage3")) for name in ("trunk", "stage3", "stage12", "my_role", "b2"))
+    assert not any(is_role(name, ("trunk", "stage3")) for name in NO_ROLES)
 
 
 NO_ROLES: list[object] = [
-    *(
-        "",
-        "A",
-        "a-b",
-        "../x",
-        "a/b",
-        "a b",
-        "é",
-        "0a",
-        "_a",
-        "a\n",
-        "class",
-        "None",
-        "launch",
-        "rank0",
-        "served",
-        "json",
-    ),
+    *("", "A", "a-b", "../x", "a/b", "a b", "é", "0a", "_a", "a\n", "class", "None", "launch", "rank0", "served"),
     *("json", "os", "torch", "splitc", "plan", "idle", "loss", "stage", "comm", "cut0", "a__b", 3, None),
 ]
-
-
-@pytest.mark.parametrize("name", NO_ROLES)
-def test_names_that_no_role_can_have(name: object) -> None:
-    assert not is_role(name, ("trunk", "stage3"))
 
 
 def test_a_name_with_an_underscore_at_its_end_is_nobodys() -> None:

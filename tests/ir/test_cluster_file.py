@@ -57,11 +57,9 @@ def refused(text: str) -> str:
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_any_cluster_written_as_toml_reads_back_equal(seed: int) -> None:
-    cluster = random_cluster(seed)
-    assert parse_cluster(to_toml(cluster), "text") == cluster
-    assert load_cluster(cluster) == cluster
+def test_any_cluster_written_as_toml_reads_back_equal() -> None:
+    for cluster in map(random_cluster, range(30)):
+        assert parse_cluster(to_toml(cluster), "text") == load_cluster(cluster) == cluster
 
 
 def test_signs_of_all_kinds_in_a_name_survive_the_file() -> None:
@@ -153,19 +151,20 @@ def test_a_file_that_is_not_there_is_named() -> None:
         load_cluster("nowhere.toml")
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        *(("device", key) for key in ("memory_bandwidth", "memory", "launch")),
-        *(("device.efficiency", key) for key in ("matmul", "memory")),
-        *(("link", key) for key in ("bandwidth", "latency")),
-    ],
-)
-def test_a_missing_number_names_file_key_and_what_to_do(section: str, key: str) -> None:
-    prefix = "efficiency." if section == "device.efficiency" else ""
-    message = refused(edited(f"^{prefix}{key} = .*$", ""))
-    assert message.startswith("mine.toml does not describe a cluster")
-    assert f"{section}.{key} is missing; measure it with `splitc calibrate`" in message
+def test_a_missing_number_names_file_key_and_what_to_do() -> None:
+    for key in (
+        "memory_bandwidth",
+        "memory",
+        "launch",
+        "efficiency.matmul",
+        "efficiency.memory",
+        "bandwidth",
+        "latency",
+    ):
+        message = refused(edited(f"^{key} = .*$", ""))
+        assert message.startswith("mine.toml does not describe a cluster")
+        section = "link" if key in ("bandwidth", "latency") else "device"
+        assert f"{section}.{key} is missing; measure it with `splitc calibrate`" in message
 
 
 def test_a_collective_that_is_half_measured_is_told() -> None:
@@ -183,55 +182,52 @@ def test_all_problems_are_told_at_once() -> None:
     assert "device.launch is -1; it must be at least 0" in message
 
 
-@pytest.mark.parametrize(
-    ("pattern", "new", "problem"),
-    [
-        ("^memory = .*$", "memory = 0", "device.memory is 0; it must be more than 0"),
-        ("^memory = .*$", "memory = true", "device.memory is True; it must be a finite number"),
-        ("^memory = .*$", "memory = inf", "device.memory is inf; it must be a finite number"),
-        ("^memory = .*$", f"memory = 1{'0' * 400}", "it must be a finite number"),
-        ("^memory = .*$", 'memory = "16 GB"', "device.memory is '16 GB'; it must be a finite number"),
-        ("^efficiency.matmul.*$", "efficiency.matmul = 1.5", "more than 0 and at most 1"),
-        ("^efficiency.memory.*$", "efficiency.memory = 1\nefficiency.convs = 1", "did you mean conv?"),
-        ("^flop_rate.*$", "flop_rate.float31 = 1e9", "did you mean float32?"),
-        ("^flop_rate.*$", "", "device.flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with"),
-        ("^flop_rate.*$", "flop_rate = 3", "device.flop_rate is 3; it must be a table"),
-        ("^duplex.*$", "duplex = 1", "link.duplex is 1; it must be true or false"),
-        ("^shared.*$", 'shared = "no"', "link.shared is 'no'; it must be true or false"),
-        ("^processor.*$", "processor = -1", "link.processor is -1; it must be at least 0"),
-        ("^processor.*$", "allreduce.latency = 1", "link.allreduce is an unknown key; did you mean all_reduce?"),
-        ("^processor.*$", "all_reduce.latncy = 1", "link.all_reduce.latncy is an unknown key; did you mean latency?"),
-        ("^processor.*$", "all_reduce = 1", "link.all_reduce is 1; it must be a table"),
-        ("^ranks_share.*$", "world = 0", "world is 0; it must be a whole number of at least 1"),
-        ("^ranks_share.*$", "cores = 1.5", "cores is 1.5; it must be a whole number of at least 1"),
-        ("^ranks_share.*$", "rank_per_host = 8", "rank_per_host is an unknown key; did you mean ranks_per_host?"),
-        ("^name = .*$(?=\nsource)", "", "name is missing; it must be a text"),
-        ("^name = .*$(?=\nsource)", 'name = ""', "name is ''; it must be a text"),
-        ("^source = .*$", "source = 3", "source is 3; it must be a text"),
-        (r"^\[link\]$", "[[link]]", "it must be a table of numbers"),
-    ],
-)
-def test_a_value_that_makes_no_sense_is_refused(pattern: str, new: str, problem: str) -> None:
-    assert problem in refused(edited(pattern, new))
+SENSELESS = [
+    ("^memory = .*$", "memory = 0", "device.memory is 0; it must be more than 0"),
+    ("^memory = .*$", "memory = true", "device.memory is True; it must be a finite number"),
+    ("^memory = .*$", "memory = inf", "device.memory is inf; it must be a finite number"),
+    ("^memory = .*$", f"memory = 1{'0' * 400}", "it must be a finite number"),
+    ("^memory = .*$", 'memory = "16 GB"', "device.memory is '16 GB'; it must be a finite number"),
+    ("^efficiency.matmul.*$", "efficiency.matmul = 1.5", "more than 0 and at most 1"),
+    ("^efficiency.memory.*$", "efficiency.memory = 1\nefficiency.convs = 1", "did you mean conv?"),
+    ("^flop_rate.*$", "flop_rate.float31 = 1e9", "did you mean float32?"),
+    ("^flop_rate.*$", "", "device.flop_rate has no number; give flop_rate.float32 in FLOP/s, or measure it with"),
+    ("^flop_rate.*$", "flop_rate = 3", "device.flop_rate is 3; it must be a table"),
+    ("^duplex.*$", "duplex = 1", "link.duplex is 1; it must be true or false"),
+    ("^shared.*$", 'shared = "no"', "link.shared is 'no'; it must be true or false"),
+    ("^processor.*$", "processor = -1", "link.processor is -1; it must be at least 0"),
+    ("^processor.*$", "allreduce.latency = 1", "link.allreduce is an unknown key; did you mean all_reduce?"),
+    ("^processor.*$", "all_reduce.latncy = 1", "link.all_reduce.latncy is an unknown key; did you mean latency?"),
+    ("^processor.*$", "all_reduce = 1", "link.all_reduce is 1; it must be a table"),
+    ("^ranks_share.*$", "world = 0", "world is 0; it must be a whole number of at least 1"),
+    ("^ranks_share.*$", "cores = 1.5", "cores is 1.5; it must be a whole number of at least 1"),
+    ("^ranks_share.*$", "rank_per_host = 8", "rank_per_host is an unknown key; did you mean ranks_per_host?"),
+    ("^name = .*$(?=\nsource)", "", "name is missing; it must be a text"),
+    ("^name = .*$(?=\nsource)", 'name = ""', "name is ''; it must be a text"),
+    ("^source = .*$", "source = 3", "source is 3; it must be a text"),
+    (r"^\[link\]$", "[[link]]", "it must be a table of numbers"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_a_value_that_makes_no_sense_is_refused() -> None:
+    for pattern, new, problem in SENSELESS:
+        assert problem in refused(edited(pattern, new))
+
+
+def test_hosts_need_a_link_and_a_number_of_ranks() -> None:
+    for text, problem in (
         (HOSTS.replace("ranks_per_host = 8", ""), "local_link and ranks_per_host belong together"),
         (HOSTS.partition("[local_link]")[0], "local_link and ranks_per_host belong together"),
         (HOSTS + "shared = true", "local_link.shared is true; give the bandwidth that a rank has"),
         (HOSTS.replace("bandwidth = 1e9", ""), "local_link.bandwidth is missing"),
         (HOSTS.replace("ranks_per_host = 8", "ranks_per_host = 0"), "ranks_per_host is 0; it must be a whole number"),
-    ],
-)
-def test_hosts_need_a_link_and_a_number_of_ranks(text: str, problem: str) -> None:
-    assert problem in refused(text)
+    ):
+        assert problem in refused(text)
 
 
-@pytest.mark.parametrize(
-    ("tables", "problem"),
-    [
+def test_unlike_ranks_that_make_no_sense_are_refused() -> None:
+    text = edited("^ranks_share.*$", "world = 4")
+    for tables, problem in (
         ("[unlike]\nranks = [1]", "write [[unlike]] over each table of it"),
         ("[[unlike]]\ndevice.memory = 1e9", "unlike[0].ranks is None; it must be a list of ranks, as [2, 3]"),
         ("[[unlike]]\nranks = 3", "unlike[0].ranks is 3; it must be a list of ranks"),
@@ -247,11 +243,8 @@ def test_hosts_need_a_link_and_a_number_of_ranks(text: str, problem: str) -> Non
         ("[[unlike]]\nranks = [2]\ndevice.efficiency.conv = 1", "unlike[0].device.efficiency.matmul is missing"),
         ("[[unlike]]\nranks = [2]\nmemory = 3", "unlike[0].memory is an unknown key; known are ranks, device, link"),
         ("[[unlike]]\nrank = [2]", "unlike[0].rank is an unknown key; did you mean ranks?"),
-    ],
-)
-def test_unlike_ranks_that_make_no_sense_are_refused(tables: str, problem: str) -> None:
-    text = edited("^ranks_share.*$", "world = 4")
-    assert problem in refused(f"{text}\n{tables}\n")
+    ):
+        assert problem in refused(f"{text}\n{tables}\n")
 
 
 def test_what_is_wrong_for_all_ranks_is_told_once() -> None:

@@ -22,19 +22,13 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("text", MODULES)
-def test_the_call_builds_a_module_of_the_same_settings_and_state(text: str) -> None:
-    module = MODULES[text]
-    written = construction(module)
-    assert written is not None
-    other = eval(written, {"nn": nn})
-    assert type(other) is type(module) and other.extra_repr() == module.extra_repr()
-    assert other.load_state_dict(module.state_dict())
-
-
-@pytest.mark.parametrize("text", MODULES)
-def test_the_call_has_the_required_arguments_and_those_that_are_not_defaults(text: str) -> None:
-    assert construction(MODULES[text]) == text
+def test_the_call_builds_a_module_of_the_same_settings_and_state() -> None:
+    """It has the required arguments and those that are not defaults."""
+    for text, module in MODULES.items():
+        assert construction(module) == text
+        other = eval(text, {"nn": nn})
+        assert type(other) is type(module) and other.extra_repr() == module.extra_repr()
+        assert other.load_state_dict(module.state_dict())
 
 
 def hooked() -> nn.Module:

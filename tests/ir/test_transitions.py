@@ -35,17 +35,17 @@ def test_its_node_and_what_it_does_are_those_of_the_table(transition: Transition
 
 
 @EVERY
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 1), (0, 3), (2, 4)])
-def test_a_node_tells_its_transition(transition: Transition, dim: int, rows: int) -> None:
-    function, options = options_of(transition, 8, dim, rows)
-    graph = fx.Graph()
-    node = graph.call_function(function, (graph.placeholder("x"),), options)
-    assert transition_of(node) == transition
-    assert ("features" in options) == (State.FEATURES in transition)
-    by_batch = State.BATCH in transition
-    assert (options.get("dim", 0), options.get("rows", 1)) == ((dim, rows) if by_batch else (0, 1))
-    value = torch.ones(2, 3)
-    assert function(value, **options) is value, "what one rank alone would see"
+def test_a_node_tells_its_transition(transition: Transition) -> None:
+    for dim, rows in ((0, 1), (1, 1), (0, 3), (2, 4)):
+        function, options = options_of(transition, 8, dim, rows)
+        graph = fx.Graph()
+        node = graph.call_function(function, (graph.placeholder("x"),), options)
+        assert transition_of(node) == transition
+        assert ("features" in options) == (State.FEATURES in transition)
+        by_batch = State.BATCH in transition
+        assert (options.get("dim", 0), options.get("rows", 1)) == ((dim, rows) if by_batch else (0, 1))
+        value = torch.ones(2, 3)
+        assert function(value, **options) is value, "what one rank alone would see"
 
 
 def test_no_other_node_is_a_transition() -> None:
@@ -73,7 +73,7 @@ def test_both_ways_are_moves_and_gradients_end_in_the_state_of_their_value(trans
 
 
 @EVERY
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_even_parts_cost_what_the_closed_forms_say(transition: Transition, ranks: int) -> None:
     """LAYOUTS 2: v f for gathers and reduce-scatters, 2 v f for all-reduces, v f / k for an all-to-all."""
     extents, v, f = Extents((5,) * ranks, (7,) * ranks), 1024.0, (ranks - 1) / ranks

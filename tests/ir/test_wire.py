@@ -27,9 +27,7 @@ from tests.support.wire_bytes import assert_defined
 LOSS = 8  # bytes of the loss, which is summed in float64
 
 
-@pytest.mark.parametrize(
-    "strategy", ["data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=3,scheme=BK)"]
-)
+@sampled("strategy", ["modulo_shard(mp=3,scheme=BK)", "layer_separation(n_c=2, n_f=1)", "data_parallel"], one_in=3)
 def test_so_it_does_with_norms_that_are_synchronised(strategy: str) -> None:
     text = f"{strategy[:-1]},sync_batchnorm=True)" if strategy.endswith(")") else f"{strategy}(sync_batchnorm=True)"
     pins = {"conv": "conv", "fc8": "fc"} if strategy.startswith("layer") else {}
@@ -103,14 +101,13 @@ def timed(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(examples, 3, 5), torch.randint(4, (examples,))
 
 
-@pytest.mark.parametrize("name", OF_STATES)
-@sampled("options", [{}, {"global_batch": 11}], one_in=2)
-@sampled("size", [3, 2], one_in=2)
-def test_so_it_does_with_every_transition(name: str, size: int, options: dict[str, Any]) -> None:
-    program = of_states(name, size, **options)
+@sampled(("k", "name"), list(enumerate(OF_STATES)), one_in=4)
+def test_every_rank_counts_the_bytes_of_every_transition(k: int, name: str) -> None:
+    program = of_states(name, (3, 2)[k % 2], global_batch=(None, 11, 12)[k % 3])
     assert_defined(program, timed(program.plan.global_batch))
 
 
+@pytest.mark.slow
 def test_those_are_all_transitions() -> None:
     found: set[Transition] = set()
     for name in OF_STATES:
@@ -119,13 +116,7 @@ def test_those_are_all_transitions() -> None:
     assert found == set(TRANSITIONS), set(TRANSITIONS) - found
 
 
-TIMED = [
-    "late_multiply",
-    "modulo_shard(mp=2,scheme=BK)",
-    "modulo_shard(mp=2,scheme=B)",
-    "modulo_shard(mp=2,scheme=B/K)",
-    "hybrid_single",
-]
+TIMED = ["late_multiply", "modulo_shard(mp=2,scheme=B/K)", "hybrid_single"]
 
 
 @sampled("strategy", TIMED, one_in=9)
@@ -146,7 +137,7 @@ def nbytes(program: Program, *layers: str) -> int:
     return sum(program.tensors[h].nbytes for layer in layers for h in program.layer(layer).tensors)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_data_parallelism_sends_the_gradients_as_a_ring_does(world: int) -> None:
     program = planned(world, "data_parallel").program
     gradients = sum(h.nbytes for h in program.tensors.values())
@@ -173,8 +164,7 @@ def test_units_of_ranks_sum_their_own_loss_within_a_round() -> None:
     assert [(op.ranks, op.times) for op in losses] == [((2, 3), pytest.approx(0.8)), ((0, 1, 2, 3), 0.2)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize(("world", "beside"), [(4, True), (3, False)])
 def test_workers_push_and_pull_the_model_and_servers_sum_for_all_of_them(world: int, beside: bool) -> None:
     """Stanza equation (6): a worker pushes P bytes; servers send P to every worker, but what one serves itself."""
     program = planned(world, f"parameter_server(beside={beside})").program
@@ -187,7 +177,7 @@ def test_workers_push_and_pull_the_model_and_servers_sum_for_all_of_them(world: 
         assert sent == [P] * (world - 1) + [(world - 1) * P]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_a_separation_sends_activations_there_gradients_back_and_sums_what_convolutions_hold(world: int) -> None:
     """Stanza 4.1: a conv rank sends its activations and sums P_c, the fc rank returns as many bytes of gradients."""
     strategy = f"layer_separation(n_c={world - 1}, n_f=1)"
@@ -200,7 +190,7 @@ def test_a_separation_sends_activations_there_gradients_back_and_sums_what_convo
     assert sum(op.sent for op in wire(program, n_c)) == pytest.approx(n_c * batch * activations + ring)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_hybrid_parallelism_sends_neurons_and_sums_convolutions_only(world: int) -> None:
     """Practical Lessons 2.2: O(|N|), not O(|W|); the fc rank has its own part of every value already."""
     program = planned(world, "hybrid_single", pins={"conv": "conv", "fc*": "fc"}).program
@@ -211,8 +201,7 @@ def test_hybrid_parallelism_sends_neurons_and_sums_convolutions_only(world: int)
         assert sum(op.sent for op in wire(program, rank)) == pytest.approx(batch * (activations + target) + sums)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(("scheme", "turns"), [("BK", 1), ("B", None), ("B/K", None)])
+@pytest.mark.parametrize(("world", "scheme", "turns"), [(2, "BK", 1), (4, "B", None), (3, "B/K", None)])
 def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_gradients(
     world: int, scheme: str, turns: int | None
 ) -> None:
@@ -228,7 +217,7 @@ def test_a_modulo_layer_sends_its_ranks_examples_to_the_others_and_takes_their_g
             assert {op.sent for op in (*there, *back)} == {(K - 1) / K * batch * example}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_a_shard_layer_sends_its_features_and_returns_the_others(world: int) -> None:
     """SplitBrain 3.2: of B examples 1/K of the features go to K - 1 others, gradients of (K-1)/K come back."""
     every = {"fc*": Placement(holding="sharded", group=world, split="columns")}
@@ -247,7 +236,7 @@ def test_a_shard_layer_sends_its_features_and_returns_the_others(world: int) -> 
         assert sum(op.sent for op in backward) == K * (K - 1) * batch * features // K * 4
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4])
 def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_layer(world: int) -> None:
     """Practical Lessons 2.1: an all-gather of X, M x N, and of E, M x K."""
     program = planned(world, Asked("", "late_multiply", {"fc*": Placement(sync="late_multiply")})).program

@@ -85,13 +85,10 @@ def test_a_second_model_of_the_same_code_is_captured_and_not_validated(calls: li
     "change",
     [
         lambda net, patch: net.register_buffer("later", torch.zeros(1)),
-        lambda net, patch: setattr(net, "held", 1),
         lambda net, patch: patch.setitem(globals(), "SCALE", 3.0),
-        lambda net, patch: patch.setattr(Net, "forward", lambda self, x: self.head(self.body(x))),
         lambda net, patch: patch.setattr("splitc.ir.disk_cache._versions", lambda: "another version"),
-        lambda net, patch: patch.setattr(net.body, "training", False),
     ],
-    ids=["buffer", "attribute", "global", "code", "versions", "mode"],
+    ids=["buffer", "global", "versions"],
 )
 def test_a_changed_model_is_analysed_and_validated_anew(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module, pytest.MonkeyPatch], object]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from inspect import cleandoc
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -107,6 +108,7 @@ def test_everything_else_reads_what_was_gathered(name: str) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_loss_reads_the_whole_and_its_gradient_is_not_summed() -> None:
     found = inserted(divided(lambda m, x: m.fc(m.a(x)), fc=COLUMNS))
     assert list(found.values())[-1] == "shard"
@@ -122,6 +124,7 @@ def test_two_divided_readers_of_one_value_share_a_gather() -> None:
     assert sorted(found.values()) == ["shard", "shard", "shard partial"], found
 
 
+@pytest.mark.slow
 def test_a_divided_and_a_whole_reader_of_one_value_part_at_an_enter() -> None:
     program = divided(lambda m, x: m.fc(h := F.relu(m.a(x))) + m.b(h)[:, :CLASSES], a=COLUMNS, fc=COLUMNS)
     found = inserted(program)
@@ -140,6 +143,7 @@ def test_an_input_that_only_divided_layers_read_is_summed_where_it_returns_and_n
     assert list(inserted(program).values()) == ["shard"] and entries(program) == ["modulo partial"]
 
 
+@pytest.mark.slow
 def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
     def first(m: Any, x: Tensor) -> Tensor:
         scores: Tensor = m.fc(m.norm(F.relu(m.a(x))))
@@ -149,6 +153,7 @@ def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
     assert list(inserted(program).values()) == ["copy_to_group", "shard"] and entries(program) == ["modulo"]
 
 
+@pytest.mark.slow
 def test_what_needs_no_gradient_is_not_summed() -> None:
     program = divided(lambda m, x: m.fc(F.relu(m.a(x))), a=COLUMNS)
     assert "copy_to_group" not in inserted(program).values(), "the images train nothing"
@@ -158,15 +163,11 @@ def test_what_needs_no_gradient_is_not_summed() -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_after_columns_need_one_sum_and_no_gather() -> None:
+def test_rows_after_columns_need_one_sum_and_no_gather_and_their_bias_is_added_after_it() -> None:
     program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
     assert list(inserted(program).values()) == ["reduce_from_group"]
     stage = program.program.stage("head")
     assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "fc.weight": 1}, "the bias is whole"
-
-
-def test_the_bias_of_rows_is_added_once_after_the_sum() -> None:
-    program = divided(lambda m, x: m.fc(F.gelu(m.a(x))), a=COLUMNS, fc=ROWS)
     (total,) = (n for n in program.program.graph.nodes if n.target is reduce_from_group)
     (after,) = total.users
     assert [str(n.target) for n in after.all_input_nodes if n.op == "get_attr"] == ["fc.bias"]
@@ -180,11 +181,13 @@ def test_a_dropout_on_parts_draws_a_mask_for_its_part_and_one_on_the_whole_does_
     assert "features=" not in re.sub(r"comm\.(shard|all_to_all)\(.*", "", "".join(whole.files.values()))
 
 
+@pytest.mark.slow
 def test_values_of_more_dims_are_divided_along_their_last() -> None:
     program = divided(lambda m, x: m.fc(F.relu(m.a(x))).mean(1), 3, 8, a=COLUMNS, fc=COLUMNS)
     assert list(inserted(program).values()) == ["shard partial", "shard"]
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         scores: Tensor = m.fc(torch.tanh(m.a(x)) + torch.tanh(m.a(x * 2.0)))

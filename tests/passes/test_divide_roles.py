@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.ir.actions import print_actions
-from splitc.ir.placements import SCHEDULES, Placement
+from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.delays import delays
@@ -42,8 +42,7 @@ def divided(world: int, number: int = 2, schedule: str = "all_forward", **option
     return compiled(model, *EXAMPLE, F.cross_entropy, world, strategy, **options)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "schedule"), [(2, "1f1b"), pytest.param(3, "all_forward", marks=pytest.mark.slow)])
 def test_transitions_between_roles_train_as_one_process_does(world: int, schedule: str) -> None:
     program = divided(world, 3, schedule, global_batch=world * 5 + 1)
     with delays(seed=world):

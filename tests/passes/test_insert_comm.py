@@ -126,7 +126,7 @@ def test_what_reads_a_device_or_a_size_comes_after_the_tensor_that_has_it() -> N
         assert names.index(value.name) < names.index(reader.name)
 
 
-@pytest.mark.parametrize("strategy", ["layer_separation", "hybrid_single", "modulo_shard"])
+@pytest.mark.parametrize("strategy", ["layer_separation", pytest.param("modulo_shard", marks=pytest.mark.slow)])
 def test_positions_made_early_on_the_device_of_the_input_train_as_in_one_process(strategy: str) -> None:
     batch = torch.randn(4, 8), torch.randn(4, 5)
     assert compiled(_Positions(), *batch, _squares, 2, strategy).verify(dtype=torch.float64).holds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -20,7 +22,11 @@ from tests.support.models import Made, made
 from tests.support.sampling import sampled
 
 VOCABULARY = 13
-WORLDS = (2, 3, 4)
+
+
+def turns(cases: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """(world, ...) of each case, in a world of 4, 2 and 3 ranks in turn."""
+    return [(world, *(each if isinstance(each, tuple) else (each,))) for world, each in zip(cycle((4, 2, 3)), cases)]
 
 
 def pin(world: int, split: str | None = None, state: str | None = None) -> Placement:
@@ -89,8 +95,7 @@ class CausalLM(nn.Module):
         return F.cross_entropy(logits, labels.view(-1).to(logits.device), ignore_index=-100)
 
 
-@pytest.mark.parametrize("shift", ["logits", "labels"])
-@pytest.mark.parametrize("world", WORLDS)
+@sampled(("world", "shift"), [(4, "logits"), (3, "labels"), (2, "labels")], one_in=3)
 def test_the_shift_of_language_models_keeps_logits_divided(world: int, shift: str) -> None:
     ids = torch.randint(VOCABULARY, (7, 5))
     program = trained(CausalLM(shift), (ids, ids.clone()), world, lm_head=pin(world, "columns"))
@@ -125,7 +130,7 @@ def classifier(options: dict[str, Any], classes: int = VOCABULARY) -> nn.Module:
     return model
 
 
-@sampled(("world", "name"), [(world, name) for world in WORLDS for name in LOSSES], one_in=5)
+@sampled(("world", "name"), turns(LOSSES), one_in=4)
 def test_every_cross_entropy_is_exact_on_divided_logits(world: int, name: str) -> None:
     program = trained(classifier(LOSSES[name]), vectors(), world, fc=pin(world, "columns"), a=pin(world, "columns"))
     assert count(program, comm_ops.cross_entropy) == 1
@@ -182,14 +187,14 @@ def sequences(function: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return made(run, a=nn.Linear(8, 12)), (torch.randn(6, 3, 8, dtype=torch.float64),)
 
 
-@sampled(("world", "name"), [(world, name) for world in WORLDS for name in ON_SLICES], one_in=7)
+@sampled(("world", "name"), turns(ON_SLICES), one_in=5)
 def test_what_leaves_the_last_dim_whole_runs_on_slices_of_features(world: int, name: str) -> None:
     program = trained(*sequences(ON_SLICES[name]), world, a=pin(world, "columns"))
     (gathered,) = (node for node in program.program.graph.nodes if node.target is shard)
     assert gathered.all_input_nodes[0].op != "call_module" and "tanh" not in gathered.name, gathered
 
 
-@sampled("name", ON_WHOLE, one_in=3)
+@sampled("name", ON_WHOLE, one_in=6)
 def test_what_reads_or_moves_features_reads_the_whole(name: str) -> None:
     program = trained(*sequences(ON_WHOLE[name]), 2, a=pin(2, "columns"))
     assert [node.name for node in program.program.graph.nodes if node.target is shard] == ["tanh_whole"]
@@ -198,7 +203,7 @@ def test_what_reads_or_moves_features_reads_the_whole(name: str) -> None:
 # -- constants and parameters of elementwise functions -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@sampled("world", (4, 3), one_in=2)
 def test_a_parameter_of_each_feature_is_divided_with_them(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
@@ -210,7 +215,7 @@ def test_a_parameter_of_each_feature_is_divided_with_them(world: int) -> None:
     assert dict(stage.shards) == {"a.weight": 0, "a.bias": 0, "gain": 0, "offset": 1}
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@sampled("world", (4, 3), one_in=2)
 def test_a_constant_of_each_feature_and_a_parameter_that_others_read_are_sliced(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.mask + net.gain).square().mean() + (net.gain**2).sum() * x.mean()
@@ -222,7 +227,7 @@ def test_a_constant_of_each_feature_and_a_parameter_that_others_read_are_sliced(
     assert count(program, slice_features) == 2
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@sampled("world", (4, 3), one_in=2)
 def test_the_gradient_of_a_number_for_all_features_is_summed_over_the_group(world: int) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return (torch.tanh(net.a(x)) * net.gain + net.offset).square().mean()
@@ -242,7 +247,7 @@ def language(world: int, *, tied: bool = False, **pins: Placement) -> CompiledPr
     return trained(CausalLM("logits", tied), (ids, ids.clone()), world, **pins)
 
 
-@sampled(("world", "split", "state"), [(world, *table) for world in WORLDS for table in TABLES], one_in=4)
+@sampled(("world", "split", "state"), turns(TABLES), one_in=3)
 def test_an_embedding_is_divided_by_rows_or_columns_to_any_state(
     world: int, split: str | None, state: str | None
 ) -> None:
@@ -252,8 +257,7 @@ def test_an_embedding_is_divided_by_rows_or_columns_to_any_state(
     assert stage.shards.get("wte.weight") == {"rows": 0, "columns": 1, None: None}[split]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("state", [None, "batch"])
+@sampled(("world", "state"), [(4, None), (3, "batch"), (2, None)], one_in=3)
 def test_a_tied_embedding_and_head_are_one_shard(world: int, state: str | None) -> None:
     tied = {"wte": pin(world, "rows", state), "lm_head": pin(world, "columns")}
     program = language(world, tied=True, **tied)
@@ -292,31 +296,30 @@ def test_rows_of_padding_have_no_gradient_and_a_table_may_have_fewer_rows_than_r
 STATES = [("batch", "replicate"), ("replicate", "batch"), ("batch", "batch")]
 
 
-@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
-def test_each_use_of_a_tied_parameter_is_brought_to_the_same_sum(world: int, states: tuple[str, str]) -> None:
-    first, second = states
+@sampled(("world", "first", "second"), turns(STATES), one_in=3)
+def test_each_use_of_a_tied_parameter_is_brought_to_the_same_sum(world: int, first: str, second: str) -> None:
     language(world, tied=True, wte=pin(world, state=first), lm_head=pin(world, state=second))
 
 
-@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
-def test_so_is_that_of_a_parameter_of_which_another_layer_reads_a_part(world: int, states: tuple[str, str]) -> None:
+@sampled(("world", "first", "second"), turns(STATES), one_in=3)
+def test_so_is_that_of_a_parameter_of_which_another_layer_reads_a_part(world: int, first: str, second: str) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(net.a(x) * net.gain) * net.gain[:5], y)
 
     model = judged(run, a=nn.Linear(8, 8), fc=nn.Linear(8, 5))
     model.gain = nn.Parameter(torch.rand(8))
-    trained(model, vectors(classes=5), world, a=pin(world, state=states[0]), fc=pin(world, state=states[1]))
+    trained(model, vectors(classes=5), world, a=pin(world, state=first), fc=pin(world, state=second))
 
 
-@sampled(("world", "states"), [(world, states) for world in WORLDS for states in STATES], one_in=4)
+@sampled(("world", "first", "second"), turns(STATES), one_in=3)
 def test_a_penalty_counts_once_whatever_the_states_of_its_parameter_and_the_loss(
-    world: int, states: tuple[str, str]
+    world: int, first: str, second: str
 ) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(torch.tanh(net.a(x))), y) + 0.1 * (net.a.weight**2).sum()
 
     model = judged(run, a=nn.Linear(8, 8), fc=nn.Linear(8, 5))
-    trained(model, vectors(classes=5), world, a=pin(world, state=states[0]), fc=pin(world, state=states[1]))
+    trained(model, vectors(classes=5), world, a=pin(world, state=first), fc=pin(world, state=second))
 
 
 def test_a_module_in_two_states_that_is_no_function_of_its_parameters_is_refused_by_name() -> None:
@@ -333,11 +336,7 @@ def test_a_module_in_two_states_that_is_no_function_of_its_parameters_is_refused
 # -- normalisations ----------------------------------------------------------------------------------------------------
 
 
-@sampled(
-    ("world", "split", "state"),
-    [(w, *how) for w in WORLDS for how in ((None, "batch"), (None, "replicate"), ("columns", None))],
-    one_in=4,
-)
+@sampled(("world", "split", "state"), turns([(None, "batch"), ("columns", None), (None, "replicate")]), one_in=3)
 def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | None, state: str | None) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(torch.relu(net.norm(net.a(x)))), y)
@@ -349,7 +348,7 @@ def test_batch_norm_over_examples_runs_in_every_state(world: int, split: str | N
     assert ("norm.running_mean" in stage.shards) == (split is not None)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@sampled("world", [4, 2], one_in=2)
 def test_a_synchronised_norm_of_own_examples_normalises_over_all_ranks_of_the_role(world: int) -> None:
     def run(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net.fc(torch.relu(net.norm(net.a(x)))), y)

@@ -43,6 +43,11 @@ def analyse(model: nn.Module, example: Any, target: Any = None, loss: Any = None
     return splitc.passes.analysis.analyse(model, Example.bind(model, example, target, loss), **options)
 
 
+def analysed(model: nn.Module, example: Any, target: Any = None, loss: Any = None) -> Program:
+    """`analyse`, once for all models of the same code and shapes: for programs whose graphs are not edited in place."""
+    return _known(model, Example.bind(model, example, target, loss), None)
+
+
 def _known(model: nn.Module, example: Example, autocast: torch.dtype | None) -> Program:
     """The program of a model; it is captured once for all models of the same code and shapes, if it has no regions."""
     digest = code_digest(model, example, autocast)

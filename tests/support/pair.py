@@ -14,7 +14,7 @@ from torch import nn
 from splitc.ir.graph import copy_graph
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program
-from tests.support.compiled import analyse
+from tests.support.compiled import analysed
 from tests.support.printed import placed, printed
 
 
@@ -25,7 +25,7 @@ def pair() -> nn.Module:
 
 def analysed_pair() -> Program:
     """Capture the pair on four examples and price its layers."""
-    return analyse(pair(), torch.randn(4, 8), torch.randn(4, 5), F.mse_loss)
+    return analysed(pair(), torch.randn(4, 8), torch.randn(4, 5), F.mse_loss)
 
 
 def placed_pair(world: int, strategy: str, pins: Mapping[str, str | Placement] | None = None) -> PlacedProgram:

@@ -25,7 +25,7 @@ from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
 from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
 from splitc.passes.split_ranks import SplitRanks
-from tests.support.compiled import CLUSTER, analyse
+from tests.support.compiled import CLUSTER, analysed
 
 _REWRITES: tuple[Pass[Any, Any], ...] = (*ON_THE_GRAPH, SplitRanks(), *ON_THE_STAGES)
 _DEFAULT = re.compile(r", (\w+=None|ignore_index=-100|label_smoothing=0\.0)(?=[,)])")
@@ -46,7 +46,7 @@ def placed(
     pins: Mapping[str, str | Placement] | None = None,
 ) -> PlacedProgram:
     """Capture a model of inputs (4, 8) and outputs (4, 5) and place it: what the first rewriting pass takes."""
-    program = analyse(model, torch.randn(4, 8), torch.randn(4, 5) if target is None else target, loss)
+    program = analysed(model, torch.randn(4, 8), torch.randn(4, 5) if target is None else target, loss)
     return run_pass(Place(load_cluster(CLUSTER), world, parse_strategy(strategy), pins or {}), program)
 
 

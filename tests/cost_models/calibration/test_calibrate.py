@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,13 @@ TWO = RankLayout(world=2, per_host=2, slots=2, gpus=False)
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("latency", [0.0, 1e-6, 3e-3])
-@pytest.mark.parametrize("bandwidth", [1e6, 28e6, 1e10])
-def test_a_line_through_exact_points_is_found(latency: float, bandwidth: float) -> None:
-    points = [(k, n, k * latency + n / bandwidth) for k, n in ((1, 64), (1, 1e6), (6, 3e6), (2, 8e6))]
-    assert fit_line(points) == pytest.approx((latency, bandwidth), rel=1e-6, abs=1e-12)
+def test_a_line_through_exact_points_is_found() -> None:
+    for latency, bandwidth in product((0.0, 1e-6, 3e-3), (1e6, 28e6, 1e10)):
+        points = [(k, n, k * latency + n / bandwidth) for k, n in ((1, 64), (1, 1e6), (6, 3e6), (2, 8e6))]
+        assert fit_line(points) == pytest.approx((latency, bandwidth), rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_noise_moves_a_line_by_no_more_than_itself(seed: int) -> None:
     noise = random.Random(seed)
     points = [
@@ -144,8 +144,9 @@ def same(found: Link, truth: Link) -> bool:
     return close and (found.duplex, found.shared) == (truth.duplex, truth.shared)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("link", [SLOW, FAST, replace(SLOW, duplex=False), replace(FAST, shared=True)])
+@pytest.mark.parametrize(
+    ("world", "link"), [(2, FAST), (3, SLOW), (8, replace(SLOW, duplex=False)), (4, replace(FAST, shared=True))]
+)
 def test_a_known_link_is_recovered_from_what_it_shows(world: int, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     if world < 4:
         link = replace(link, shared=False)  # a pair alone cannot tell
@@ -162,7 +163,7 @@ def test_a_known_link_is_recovered_from_what_it_shows(world: int, link: Link, mo
     assert ("many to one" in kinds) == (world > 2) and ("pairs" in kinds) == (world > 3)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_of_a_tenth_leaves_all_ranks_alike_and_the_numbers_within_a_tenth(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_noise_of_a_tenth_leaves_all_ranks_alike_and_the_numbers_within_a_tenth(
     assert all(abs(each.fitted / each.measured - 1) < 0.15 for each in fit.residuals)
 
 
-@pytest.mark.parametrize("slow", [(0,), (2,), (0, 3), (1, 2, 4)])
+@pytest.mark.parametrize("slow", [(0,), (1, 2, 4)])
 def test_ranks_on_slower_links_are_told_from_the_others(slow: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def link_of(rank: int) -> Link:
         return SLOW if rank in slow else replace(SLOW, bandwidth=100e6)

@@ -13,6 +13,7 @@ from splitc.cost_models.calibration.device_fit import Sample, fit_rates, fitted,
 from splitc.cost_models.compute.roofline import ops_seconds
 from splitc.ir.cluster import Device
 from splitc.ir.costs import OpCost
+from tests.support.sampling import sampled
 
 CLASSES = ("matmul", "conv", "attention", "memory", "math", "max_pool")
 
@@ -68,7 +69,7 @@ def test_a_known_device_comes_back(overlap: float) -> None:
         assert found.efficiency == pytest.approx(known.efficiency, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@sampled("seed", range(3), one_in=3)
 def test_noise_of_a_tenth_moves_the_prices_by_less(seed: int) -> None:
     known = device()
     assert off(fit(samples_of(known, noise=0.1, seed=10 + seed)), known) < 0.15
@@ -98,16 +99,13 @@ def test_other_dtypes_reach_what_was_measured_of_them() -> None:
     assert found.flop_rate["bfloat16"] * found.efficiency_of("matmul") == pytest.approx(5e10)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_non_negative_numbers_come_nearer(seed: int) -> None:
-    drawn = np.random.default_rng(seed)
-    matrix, target = drawn.normal(size=(12, 6)), drawn.normal(size=12)
-    found = nnls(matrix, target)
-    slope = matrix.T @ (target - matrix @ found)
-    assert (found >= 0).all() and (slope < 1e-9).all()
-    assert abs(slope[found > 0]).max(initial=0.0) < 1e-9  # the conditions of Karush, Kuhn and Tucker
-
-
-def test_a_column_of_zeros_gets_nothing() -> None:
+def test_no_other_non_negative_numbers_come_nearer() -> None:
+    for seed in range(20):
+        drawn = np.random.default_rng(seed)
+        matrix, target = drawn.normal(size=(12, 6)), drawn.normal(size=12)
+        found = nnls(matrix, target)
+        slope = matrix.T @ (target - matrix @ found)
+        assert (found >= 0).all() and (slope < 1e-9).all()
+        assert abs(slope[found > 0]).max(initial=0.0) < 1e-9  # the conditions of Karush, Kuhn and Tucker
     matrix = np.array([[1.0, 0.0], [2.0, 0.0]])
-    assert nnls(matrix, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0])
+    assert nnls(matrix, np.array([2.0, 4.0])).tolist() == pytest.approx([2.0, 0.0]), "a column of zeros gets nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support.every_strategy import planned
 from tests.support.measured_memory import Measured, allocator_peak, in_processes, measured
 from tests.support.models import CASES
 from tests.support.ranks import Net, compile_net, sgd
-from tests.support.sampling import sampled, staggered
+from tests.support.sampling import sampled
 from tests.support.subnet_networks import CLASSES, INPUTS, Chain
 
 WEIGHT = StateTensor("fc.weight", (10, 5), torch.float32, parameter=True, requires_grad=True)
@@ -129,7 +130,10 @@ def test_adam_holds_two_copies_and_plain_sgd_none() -> None:
 # -- what ranks really have --------------------------------------------------------------------------------------------
 
 
-@staggered(2, copies=OPTIMIZERS, strategy=["local_sgd(period=1)", "independent_subnets(local_steps=1)"])
+ROUNDS = [("local_sgd(period=1)", 1), ("independent_subnets(local_steps=1)", 2), ("local_sgd(period=1)", 0)]
+
+
+@sampled(("strategy", "copies"), ROUNDS, one_in=3)
 def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, copies: int) -> None:
     """Of subnets the slices, with gradients and state, beside the parameters and state that a rank owns."""
     x, y = class_batch((16, INPUTS), classes=CLASSES)
@@ -147,18 +151,19 @@ def test_the_peak_is_there_when_a_round_ends_and_the_next_begins(strategy: str, 
             assert memory.activations < real.saved - 0.8 * dealt, "slices are parameters, not activations"
 
 
-@pytest.mark.parametrize("copies", OPTIMIZERS)
-@sampled("strategy", ["data_parallel", "parameter_server(beside=True)", "modulo_shard(mp=2, scheme=BK)"], one_in=9)
+STATES = [("parameter_server(beside=True)", 2), ("data_parallel", 2), ("modulo_shard(mp=2, scheme=BK)", 0)]
+
+
+@sampled(("strategy", "copies"), STATES, one_in=3)
 def test_the_state_of_an_optimizer_is_exact(strategy: str, copies: int) -> None:
     assert_as_measured(planned(2, strategy), copies)
 
 
-@sampled(
-    "strategy",
-    ["single_device", "data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=2, scheme=B)"],
-    everyday=["single_device", "modulo_shard(mp=2, scheme=B)"],
-)
-@sampled("name", [name for name in CASES if name != "recurrent"], everyday=["alexnet", "encoder"])
+KINDS = ["single_device", "modulo_shard(mp=2, scheme=B)", "layer_separation(n_c=2, n_f=1)", "data_parallel"]
+OF_KINDS = [(name, KINDS[k % 4]) for k, name in enumerate(name for name in CASES if name != "recurrent")]
+
+
+@sampled(("name", "strategy"), OF_KINDS, everyday=OF_KINDS[1:2])
 def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     given = CASES[name].make()
     try:
@@ -169,14 +174,13 @@ def test_models_of_every_kind_have_the_bytes_that_were_predicted(name: str, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "strategy"), [*zip(cycle(MODELS), STRATEGIES), ("resnet", "data_parallel")])
 def test_the_examples_have_the_bytes_that_were_predicted(name: str, strategy: str) -> None:
     assert_as_measured(program(name, strategy))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single_device", "hybrid_single", "modulo_shard(mp=2, scheme=BK)"])
+@pytest.mark.parametrize("strategy", ["single_device", "modulo_shard(mp=2, scheme=BK)"])
 def test_ranks_under_autocast_have_the_bytes_that_were_predicted(strategy: str) -> None:
     assert_as_measured(program("transformer", strategy, BF16))
 
@@ -249,15 +253,14 @@ def test_ranks_that_are_alike_are_followed_once_and_get_the_same_figures() -> No
 # -- the peak ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("autocast", [None, BF16])
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "autocast"), [*((name, None) for name in MODELS), ("transformer", BF16)])
 def test_the_peak_is_what_the_allocator_hands_out_at_once(name: str, autocast: torch.dtype | None) -> None:
     done = program(name, "single_device", autocast)
     assert memory_of(done.program, 0).peak == pytest.approx(allocator_peak(done), rel=0.05)
 
 
-@pytest.mark.parametrize("copies", [0, 2])
+@sampled("copies", [2, 0], one_in=2)
 def test_the_peak_may_be_in_the_update(copies: int) -> None:
     done = program("mlp", "single_device")
     assert memory_of(done.program, 0, copies).peak == pytest.approx(allocator_peak(done, OPTIMIZERS[copies]), rel=0.05)
@@ -265,7 +268,15 @@ def test_the_peak_may_be_in_the_update(copies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "single_device"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data_parallel",
+        "parameter_server(beside=True)",
+        "layer_separation(n_c=2, n_f=1)",
+        "modulo_shard(mp=2, scheme=B/K)",
+    ],
+)
 def test_processes_have_the_peak_that_was_predicted(strategy: str, tmp_path: Path) -> None:
     done = program("alexnet", strategy)
     for memory, real in zip(memory_of_all(done.program), in_processes(done, tmp_path), strict=True):

@@ -49,8 +49,12 @@ UNDERWEIGHED = {
 """(model, strategy) -> what the integer program leaves out, by which it weighs too little."""
 
 
-@sampled("strategy", [s for s in STRATEGIES if "sync" not in s], one_in=9)
-@sampled("name", ["mlp", "transformer", "alexnet"], everyday=["mlp"])
+WEIGHED = [("mlp", strategy) for strategy in STRATEGIES if "sync" not in strategy]
+WEIGHED += [(name, strategy) for name, strategy in UNDERWEIGHED if name != "mlp"]
+WEIGHED += [("transformer", "data_parallel"), ("alexnet", "layer_separation(n_c=2, n_f=1)")]
+
+
+@sampled(("name", "strategy"), WEIGHED, one_in=len(WEIGHED))
 def test_the_planner_weighs_what_a_step_comes_to(name: str, strategy: str, request: pytest.FixtureRequest) -> None:
     """The sum of the parts where layers are whole; elsewhere parts that take turns make the planner weigh more."""
     if left_out := UNDERWEIGHED.get((name, strategy)):

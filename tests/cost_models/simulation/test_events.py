@@ -27,23 +27,23 @@ def end(*programs: list[Operation]) -> float:
     return Simulation([[*program, Mark()] for program in programs]).ends()[0]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_chain_of_ranks_takes_the_sum_of_what_they_compute_and_send(seed: int) -> None:
+def test_a_chain_of_ranks_takes_the_sum_of_what_they_compute_and_send() -> None:
     """Each rank computes, and sends to the next one: nothing overlaps, so the formula is a sum."""
-    drawn = random.Random(seed)
-    world = drawn.randint(2, 7)
-    compute = [drawn.uniform(0, 1) for _ in range(world)]
-    nbytes = [drawn.uniform(0, 1e6) for _ in range(world - 1)]
-    hops = [message(k, k + 1, point_to_point(n, LINK)) for k, n in enumerate(nbytes)]
-    programs: list[list[Operation]] = [[] for _ in range(world)]
-    for k, seconds in enumerate(compute):
-        if k:
-            programs[k] += [Begin(hops[k - 1], 0.0), Wait((hops[k - 1],))]
-        programs[k].append(Compute("layer", seconds))
-        if k < world - 1:
-            programs[k].append(Begin(hops[k], nbytes[k]))
-    formula = sum(compute) + sum(point_to_point(n, LINK) for n in nbytes)
-    assert end(*programs) == pytest.approx(formula, rel=1e-12)
+    for seed in range(8):
+        drawn = random.Random(seed)
+        world = drawn.randint(2, 7)
+        compute = [drawn.uniform(0, 1) for _ in range(world)]
+        nbytes = [drawn.uniform(0, 1e6) for _ in range(world - 1)]
+        hops = [message(k, k + 1, point_to_point(n, LINK)) for k, n in enumerate(nbytes)]
+        programs: list[list[Operation]] = [[] for _ in range(world)]
+        for k, seconds in enumerate(compute):
+            if k:
+                programs[k] += [Begin(hops[k - 1], 0.0), Wait((hops[k - 1],))]
+            programs[k].append(Compute("layer", seconds))
+            if k < world - 1:
+                programs[k].append(Begin(hops[k], nbytes[k]))
+        formula = sum(compute) + sum(point_to_point(n, LINK) for n in nbytes)
+        assert end(*programs) == pytest.approx(formula, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 63])
@@ -100,29 +100,25 @@ def test_ranks_that_wait_for_what_never_comes_are_an_error() -> None:
         Simulation([[Mark()], [Begin(lost), Wait((lost,)), Mark()]])
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_rank_computes_or_waits_and_nothing_else(seed: int) -> None:
-    drawn = random.Random(seed)
-    world, programs = 4, [list[Operation]() for _ in range(4)]
-    for _ in range(8):
-        src, dst = drawn.sample(range(world), 2)
-        each = message(src, dst, drawn.uniform(0, 1), processor=drawn.choice([0.0, 0.2]))
-        for rank in (src, dst):
-            programs[rank] += [Compute("layer", drawn.uniform(0, 1)), Begin(each, 10.0), Wait((each,))]
-    simulation = Simulation([[*program, Mark()] for program in programs])
-    for rank in range(world):
-        (phases,) = simulation.steps(rank)
-        assert phases.compute + phases.waiting == pytest.approx(phases.step)
-        assert phases.communication <= phases.step + 1e-9
-    assert sum(simulation.steps(rank)[0].sent_bytes for rank in range(world)) == 160.0
+def test_a_rank_computes_or_waits_and_nothing_else() -> None:
+    for seed in range(8):
+        drawn = random.Random(seed)
+        world, programs = 4, [list[Operation]() for _ in range(4)]
+        for _ in range(8):
+            src, dst = drawn.sample(range(world), 2)
+            each = message(src, dst, drawn.uniform(0, 1), processor=drawn.choice([0.0, 0.2]))
+            for rank in (src, dst):
+                programs[rank] += [Compute("layer", drawn.uniform(0, 1)), Begin(each, 10.0), Wait((each,))]
+        simulation = Simulation([[*program, Mark()] for program in programs])
+        for rank in range(world):
+            (phases,) = simulation.steps(rank)
+            assert phases.compute + phases.waiting == pytest.approx(phases.step)
+            assert phases.communication <= phases.step + 1e-9
+        assert sum(simulation.steps(rank)[0].sent_bytes for rank in range(world)) == 160.0
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_slower_transfers_never_make_a_chain_of_sums_faster(seed: int) -> None:
-    drawn = random.Random(seed)
-    layers = [(drawn.uniform(0, 1), drawn.uniform(0, 1)) for _ in range(6)]
-
-    def whole(factor: float) -> float:
+def test_slower_transfers_never_make_a_chain_of_sums_faster() -> None:
+    def whole(layers: list[tuple[float, float]], factor: float) -> float:
         sums = [collective(range(3), factor * seconds) for _, seconds in layers]
         program: list[Operation] = []
         for (compute, _), total in zip(layers, sums, strict=True):
@@ -130,9 +126,12 @@ def test_slower_transfers_never_make_a_chain_of_sums_faster(seed: int) -> None:
         program.append(Wait(tuple(sums)))
         return end(program, program, program)
 
-    times = [whole(factor) for factor in (0.0, 0.5, 1.0, 2.0, 4.0)]
-    assert times == sorted(times)
-    assert times[0] == pytest.approx(sum(compute for compute, _ in layers))
+    for seed in range(8):
+        drawn = random.Random(seed)
+        layers = [(drawn.uniform(0, 1), drawn.uniform(0, 1)) for _ in range(6)]
+        times = [whole(layers, factor) for factor in (0.0, 0.5, 1.0, 2.0, 4.0)]
+        assert times == sorted(times)
+        assert times[0] == pytest.approx(sum(compute for compute, _ in layers))
 
 
 def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute() -> None:
@@ -143,14 +142,14 @@ def test_ranks_that_share_cores_have_equal_parts_of_them_while_they_compute() ->
     assert simulation.steps(1)[0].compute == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_shared_cores_do_as_much_work_as_they_can_and_no_more(seed: int) -> None:
-    drawn = random.Random(seed)
-    cores, work = drawn.choice([1, 2, 3.5]), [drawn.uniform(0.1, 3.0) for _ in range(6)]
-    programs = [[Compute("layer", seconds / 3)] * 3 + [Mark()] for seconds in work]
-    (whole,) = Simulation(programs, cores=cores).ends()
-    assert max(sum(work) / cores, *work) <= whole * (1 + 1e-9)
-    assert whole <= sum(work) / cores + max(work)
+def test_shared_cores_do_as_much_work_as_they_can_and_no_more() -> None:
+    for seed in range(8):
+        drawn = random.Random(seed)
+        cores, work = drawn.choice([1, 2, 3.5]), [drawn.uniform(0.1, 3.0) for _ in range(6)]
+        programs = [[Compute("layer", seconds / 3)] * 3 + [Mark()] for seconds in work]
+        (whole,) = Simulation(programs, cores=cores).ends()
+        assert max(sum(work) / cores, *work) <= whole * (1 + 1e-9)
+        assert whole <= sum(work) / cores + max(work)
 
 
 def test_a_rank_that_computes_while_others_wait_has_a_core_to_itself() -> None:
