@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.capturing import here, refusal, validated
 from tests.support.models import CLASSES, made
+from tests.support.sampling import sampled
 
 MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "centred": lambda m, x: m.fc(x - x.mean(0)),
@@ -54,12 +54,11 @@ MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("like", [torch.zeros, pytest.param(torch.ones, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_couples_examples_is_refused_on_a_constant_example(name: str, like: Any) -> None:
+@sampled("name", MODELS, one_in=3)
+def test_a_model_that_couples_examples_is_refused_on_a_constant_example(name: str) -> None:
     model = made(MODELS[name], fc=nn.Linear(6, CLASSES))
     target = torch.zeros(8, dtype=torch.long)
-    assert "couples examples" in refusal(model, like(8, 6), target, F.cross_entropy)
+    assert "couples examples" in refusal(model, torch.zeros(8, 6), target, F.cross_entropy)
 
 
 def test_the_line_where_examples_begin_to_depend_on_each_other_is_named() -> None:
@@ -98,9 +97,8 @@ SEPARATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("like", [torch.zeros, pytest.param(torch.randn, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SEPARATE)
-def test_a_model_that_treats_examples_apart_is_let_through(name: str, like: Any) -> None:
+@sampled("name", SEPARATE, one_in=3)
+def test_a_model_that_treats_examples_apart_is_let_through(name: str) -> None:
     model = made(SEPARATE[name], fc=nn.Linear(6, CLASSES), bn=nn.BatchNorm1d(6))
-    program = validated(model, like(8, 6), torch.zeros(8, dtype=torch.long), F.cross_entropy)
+    program = validated(model, torch.zeros(8, 6), torch.zeros(8, dtype=torch.long), F.cross_entropy)
     assert not program.coupled and program.notes == () and [t.kind for t in program.loss_terms] == ["weighted"]

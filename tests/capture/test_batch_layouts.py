@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.capture.example import Example
-from splitc.errors import CaptureError, LaunchError
+from splitc.errors import LaunchError
 from splitc.runtime.worker import Worker
-from tests.support.compiled import analyse, compiled
+from tests.support.compiled import compiled
 from tests.support.ranks import on_workers
-from tests.support.sampling import staggered
+from tests.support.sampling import sampled
 
 
 class Tagger(nn.Module):
@@ -38,13 +38,14 @@ def of(rows: int, last: bool) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 20, (7, rows)), torch.randint(0, 5, (rows,) if last else (7, rows))
 
 
-@staggered(2, strategy=["data_parallel", "layer_separation", "hybrid_single"], last=[False, True])
+@sampled(("strategy", "last"), [("layer_separation", False), ("hybrid_single", True)], one_in=2)
 def test_sequences_with_time_first_train_as_in_one_process(strategy: str, last: bool) -> None:
     program = compiled(Tagger(last), *of(4, last), F.cross_entropy if last else each_word, 2, strategy)
     assert [i.spec.batch_dim for i in program.program.inputs] == [1, 0 if last else 1]
     assert program.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_workers_take_their_columns_of_a_batch() -> None:
     model, (words, tags) = Tagger(last=False), of(8, last=False)
     program = compiled(model, *of(4, last=False), each_word, 2, "data_parallel")
@@ -76,10 +77,7 @@ def next_word(scores: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(scores, words.view(-1))
 
 
-@pytest.mark.parametrize(
-    ("time", "strategy"),
-    [(5, "data_parallel"), (5, "layer_separation(microbatches=2)"), (4, "hybrid_single(microbatches=2)")],
-)
+@sampled(("time", "strategy"), [(5, "data_parallel"), (4, "hybrid_single(microbatches=2)")], one_in=2)
 def test_views_are_taken_of_drawn_batches_of_parts_and_of_microbatches(time: int, strategy: str) -> None:
     torch.manual_seed(0)
     model, (words, after) = Viewed(), torch.randint(0, 20, (2, time, 8)).unbind()
@@ -96,17 +94,6 @@ def test_views_are_taken_of_drawn_batches_of_parts_and_of_microbatches(time: int
 
     if "separation" not in strategy:  # which has one reader
         assert on_workers(program, run) == pytest.approx([float(expected)] * 2, rel=1e-5)
-
-
-def test_dim_0_is_the_batch_where_it_keeps_examples_apart() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    program = analyse(model, torch.randn(6, 8), torch.randn(6, 8), F.mse_loss)
-    assert [i.spec.batch_dim for i in program.inputs] == [0, 0]
-
-
-def test_inputs_without_a_common_size_are_refused() -> None:
-    with pytest.raises(CaptureError, match="words has 7, target has 4 rows, and no other size is in all of them"):
-        Example.bind(Tagger(last=True), torch.randint(0, 20, (7, 3)), torch.randint(0, 5, (4,)), F.cross_entropy)
 
 
 def test_rows_are_taken_along_the_batch() -> None:

@@ -170,16 +170,6 @@ def test_what_is_no_loss_is_named_by_its_shape() -> None:
     assert "the model returns a tuple of 0, 1, 2, 2 of them 0-d, so the loss is not known" in refusal(two, vectors()())
 
 
-def test_an_input_named_target_is_refused() -> None:
-    class Net(nn.Linear):
-        def forward(self, target: Tensor) -> Tensor:
-            return super().forward(target)
-
-    assert "the model's input 'target' has the name that splitc gives" in refusal(
-        Net(8, 5), vectors()(), labels()(), F.cross_entropy
-    )
-
-
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
     class Margin(nn.Module):
         def __init__(self) -> None:

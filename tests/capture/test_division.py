@@ -111,13 +111,12 @@ def made(
 @pytest.mark.parametrize(
     ("model", "example", "batch"),
     [
-        (Bag(), BAGS, of_bags),
         pytest.param(Bag(drop=0.5), BAGS, of_bags, marks=pytest.mark.slow),
         (Bag(last=True), dict(zip(("indices", "offsets"), bags([3, 1, 4, 2, 5, 2], True), strict=True)), of_bags_alone),
         (Graphs(), graphs([3, 2, 4, 3, 5, 2]), of_graphs),
         (Nodes(), NODES, {"x": None, "edge_index": None}),
     ],
-    ids=["bags", "dropout", "by name", "graphs", "nodes"],
+    ids=["dropout", "by name", "graphs", "nodes"],
 )
 def test_what_is_divided_as_the_user_says_trains_as_one_process(model: nn.Module, example: Any, batch: Any) -> None:
     program = made(model, example, batch)
@@ -224,7 +223,7 @@ def test_a_division_that_cannot_be_is_refused_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hybrid_single", "layer_separation", "data_parallel(microbatches=2)"])
+@pytest.mark.parametrize("strategy", ["layer_separation", "data_parallel(microbatches=2)"])
 def test_strategies_that_would_move_jagged_tensors_are_refused_and_auto_finds_another(strategy: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(strategy.partition("(")[0])):
         made(Bag(), BAGS, of_bags, strategy)

@@ -16,8 +16,7 @@ def drawn(tensor: Tensor, bound: int | None = None, how: Draw = Draw.GENERIC, si
     return GenericData({"x": tensor}, {} if bound is None else {"x": bound}).draw(size, seed=1, how=how)["x"]
 
 
-@pytest.mark.parametrize("constant", [0.0, 1.0, -3.5, 255.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("constant", "dtype"), [(0.0, torch.float32), (-3.5, torch.float64), (255.0, torch.bfloat16)])
 def test_a_constant_float_becomes_generic(constant: float, dtype: torch.dtype) -> None:
     x = drawn(torch.full((4, 6), constant, dtype=dtype))
     assert x.dtype == dtype and x.shape == (64, 6)

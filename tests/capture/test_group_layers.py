@@ -13,7 +13,7 @@ from splitc.ir.constructors import construction
 from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.program import Program
 from tests.support.capturing import capture, node
-from tests.support.models import CASES, CLASSES, Attention, Made, images, labels, sequences, tokens, vectors
+from tests.support.models import CASES, CLASSES, Attention, Made, labels, sequences, tokens, vectors
 
 
 def layers(program: Program) -> dict[str, tuple[str, ...]]:
@@ -60,11 +60,6 @@ def test_a_node_that_reads_two_layers_belongs_to_the_last_of_them() -> None:
         name for name, nodes in found.items() if any(n.startswith("add") for n in nodes) and name.startswith("layer2")
     )
     assert joined == "layer2.bn2"
-
-
-def test_nodes_before_every_parameter_belong_to_the_first_layer() -> None:
-    found = captured_layers(made(lambda m, x: m.fc((x * 2).tanh()), fc=nn.Linear(8, CLASSES)), vectors()())
-    assert found == {"fc": ("mul", "tanh", "fc", "cross_entropy")}
 
 
 def test_a_module_that_runs_twice_is_two_layers_where_another_lies_between() -> None:
@@ -116,12 +111,6 @@ def test_what_is_made_of_sizes_and_constants_can_be_computed_everywhere() -> Non
     assert not everywhere & {"wte", "attn_c_attn", "attn_c_attn_weight", "cross_entropy", "x", "target"}
 
 
-def test_positions_on_the_inputs_device_can_be_computed_everywhere() -> None:
-    program = capture(*CASES["language_model"].make())
-    device = next(n for n in program.graph.nodes if n.target is getattr and n.args[1] == "device")
-    assert info(node(program, "arange")).copied_to_each_stage and info(device).copied_to_each_stage
-
-
 def test_a_counter_belongs_to_the_module_that_counts() -> None:
     model = made(lambda m, x: m.fc(m.norm(m.a(x))), a=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), fc=nn.Linear(8, CLASSES))
     model.norm.register_forward_hook(lambda module, inputs, output: output)
@@ -145,12 +134,6 @@ def test_layers_without_anything_to_train_are_frozen() -> None:
     assert program.frozen_layers == ("features.0", "features.1", "features.4", "features.5")
 
 
-def test_a_layer_knows_the_line_of_the_node_that_owns_its_parameters() -> None:
-    program = capture(*CASES["recurrent"].make())
-    assert [layer.name for layer in program.layers] == ["lstm", "gru", "fc"]
-    assert program.layer("gru").source == info(node(program, "gru")).source != program.layer("fc").source
-
-
 def test_a_recurrent_module_and_an_attention_are_one_node_each() -> None:
     model = made(
         lambda m, x: m.fc(m.attn(x, x, x)[0].mean(1)),
@@ -172,21 +155,3 @@ def test_a_bag_of_embeddings_is_one_node_and_bounds_its_indices() -> None:
     program = capture(model, tokens()(), labels()(), F.cross_entropy)
     assert construction(model.bag) == 'nn.EmbeddingBag(11, 8, mode="max")'
     assert node(program, "bag").op == "call_module" and program.inputs[0].high == 11
-
-
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        (nn.RNN(8, 6, nonlinearity="relu"), 'nn.RNN(8, 6, nonlinearity="relu")'),
-        (nn.GRU(8, 6, 2, batch_first=True), "nn.GRU(8, 6, num_layers=2, batch_first=True)"),
-        (nn.LSTM(8, 6, bidirectional=True, proj_size=3), "nn.LSTM(8, 6, bidirectional=True, proj_size=3)"),
-    ],
-)
-def test_a_recurrent_module_is_written_as_its_user_made_it(module: nn.Module, text: str) -> None:
-    assert construction(module) == text
-
-
-def test_a_model_of_one_module_is_one_layer() -> None:
-    found = captured_layers(nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)), images()())
-    assert found == {"1": ("flatten_0", "linear_1", "cross_entropy")}
-    assert list(captured_layers(nn.Linear(8, CLASSES), vectors()())) == ["weight"]

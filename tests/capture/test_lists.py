@@ -16,6 +16,7 @@ from splitc.errors import CaptureError, LaunchError, PlacementError
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER
 from tests.support.ranks import assert_same, on_workers
+from tests.support.sampling import sampled
 
 Batch = tuple[list[Tensor], list[dict[str, Tensor]]]
 
@@ -66,7 +67,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@sampled("world", [3, 2], one_in=2)
 def test_lists_of_images_of_different_sizes_train_as_in_one_process(world: int) -> None:
     model = Detector()
     program = made(copy.deepcopy(model), world)

@@ -18,6 +18,7 @@ from splitc.runtime.worker import Worker
 from tests.support.capturing import captured
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers
+from tests.support.sampling import sampled
 
 
 @dataclass
@@ -73,7 +74,7 @@ def test_a_nested_model_computes_its_loss_at_any_batch() -> None:
     assert next(i.path for i in program.inputs) == ("batch", "image")
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single"])
+@sampled("strategy", ["layer_separation", "hybrid_single"], one_in=2)
 def test_nested_inputs_train_as_in_one_process(strategy: str) -> None:
     assert compiled(Net(), nested(), None, None, 2, strategy).verify(dtype=torch.float64).holds
 
@@ -158,14 +159,14 @@ def parts_of_loss(output: dict[str, Tensor], target: Tensor) -> dict[str, Tensor
     return {"fit": F.cross_entropy(output["logits"], target), "size": output["logits"].pow(2).mean() * 0.1}
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+@sampled("strategy", ["layer_separation", "data_parallel"], one_in=2)
 def test_a_dict_of_losses_of_a_dict_is_summed_and_told(strategy: str) -> None:
     program = compiled(Losses(), torch.randn(4, 6), torch.randint(0, 5, (4,)), parts_of_loss, 2, strategy)
     assert "The loss is the sum of fit, size." in program.report()
     assert program.verify(dtype=torch.float64).holds
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+@sampled("strategy", ["data_parallel", "layer_separation"], one_in=2)
 def test_several_losses_are_summed_with_the_tensors_of_their_modules(strategy: str) -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.rand(5))
     losses = [weighted, lambda output, target: output.pow(2).mean()]

@@ -19,6 +19,7 @@ from splitc.ir.program import Program, TensorSpec
 from splitc.ir.regions import OwnCode, Unread, regions
 from tests.support import untraceable
 from tests.support.capturing import capture, validated
+from tests.support.sampling import sampled
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
 X, Y = torch.randn(4, FEATURES), torch.randint(0, CLASSES, (4,))
@@ -296,7 +297,7 @@ MIXED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("how", MIXED)
+@sampled("how", MIXED, one_in=3)
 def test_a_number_of_several_examples_that_leaves_tensors_couples_them_whatever_it_is_here(how: str) -> None:
     what, function = MIXED[how]
     assert f"the loss couples examples: {what}" in coupling(function)
@@ -382,7 +383,7 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", APART)
+@sampled("how", APART, one_in=3)
 def test_numbers_of_single_examples_leave_tensors_freely(how: str) -> None:
     assert coupling(APART[how]) == ""
 
