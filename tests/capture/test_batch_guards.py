@@ -26,8 +26,7 @@ class Net(nn.Module):
         self.first, self.second, self.change = nn.Linear(6, 8), nn.Linear(8, 5), change
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.second(self.change(self.first(x).relu()))
-        return scores
+        return self.second(self.change(self.first(x).relu()))
 
 
 def over(x: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ def small(**children: Any) -> Any:
 
 def scripted() -> nn.Module:
     with pytest.warns(DeprecationWarning):
-        model: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(8, CLASSES)))
-    return model
+        return torch.jit.script(nn.Sequential(nn.Linear(8, CLASSES)))
 
 
 def hooked(kind: str) -> nn.Module:

@@ -29,8 +29,7 @@ class Bag(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        scores: Tensor = self.scores(self.drop(self.words(indices, offsets)))
-        return scores
+        return self.scores(self.drop(self.words(indices, offsets)))
 
 
 def bags(lengths: list[int], last: bool = False) -> tuple[Tensor, Tensor]:
@@ -63,8 +62,7 @@ class Graphs(nn.Module):
         h = self.drop(self.norm(self.first(x)))
         h = F.relu(h.index_add(0, edge_index[1], h[edge_index[0]]))
         number = int(graph.max()) + 1
-        scores: Tensor = self.last(h.new_zeros(number, 6).index_add(0, graph, h))
-        return scores
+        return self.last(h.new_zeros(number, 6).index_add(0, graph, h))
 
 
 def graphs(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,8 +87,7 @@ class Nodes(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor, seeds: Tensor) -> Tensor:
         h = F.dropout(F.relu(self.norm(self.first(x))), 0.3, self.training)
-        scores: Tensor = self.last(h.index_add(0, edge_index[1], h[edge_index[0]]))[seeds]
-        return scores
+        return self.last(h.index_add(0, edge_index[1], h[edge_index[0]]))[seeds]
 
 
 NODES = torch.randn(9, 5), torch.randint(0, 9, (2, 20)), torch.tensor([1, 4, 2, 7, 8, 0])

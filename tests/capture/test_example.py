@@ -23,8 +23,7 @@ class Net(nn.Module):
         self.fc = nn.Linear(3, 2)
 
     def forward(self, x: Tensor, /, y: Tensor, scale: float) -> Tensor:
-        out: Tensor = self.fc(x + y) * scale
-        return out
+        return self.fc(x + y) * scale
 
 
 X, Y, LABELS = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])

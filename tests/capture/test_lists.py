@@ -105,8 +105,7 @@ class Pictures(nn.Module):
         self.conv, self.out = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
 
     def forward(self, images: list[Tensor]) -> Tensor:
-        scores: Tensor = self.out(torch.stack([F.relu(self.conv(each)).mean((1, 2)) for each in images]))
-        return scores
+        return self.out(torch.stack([F.relu(self.conv(each)).mean((1, 2)) for each in images]))
 
 
 def test_a_list_of_images_may_have_a_target_and_a_loss_apart() -> None:

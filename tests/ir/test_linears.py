@@ -37,8 +37,7 @@ def test_modules_are_linear_layers_with_and_without_a_bias() -> None:
 
 def test_calls_of_the_function_are_too_where_weight_and_bias_are_parameters() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(F.linear(input=x, weight=m.w, bias=m.b))
-        return scores
+        return m.fc(F.linear(input=x, weight=m.w, bias=m.b))
 
     model = Made(run, fc=nn.Linear(8, CLASSES), w=nn.Parameter(torch.randn(8, 8)), b=nn.Parameter(torch.randn(8)))
     found = linear_layers(captured(model))
@@ -77,8 +76,7 @@ def test_what_is_not_a_linear_layer(name: str) -> None:
 
 def test_tied_layers_are_not_their_own() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(m.a(F.relu(m.b(x))))
-        return scores
+        return m.fc(m.a(F.relu(m.b(x))))
 
     shared = nn.Linear(8, 8)
     twin = nn.Linear(8, 8)

@@ -78,8 +78,7 @@ class Tables(nn.Module):
         self.tables, self.table = nn.ModuleList(nn.Embedding(n, 4) for n in SIZES), nn.Embedding(sum(SIZES), 4)
 
     def forward(self, ids: Tensor) -> Tensor:
-        scores: Tensor = self.dense(torch.stack(self.read(self, ids)).sum(0))
-        return scores
+        return self.dense(torch.stack(self.read(self, ids)).sum(0))
 
 
 def test_every_column_is_bounded_by_the_table_that_it_indexes() -> None:

@@ -47,8 +47,7 @@ class Tokens(nn.Module):
         self.down = nn.Linear(9, 7, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        scores: Tensor = self.down(torch.tanh(self.up(self.embed(tokens))))
-        return scores
+        return self.down(torch.tanh(self.up(self.embed(tokens))))
 
 
 def token_loss(scores: Tensor, target: Tensor) -> Tensor:

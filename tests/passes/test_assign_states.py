@@ -117,8 +117,7 @@ def test_the_loss_reads_the_whole_and_its_gradient_is_not_summed() -> None:
 def test_two_divided_readers_of_one_value_share_a_gather() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         h = F.relu(m.a(x))
-        scores: Tensor = m.b(h)[:, :CLASSES] + m.fc(h)
-        return scores
+        return m.b(h)[:, :CLASSES] + m.fc(h)
 
     found = inserted(divided(run, a=COLUMNS, b=COLUMNS, fc=COLUMNS))
     assert sorted(found.values()) == ["shard", "shard", "shard partial"], found
@@ -136,8 +135,7 @@ def test_a_divided_and_a_whole_reader_of_one_value_part_at_an_enter() -> None:
 
 def test_an_input_that_only_divided_layers_read_is_summed_where_it_returns_and_needs_no_enter() -> None:
     def first(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(F.relu(m.a(x)))
-        return scores
+        return m.fc(F.relu(m.a(x)))
 
     program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
     assert list(inserted(program).values()) == ["shard"] and entries(program) == ["modulo partial"]
@@ -146,8 +144,7 @@ def test_an_input_that_only_divided_layers_read_is_summed_where_it_returns_and_n
 @pytest.mark.slow
 def test_an_input_that_the_group_reads_whole_returns_without_a_sum() -> None:
     def first(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(m.norm(F.relu(m.a(x))))
-        return scores
+        return m.fc(m.norm(F.relu(m.a(x))))
 
     program = divided(first, a=Placement("conv", "replicated", group=1), fc=COLUMNS)
     assert list(inserted(program).values()) == ["copy_to_group", "shard"] and entries(program) == ["modulo"]
@@ -190,8 +187,7 @@ def test_values_of_more_dims_are_divided_along_their_last() -> None:
 @pytest.mark.slow
 def test_a_layer_that_is_used_twice_is_divided_at_both_uses() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
-        scores: Tensor = m.fc(torch.tanh(m.a(x)) + torch.tanh(m.a(x * 2.0)))
-        return scores
+        return m.fc(torch.tanh(m.a(x)) + torch.tanh(m.a(x * 2.0)))
 
     assert list(inserted(divided(run, a=COLUMNS, fc=COLUMNS)).values()) == ["shard partial", "shard"]
 

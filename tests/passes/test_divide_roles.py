@@ -32,8 +32,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(F.relu(self.a(x)))
         y = x + torch.tanh(self.b(torch.sigmoid(self.b(x))))
-        head: Tensor = self.head(y - self.c(y))
-        return head
+        return self.head(y - self.c(y))
 
 
 def divided(world: int, number: int = 2, schedule: str = "all_forward", **options: Any) -> CompiledProgram:

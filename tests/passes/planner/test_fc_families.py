@@ -38,8 +38,7 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(F.relu(self.up(x)))
-        scores: Tensor = self.narrow(F.relu(self.wide(F.relu(x))))
-        return scores
+        return self.narrow(F.relu(self.wide(F.relu(x))))
 
 
 @cache

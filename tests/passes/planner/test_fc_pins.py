@@ -30,8 +30,7 @@ class Tokens(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(torch.tanh(self.embed(x).sum(1)))
-        return scores
+        return self.head(torch.tanh(self.embed(x).sum(1)))
 
 
 def of_tokens(tied: bool, strategy: str = "auto", **pins: str | Placement) -> Plan:

@@ -33,8 +33,7 @@ class Headed(nn.Module):
         x = torch.relu(self.trunk(x))
         x = self.drop(torch.relu(self.a(x)))
         x = self.drop(torch.relu(self.b(x)))
-        scores: Tensor = self.c(x)
-        return scores
+        return self.c(x)
 
 
 def separated(n_c: int, n_f: int, tied: bool = False, strategy: str = "", **pins: Any) -> CompiledProgram:
