@@ -41,38 +41,6 @@ def expanded(m: Any, x: Tensor) -> Tensor:
     return m.fc(torch.cat([token, x], 1)[:, :8])
 
 
-def split_by_size(m: Any, x: Tensor) -> Tensor:
-    return m.fc(torch.cat(x.split([2, 2])))  # here
-
-
-def size_as_int(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x).view(int(x.size(0)), 5)  # here
-
-
-def loop_over_rows(m: Any, x: Tensor) -> Tensor:
-    return torch.stack([m.fc(row) for row in x])  # here
-
-
-def loop_over_size(m: Any, x: Tensor) -> Tensor:
-    return torch.stack([m.fc(x[i]) for i in range(x.size(0))])  # here
-
-
-def length(m: Any, x: Tensor) -> Tensor:
-    return torch.stack([m.fc(x[i]) for i in range(len(x))])  # here
-
-
-def unbound(m: Any, x: Tensor) -> Tensor:
-    return m.fc(torch.stack(x.unbind(0)))  # here
-
-
-def first_rows(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x - x[:4].mean(0))  # here
-
-
-def first_row(m: Any, x: Tensor) -> Tensor:
-    return m.fc(x - x[0])  # here
-
-
 def half(m: Any, x: Tensor) -> Tensor:
     part = x[: x.size(0) // 2]  # here
     return m.fc(x) + part.mean()
@@ -84,14 +52,26 @@ BAKED: list[tuple[Run, str]] = [
     (arange, "the batch size 4 is baked into arange: getitem runs at a batch of 4 but not of 5"),
     (initial_state, "the batch size 4 is baked into zeros: add runs at a batch of 4 but not of 5"),
     (expanded, "the batch size 4 is baked into expand: cat runs at a batch of 4 but not of 5"),
-    (split_by_size, "split runs at a batch of 4 but not of 5"),
-    (size_as_int, "int() fixes the batch size: x.size(0) changes with the batch"),
-    (loop_over_rows, "a loop over a tensor fixes the batch size: x.size(0) changes with the batch"),
-    (loop_over_size, "range() or an index fixes the batch size: x.size(0) changes with the batch"),
-    (length, "leave range() or an index out, and write operations over the whole batch"),
-    (unbound, "unbind makes as many tensors as the batch has examples"),
-    (first_rows, "getitem takes particular examples of the batch, and each rank has other ones"),
-    (first_row, "getitem takes particular examples of the batch"),
+    (lambda m, x: m.fc(torch.cat(x.split([2, 2]))), "split runs at a batch of 4 but not of 5"),
+    (lambda m, x: m.fc(x).view(int(x.size(0)), 5), "int() fixes the batch size: x.size(0) changes with the batch"),
+    (
+        lambda m, x: torch.stack([m.fc(row) for row in x]),
+        "a loop over a tensor fixes the batch size: x.size(0) changes with the batch",
+    ),
+    (
+        lambda m, x: torch.stack([m.fc(x[i]) for i in range(x.size(0))]),
+        "range() or an index fixes the batch size: x.size(0) changes with the batch",
+    ),
+    (
+        lambda m, x: torch.stack([m.fc(x[i]) for i in range(len(x))]),
+        "leave range() or an index out, and write operations over the whole batch",
+    ),
+    (lambda m, x: m.fc(torch.stack(x.unbind(0))), "unbind makes as many tensors as the batch has examples"),
+    (
+        lambda m, x: m.fc(x - x[:4].mean(0)),
+        "getitem takes particular examples of the batch, and each rank has other ones",
+    ),
+    (lambda m, x: m.fc(x - x[0]), "getitem takes particular examples of the batch"),
     (half, "getitem is (5, 8) at a batch of 11, not (2, 8); ranks run other batches than the example's"),
 ]
 

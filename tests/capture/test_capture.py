@@ -82,15 +82,6 @@ def test_inputs_are_the_examples_tensors_by_name_and_the_targets_after_them() ->
     ]
 
 
-def test_an_argument_that_is_no_tensor_is_part_of_the_model() -> None:
-    class Net(nn.Linear):
-        def forward(self, x: Tensor, times: int = 1, name: str = "") -> Tensor:
-            return super().forward(x) * times
-
-    program = captured(Net(8, CLASSES), (vectors()(), 3), labels()(), F.cross_entropy)
-    assert [i.name for i in program.inputs] == ["x", "target"]
-
-
 def test_positional_only_and_catch_all_keywords_are_taken() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -182,9 +173,3 @@ def test_capturing_leaves_the_model_as_it_was() -> None:
     captured(model, images()(), labels()(), F.cross_entropy)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training and model.features[1].training and all(p.grad is None for p in model.parameters())
-
-
-def test_a_loss_module_is_no_child_of_a_model_that_runs_its_children() -> None:
-    captured(
-        nn.Sequential(nn.Linear(8, CLASSES)), vectors()(), labels()(), nn.CrossEntropyLoss(weight=torch.rand(CLASSES))
-    )

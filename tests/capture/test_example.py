@@ -72,11 +72,6 @@ def test_another_precision_changes_floats_and_a_copy_of_the_loss() -> None:
     assert wide.loss.weight.dtype == torch.float64 and loss.weight is not None and loss.weight.dtype == torch.float32
 
 
-def test_plain_inputs_reach_the_one_process_that_verify_trains() -> None:
-    program = compiled(Net(), (X, Y, 2.0), LABELS, F.cross_entropy, 2, "data_parallel")
-    assert program.verify(steps=1).holds
-
-
 class Autoencoder(nn.Module):
     """A variational one, which returns all that its loss reads."""
 

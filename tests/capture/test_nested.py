@@ -69,11 +69,6 @@ class Odd(nn.Module):
         raise NotImplementedError
 
 
-def test_a_nested_model_computes_its_loss_at_any_batch() -> None:
-    program = captured(Net(), nested())
-    assert next(i.path for i in program.inputs) == ("batch", "image")
-
-
 @sampled("strategy", ["layer_separation", "hybrid_single"], one_in=2)
 def test_nested_inputs_train_as_in_one_process(strategy: str) -> None:
     assert compiled(Net(), nested(), None, None, 2, strategy).verify(dtype=torch.float64).holds

@@ -48,13 +48,11 @@ def test_the_smallest_module_around_a_line_is_a_region_and_the_rest_is_traced() 
     assert not program.tensors["middle.0.scale"].persistent
 
 
-@pytest.mark.parametrize("kind", [untraceable.Rows, untraceable.Scripted, untraceable.Vectorised, untraceable.Normed])
+@pytest.mark.parametrize(
+    "kind", [untraceable.Rows, untraceable.Scripted, untraceable.Vectorised, untraceable.Normed, untraceable.KeptSign]
+)
 def test_data_in_python_scripts_transforms_and_functions_are_regions(kind: type[nn.Module]) -> None:
     assert found(traced(Perceptron(kind()))).keys() == {"middle.0"}
-
-
-def test_a_function_whose_apply_was_kept_before_the_trace_is_a_region() -> None:
-    assert found(traced(Perceptron(untraceable.KeptSign()))).keys() == {"middle.0"}
 
 
 def test_modules_of_a_class_that_fail_at_one_line_are_regions_together() -> None:

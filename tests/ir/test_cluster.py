@@ -44,11 +44,6 @@ def test_a_rank_has_the_device_that_is_given_for_it() -> None:
     assert [cluster.device_of(rank).name for rank in range(6)] == ["toy", "fast", "toy", "slow", "slow", "toy"]
 
 
-def test_ranks_with_devices_of_their_own_have_all_of_them() -> None:
-    assert Cluster("alone", FAST, NET).device_for(4) is FAST
-    assert hosts().device_of(3, computing=100) is FAST
-
-
 def test_ranks_that_share_a_device_get_equal_parts_of_it() -> None:
     cluster = small_cluster(ranks_share_device=True)
     part = cluster.device_for(4)

@@ -251,15 +251,6 @@ def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_lay
         assert bucket.shape == (sum(p.numel() for p in Small().conv.parameters()),)
 
 
-def test_late_multiply_of_values_with_a_time_dimension_gathers_all_their_rows() -> None:
-    x, y = tokens(4)
-    program = compiled(Tokens(), (x,), y, token_loss, 3, "late_multiply", pins={"*": Placement()}).program
-    late = {name for name, place in program.plan.placements.items() if place.sync == "late_multiply"}
-    assert late <= {"up", "down"} and late
-    features = sum(wide for layer, wide in {"up": 6 + 9, "down": 9 + 7}.items() if layer in late)
-    assert [op.shape for op in ops_of(program, 0, "X, E")] == [(12 * 5 * features,)]
-
-
 def test_enter_and_sum_partials_are_one_sum_each_way_of_the_whole_value() -> None:
     """Rows after columns: the ranks sum (B, 13) forward; backward of that is free, and the input's gradient returns."""
     columns, rows = (Placement(holding="sharded", group=2, split=split) for split in ("columns", "rows"))

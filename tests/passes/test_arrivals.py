@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
-from splitc.cost_models.memory.memory_check import memory_of_all
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
@@ -23,7 +22,6 @@ from splitc.runtime.collectives.layouts import State
 from splitc.runtime.worker import Worker
 from tests.passes.planner.test_group_roles import Headed, separated
 from tests.support.compiled import CLUSTER, analyse
-from tests.support.measured_memory import measured
 from tests.support.ranks import on_workers, part_of
 from tests.support.sampling import sampled
 
@@ -135,11 +133,3 @@ def test_evaluation_of_a_smaller_uneven_batch_is_that_of_one_process(pin: Placem
     assert [loss for loss, _ in found] == pytest.approx(
         [float(F.cross_entropy(model.eval()(x), y).detach())] * 5, rel=1e-12
     )
-
-
-@pytest.mark.parametrize("pin", [ROWS, WHOLE], ids=["features", "whole"])
-def test_a_ranks_memory_is_as_predicted_however_values_arrive(pin: Placement) -> None:
-    program = separated(2, 2, a=pin, c=COLUMNS)
-    predicted = memory_of_all(program.program)
-    for real, said in zip(measured(program), predicted, strict=True):
-        assert (real.parameters, real.gradients, real.saved) == (said.parameters, said.gradients, said.activations)

@@ -90,7 +90,9 @@ def node(program: Program, name: str) -> fx.Node:
 
 
 def here(function: Callable[..., Any]) -> str:
-    """`test_tracer.py:12`, the line of the function that is marked `# here`."""
+    """`test_tracer.py:12`, the line of the function that is marked `# here`, or of a lambda."""
+    if function.__name__ == "<lambda>":
+        return f"{Path(function.__code__.co_filename).name}:{function.__code__.co_firstlineno}"
     lines, first = inspect.getsourcelines(function)
     (marked,) = [k for k, line in enumerate(lines) if "# here" in line]
     return f"{Path(str(inspect.getsourcefile(function))).name}:{first + marked}"

@@ -22,7 +22,6 @@ import torch
 
 from splitc.cli import calibrating
 from splitc.cli.files import write_file
-from splitc.cli.progress import Step
 from splitc.cost_models.calibration import calibrate as calibration
 from splitc.cost_models.calibration import links
 from splitc.cost_models.calibration.assemble import RankLayout, alike, assemble, mean_device, rounded
@@ -500,19 +499,6 @@ def test_the_report_has_every_residual_the_numbers_and_how_to_use_them() -> None
         "what": "message, 64 B", "measured": 2e-4, "fitted": 3e-4, "error": pytest.approx(0.5)
     }  # fmt: skip
     assert data["cluster"]["unlike"][0]["ranks"] == [2] and data["written"] == "bed.toml"
-
-
-def test_progress_tells_where_it_has_come_to(capsys: Capture) -> None:
-    with Step("measuring", quiet=False, patience=0.0) as step:
-        step.now("measuring: the first")
-        step.now("measuring: the second")
-    assert capsys.readouterr().err.splitlines()[-2:] == [
-        "splitc: measuring: the first ...",
-        "splitc: measuring: the second ...",
-    ]
-    with Step("measuring", quiet=True, patience=0.0) as step:
-        step.now("measuring: the first")
-    assert capsys.readouterr().err == ""
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------

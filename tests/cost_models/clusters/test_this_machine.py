@@ -13,9 +13,8 @@ from splitc.cost_models.calibration.calibrate import cores
 from splitc.cost_models.clusters import this_machine as local
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.clusters.this_machine import measure_this_machine
-from splitc.ir.cluster import Cluster, Link
-from splitc.ir.strategies import DataParallel, SingleDevice
-from tests.support.small_programs import place, separable, small_cluster
+from splitc.ir.cluster import Cluster
+from tests.support.small_programs import small_cluster
 
 SHORT = 0.05
 """Seconds to measure for: enough to get numbers, not to trust them."""
@@ -71,18 +70,6 @@ def test_the_device_of_a_cpu_is_a_core_and_as_many_ranks_as_cores_have_one_each(
     assert two.flop_rate == one.flop_rate and two.memory_bandwidth == one.memory_bandwidth
     assert four.flop_rate["float32"] == pytest.approx(one.flop_rate["float32"] / 2)
     assert two.memory == one.memory / 2
-
-
-@pytest.mark.slow
-@on_cpu
-def test_two_ranks_on_two_cores_take_half_as_long_to_compute_as_one(here: Measured) -> None:
-    device = replace(here[0].device, launch=0.0, memory_bandwidth=1e18)  # which the optimizer takes no time on
-    cluster = replace(here[0], cores=2, device=device, link=Link(1e15, 0.0))
-    one = place(separable(), 1, SingleDevice(), cluster, global_batch=32)
-    two = place(separable(), 2, DataParallel(), cluster, global_batch=32)
-    four = place(separable(), 4, DataParallel(), cluster, global_batch=32)
-    assert two.prediction.program_seconds == pytest.approx(one.prediction.program_seconds / 2, rel=1e-3)
-    assert four.prediction.program_seconds == pytest.approx(two.prediction.program_seconds, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -47,14 +47,6 @@ def test_a_separation_of_one_rank_each_is_a_chain_and_takes_the_sum_of_all() -> 
     assert simulate(program, toy(latency=0.0), steps=1).step_seconds == pytest.approx(formula, rel=1e-9)
 
 
-def test_an_all_reduce_hides_behind_the_backward_of_layers_below() -> None:
-    """At a bandwidth where sums take as long as computing, a step takes less than both one after the other."""
-    program = planned(4, "data_parallel").program
-    link = toy(1e6).link
-    apart = computing(program, 0) + sum(ring_all_reduce(op.nbytes, 4, link) for op in wire(program, 0))
-    assert simulate(program, toy(1e6)).step_seconds <= apart * (1 + 1e-9)
-
-
 def test_late_factors_travel_once_the_last_error_is_there_and_are_multiplied_while_gradients_travel() -> None:
     """conv's gradients hide the multiplying: it comes before the step waits for their sum."""
     late = {"fc*": Placement(sync="late_multiply")}
@@ -107,15 +99,6 @@ def test_one_slow_device_and_one_slow_link_make_every_step_slower(strategy: str)
     assert simulate(program, toy(unlike=(slow_link,))).step_seconds > 2 * usual
 
 
-def test_ranks_of_one_host_talk_over_its_own_link() -> None:
-    program = planned(4, "data_parallel").program
-    inside = Link(1e9, 1e-6)
-    one_host = toy(local_link=inside, ranks_per_host=4)
-    assert simulate(program, one_host).step_seconds == pytest.approx(
-        simulate(program, toy(1e9, 1e-6)).step_seconds, rel=1e-9
-    )
-
-
 def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_share() -> None:
     program = planned(4, "data_parallel").program
     hosts = toy(local_link=Link(1e9, 1e-6), ranks_per_host=2)
@@ -160,12 +143,6 @@ def test_the_slowest_rank_of_a_round_makes_all_others_wait() -> None:
     assert phases[1].compute > 5 * phases[0].compute and phases[0].waiting > 0.8 * phases[0].step
 
 
-def test_one_round_has_the_mean_of_many_where_nothing_travels_on() -> None:
-    program = planned(2, "local_sgd(period=50)").program
-    few, many = simulate(program, toy(), steps=1), simulate(program, toy(), steps=6)
-    assert few.step_seconds == pytest.approx(many.step_seconds)
-
-
 @pytest.mark.parametrize(("delay", "hidden"), [(0, False), (3, True)])
 def test_fragments_in_turns_hide_behind_the_updates_that_they_travel_under(delay: int, hidden: bool) -> None:
     """At a bandwidth where a fragment travels for less than three updates, and a model for more than one."""
@@ -205,19 +182,6 @@ def test_gradients_of_accumulated_batches_are_exchanged_once(strategy: str) -> N
             assert phases.compute + phases.waiting == pytest.approx(phases.step)
     times = [usual.step_seconds, *(each.step_seconds for each in found)]
     assert times == sorted(times, reverse=True)
-
-
-def test_a_slow_exchange_is_divided_among_the_accumulated_batches() -> None:
-    program = planned(4, "data_parallel").program
-    slow = toy(1e3, latency=0.0)
-    exchange = sum(ring_all_reduce(op.nbytes, 4, slow.link) for op in wire(program, 0) if op.payload.what == "bucket")
-    every_batch = simulate(program, slow).step_seconds - exchange  # computing, and the loss
-    for batches in (2, 5, 20):
-        found = simulate(program, slow, accumulate=batches)
-        assert found.step_seconds == pytest.approx(every_batch + exchange / batches, rel=0.01)
-        updates = computing(program, 0, "update", "copy")
-        least = computing(program, 0) - updates
-        assert least < found.phases[0].compute <= least + updates
 
 
 def test_a_round_counts_updates_not_the_batches_that_are_accumulated_to_them() -> None:

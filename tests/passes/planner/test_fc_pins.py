@@ -130,13 +130,6 @@ def test_pins_that_cannot_be_followed_are_refused_by_name() -> None:
         assert re.search(words, str(error.value)), name
 
 
-def test_rows_follow_whatever_there_is() -> None:
-    """Convolutions whose examples each rank has, rows, and rows again."""
-    program = planned(2, "mixed", pins={"fc*": Placement(holding="sharded", split="rows")})
-    assert {p.split for layer, p in program.plan.placements.items() if layer != "conv"} == {"rows"}
-    assert program.verify().holds
-
-
 def test_pins_of_tied_layers_are_refused_by_name() -> None:
     with pytest.raises(PlacementError, match="asks head to be late-multiplied, but only linear layers of their own"):
         of_tokens(True, head=Placement(sync="late_multiply"))
@@ -144,12 +137,6 @@ def test_pins_of_tied_layers_are_refused_by_name() -> None:
         of_tokens(True, "mixed", head=Placement(holding="sharded"))
     both = of_tokens(True, head=Placement(holding="sharded")).placements
     assert both["embed"].holding == "sharded" and {both["embed"].split, both["head"].split} == {"rows", "columns"}
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_a_layer_pinned_to_be_sharded_is_in_groups_of_mp(world: int) -> None:
-    plan = pinned(world, f"modulo_shard(mp={world})", **{"fc*": Placement(holding="sharded")})
-    assert {grouping.size for grouping in plan.groups.values()} == {world}
 
 
 @pytest.mark.parametrize(("strategy", "other"), [("modulo_shard(mp=2)", "fc7"), ("mixed", "fc6")])
@@ -160,14 +147,6 @@ def test_no_sync_of_groups_that_have_replicas_is_refused(strategy: str, other: s
     }
     with pytest.raises(PlacementError, match="sync 'none' of fc6, whose gradient must be summed"):
         pinned(4, strategy, **pins)
-
-
-def test_no_sync_of_what_is_trained_once_is_followed() -> None:
-    """In groups of all ranks each parameter is trained by one group, whose ranks need no sum."""
-    pins: dict[str, str | Placement] = {"fc6": Placement(sync="none"), "fc7": Placement(holding="sharded")}
-    program = planned(2, "modulo_shard", pins=pins)
-    assert program.plan.groups["fc"].size == 2 and program.plan.placements["fc6"].sync == "none"
-    assert program.verify().holds
 
 
 def test_groups_of_two_sizes_are_a_mixture_and_no_modulo_shard() -> None:

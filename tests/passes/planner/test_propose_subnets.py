@@ -122,29 +122,6 @@ def test_the_divided_network_computes_what_the_exported_model_does(world: int) -
     assert [loss for loss, _ in results] == pytest.approx([expected] * world, rel=1e-9)
 
 
-def test_statistics_are_those_of_the_whole_sample_layer_by_layer() -> None:
-    torch.manual_seed(1)
-    program, sample = subnets(mlp(), 2, torch.randn(B, 8, dtype=F64)), batches(2, 3)
-
-    def run(worker: Any) -> dict[str, Tensor] | None:
-        worker.step(*own(worker, sample[0]))
-        worker.recompute_statistics([own(worker, batch) for batch in sample])
-        state: dict[str, Tensor] | None = worker.state_dict()
-        return state
-
-    state = on_workers(program, run, optimizer=sgd)[0]
-    assert state is not None
-    model = mlp().double()
-    model.load_state_dict(state)
-    values = torch.cat([x for x, _ in sample])
-    model.eval()
-    for k, layer in enumerate(model):
-        if isinstance(layer, nn.BatchNorm1d):
-            torch.testing.assert_close(state[f"{k}.running_mean"], values.mean(0), rtol=0, atol=1e-9)
-            torch.testing.assert_close(state[f"{k}.running_var"], values.var(0), rtol=0, atol=1e-9)
-        values = layer(values).detach()
-
-
 def test_the_users_model_stays_as_it_was_and_keeps_its_keys() -> None:
     model = mlp(norm=False)
     before = {key: value.clone() for key, value in model.double().state_dict().items()}
@@ -156,27 +133,6 @@ def test_the_users_model_stays_as_it_was_and_keeps_its_keys() -> None:
         *(f"{k}.norm.{name}" for k in (0, 2, 4) for name in ("running_mean", "running_var", "num_batches_tracked")),
     }
     assert program._model.get_parameter("0.weight").data_ptr() == model.get_parameter("0.weight").data_ptr()
-
-
-@pytest.mark.slow
-def test_a_model_that_asks_for_its_mode_is_evaluated_as_it_evaluates() -> None:
-    def run(m: Any, x: Tensor) -> Tensor:
-        h = m.head(x)
-        return h if m.training else 2 * h
-
-    torch.manual_seed(3)
-    program, data = subnets(made(run, head=mlp()), 2, torch.randn(B, 8, dtype=F64)), batches(2, 3)
-
-    def run_rank(worker: Any) -> tuple[float, dict[str, Tensor] | None]:
-        for batch in data:
-            worker.step(*own(worker, batch))
-        return float(worker.evaluate(*own(worker, data[0]))), worker.state_dict()
-
-    (loss, state), _ = on_workers(program, run_rank, optimizer=sgd)
-    assert state is not None
-    model = made(run, head=mlp()).double()
-    model.load_state_dict(state)
-    assert loss == pytest.approx(float(F.cross_entropy(model.eval()(data[0][0]), data[0][1]).detach()), rel=1e-9)
 
 
 def test_a_model_that_cannot_be_evaluated_divided_is_refused() -> None:
