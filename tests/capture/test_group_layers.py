@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from splitc.ir.constructors import construction
 from splitc.ir.graph import info, tensors_of_node
 from splitc.ir.program import Program
 from tests.support.capturing import capture, node
-from tests.support.models import CASES, CLASSES, Attention, Made, labels, sequences, tokens, vectors
+from tests.support.models import CASES, CLASSES, Attention, Made, labels, tokens, vectors
 
 
 def layers(program: Program) -> dict[str, tuple[str, ...]]:
@@ -132,26 +131,3 @@ def test_a_buffer_that_is_made_of_a_parameter_cannot_be_copied_with_what_reads_i
 def test_layers_without_anything_to_train_are_frozen() -> None:
     program = capture(*CASES["frozen_trunk"].make())
     assert program.frozen_layers == ("features.0", "features.1", "features.4", "features.5")
-
-
-def test_a_recurrent_module_and_an_attention_are_one_node_each() -> None:
-    model = made(
-        lambda m, x: m.fc(m.attn(x, x, x)[0].mean(1)),
-        attn=nn.MultiheadAttention(8, 2, batch_first=True),
-        fc=nn.Linear(8, CLASSES),
-    )
-    program = capture(model, sequences()(), labels()(), F.cross_entropy)
-    assert node(program, "attn").op == "call_module"
-    assert program.layer("attn").tensors == (
-        "attn.in_proj_weight",
-        "attn.in_proj_bias",
-        "attn.out_proj.weight",
-        "attn.out_proj.bias",
-    )
-
-
-def test_a_bag_of_embeddings_is_one_node_and_bounds_its_indices() -> None:
-    model = made(lambda m, x: m.fc(m.bag(x)), bag=nn.EmbeddingBag(11, 8, mode="max"), fc=nn.Linear(8, CLASSES))
-    program = capture(model, tokens()(), labels()(), F.cross_entropy)
-    assert construction(model.bag) == 'nn.EmbeddingBag(11, 8, mode="max")'
-    assert node(program, "bag").op == "call_module" and program.inputs[0].high == 11

@@ -16,6 +16,7 @@ MODULES = {
     "nn.Conv2d(1, 3, 5, stride=(1, 2))": nn.Conv2d(1, 3, 5, stride=(1, 2)),
     "nn.BatchNorm2d(3, momentum=None)": nn.BatchNorm2d(3, momentum=None),
     "nn.Embedding(9, 4, padding_idx=0)": nn.Embedding(9, 4, padding_idx=0),
+    'nn.EmbeddingBag(11, 8, mode="max")': nn.EmbeddingBag(11, 8, mode="max"),
     "nn.LSTM(3, 4, num_layers=2)": nn.LSTM(3, 4, num_layers=2),
     'nn.RNN(3, 4, nonlinearity="relu")': nn.RNN(3, 4, nonlinearity="relu"),
     "nn.MultiheadAttention(8, 2, batch_first=True)": nn.MultiheadAttention(8, 2, batch_first=True),

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from splitc.ir.fake_mode import FakeMode
 from tests.support.capturing import captured
 from tests.support.compiled import compiled
+from tests.support.models import Made
 from tests.support.sampling import sampled
 
 
@@ -32,15 +33,13 @@ def test_a_shape_that_depends_on_the_data_is_refused(call: Callable[[Tensor], An
         call(torch.zeros(5))
 
 
-class Speech(nn.Module):
+def speech_model() -> nn.Module:
     """Classifies frames, time first as `F.ctc_loss` wants them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+    def run(m: Any, frames: Tensor) -> Tensor:
+        return m.second(m.first(frames).relu()).log_softmax(-1).transpose(0, 1)
 
-    def forward(self, frames: Tensor) -> Tensor:
-        return self.second(self.first(frames).relu()).log_softmax(-1).transpose(0, 1)
+    return Made(run, first=nn.Linear(6, 8), second=nn.Linear(8, 5))
 
 
 def speech(rows: int = 4) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -53,12 +52,12 @@ def test_the_ctc_loss_is_captured(reduction: str) -> None:
     def loss(scores: Tensor, target: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
         return F.ctc_loss(scores, target, frames, lengths, reduction=reduction)
 
-    captured(Speech(), *speech(), loss)
+    captured(speech_model(), *speech(), loss)
 
 
 @sampled("strategy", ["layer_separation", "data_parallel"], one_in=2)
 def test_the_ctc_loss_trains_as_in_one_process(strategy: str) -> None:
-    assert compiled(Speech(), *speech(), nn.CTCLoss(), 2, strategy).verify(dtype=torch.float64).holds
+    assert compiled(speech_model(), *speech(), nn.CTCLoss(), 2, strategy).verify(dtype=torch.float64).holds
 
 
 def test_the_gradient_of_a_mean_over_no_examples_has_a_shape() -> None:

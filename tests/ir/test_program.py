@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 
 from splitc.ir.program import TensorSpec
-from splitc.passes.rewriting import lower
-from tests.support.every_strategy import planned
-from tests.support.pair import placed_pair
 from tests.support.small_programs import Row, place, small_program
 
 SPEC = TensorSpec((3, 8), torch.float16, batch_dim=0)
@@ -31,14 +28,3 @@ def test_a_parameter_that_layers_of_two_roles_use_is_tied_over_their_ranks() -> 
     roles = {layer: placed.role for layer, placed in plan.placements.items()}
     assert roles["conv1"] != roles["fc2"], "so the parameter is in both roles"
     assert program.placed(plan).tied == {"conv1.weight": (0, 1, 2)}
-
-
-def test_only_the_stage_of_the_loss_runs_once_for_each_microbatch() -> None:
-    program = planned(4, "modulo_shard(mp=2, scheme=B/K)").program
-    counts = {stage.role: program.num_microbatches(stage) for stage in program.stages}
-    assert counts == {"conv": 1, "fc": 2}
-
-
-def test_every_rank_with_a_role_has_the_program_of_its_roles() -> None:
-    program = lower(placed_pair(3, "hybrid_single"))
-    assert [program.rank_program(rank).name for rank in range(3)] == ["trunk_head", "trunk", "trunk"]

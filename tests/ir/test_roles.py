@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from splitc.ir.roles import STAGE_OF_ROLE, has_convolutions, role_names
 from tests.support.compiled import analyse
+from tests.support.models import Made
 
 
 def test_roles_are_named_by_their_number_and_by_whether_the_model_convolves() -> None:
@@ -24,21 +25,13 @@ def test_a_pin_may_use_any_name_of_a_role() -> None:
     assert "all" not in STAGE_OF_ROLE and "fc1" not in STAGE_OF_ROLE
 
 
-class Functional(nn.Module):
-    """Convolves by a function, without a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(2, 1, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.kernel).flatten(1)
+KERNEL = nn.Parameter(torch.ones(2, 1, 3, 3))
 
 
 @pytest.mark.parametrize(("model", "shape", "expected"), [
     (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), (2, 1, 5, 5), True),
     (nn.Sequential(nn.ConvTranspose1d(1, 2, 3), nn.Flatten()), (2, 1, 5), True),
-    (Functional(), (2, 1, 5, 5), True),
+    (Made(lambda m, x: F.conv2d(x, m.kernel).flatten(1), kernel=KERNEL), (2, 1, 5, 5), True),
     (nn.Sequential(nn.Linear(5, 4), nn.ReLU()), (2, 5), False),
 ])  # fmt: skip
 def test_convolutions_are_found_in_modules_and_functions(

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from splitc.ir.actions import Action
-from splitc.ir.graph import tensors_of_node
 from splitc.ir.program import LoweredProgram
 from splitc.ir.server_wire import messages, pieces, server_ops, worker_ops
 from splitc.ir.wire_op import WireOp
 from splitc.passes.rewriting import lower
-from tests.support.capturing import capture, node
-from tests.support.models import made
 from tests.support.pair import analysed_pair, placed_pair
 
 
@@ -70,27 +62,3 @@ def test_the_bytes_of_a_bucket_are_cut_into_equal_ranges_of_whole_rows() -> None
 def test_more_servers_than_rows_leave_some_without() -> None:
     held = pieces(analysed_pair(), ("b.bias",), range(9))
     assert [p.last - p.first for p in held] == [1] * 5 and sum(p.nbytes for p in held) == 20
-
-
-MODELS: dict[str, tuple[Callable[[Any, Tensor], Tensor], set[str]]] = {
-    "all": (lambda m, x: m.b(m.a(x)), {"a.weight", "a.bias", "b.weight", "b.bias"}),
-    "without gradient": (lambda m, x: m.b(m.a(x).detach()), {"b.weight", "b.bias"}),
-    "unused by the loss": (lambda m, x: m.b(x) + 0 * m.a(x).detach(), {"b.weight", "b.bias"}),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_only_parameters_that_the_loss_reaches_can_be_pushed(name: str) -> None:
-    run, reached = MODELS[name]
-    program = capture(
-        made(run, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), (torch.randn(3, 4),), torch.randn(3, 4), F.mse_loss
-    )
-    assert {name for name, tensor in program.tensors.items() if tensor.trainable} == reached
-
-
-def test_frozen_parameters_stay_with_the_workers() -> None:
-    model = made(lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    model.get_parameter("b.weight").requires_grad_(False)
-    program = capture(model, (torch.randn(3, 4),), torch.randn(3, 4), F.mse_loss)
-    assert {name for name, tensor in program.tensors.items() if tensor.trainable} == {"a.weight", "a.bias", "b.bias"}
-    assert set(tensors_of_node(program, node(program, "b"))) == {"b.weight", "b.bias"}

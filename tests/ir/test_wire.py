@@ -20,6 +20,7 @@ from splitc.runtime.collectives.layouts import Transition
 from splitc.runtime.spec import Rounds
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, Small, images, planned
+from tests.support.models import Made
 from tests.support.sampling import sampled
 from tests.support.transitions import TRANSITIONS
 from tests.support.wire_bytes import assert_defined
@@ -37,17 +38,10 @@ def test_so_it_does_with_norms_that_are_synchronised(strategy: str) -> None:
     assert_defined(program, images(program.plan.global_batch))
 
 
-class Tokens(nn.Module):
+def over_time() -> nn.Module:
     """Linear layers on (batch, time, features), after an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.up = nn.Linear(6, 9)
-        self.down = nn.Linear(9, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.embed(tokens))))
+    parts = {"embed": nn.Embedding(11, 6), "up": nn.Linear(6, 9), "down": nn.Linear(9, 7, bias=False)}
+    return Made(lambda m, x: m.down(torch.tanh(m.up(m.embed(x)))), **parts)
 
 
 def token_loss(scores: Tensor, target: Tensor) -> Tensor:
@@ -58,19 +52,15 @@ def tokens(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (examples, 5)), torch.randint(7, (examples, 5))
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Linear layers on (batch, time, features), of which two read one value."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7, bias=False)
-        self.left, self.right = nn.Linear(7, 6), nn.Linear(7, 6, bias=False)
-        self.last = nn.Linear(6, 4, bias=False)
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.last(torch.tanh(m.left(h)) * torch.sigmoid(m.right(h))).mean(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        scores: Tensor = self.last(torch.tanh(self.left(h)) * torch.sigmoid(self.right(h)))
-        return scores.mean(1)
+    sizes = {"first": (5, 7, False), "left": (7, 6, True), "right": (7, 6, False), "last": (6, 4, False)}
+    return Made(run, **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 COLUMNS, ROWS = Placement(holding="sharded", split="columns"), Placement(holding="sharded", split="rows")
@@ -93,7 +83,7 @@ def of_states(name: str, size: int, **options: Any) -> CompiledProgram:
     pins = dict(zip(("first", "left", "right", "last"), OF_STATES[name], strict=True))
     pins = {layer: replace(pin, holding=pin.holding or "replicated", group=size) for layer, pin in pins.items()}
     x, y = timed(4)
-    return compiled(Branches(), (x,), y, F.cross_entropy, 2 * size, "mixed", pins=pins, **options)
+    return compiled(branches(), (x,), y, F.cross_entropy, 2 * size, "mixed", pins=pins, **options)
 
 
 def timed(examples: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +111,7 @@ TIMED = ["late_multiply", "modulo_shard(mp=2,scheme=B/K)", "hybrid_single"]
 @sampled("strategy", TIMED, one_in=9)
 def test_so_it_does_with_values_that_have_a_time_dimension(strategy: str) -> None:
     x, y = tokens(4)
-    assert_defined(compiled(Tokens(), (x,), y, token_loss, 4, strategy), tokens(16))
+    assert_defined(compiled(over_time(), (x,), y, token_loss, 4, strategy), tokens(16))
 
 
 # -- the closed forms of the papers ------------------------------------------------------------------------------------
@@ -249,12 +239,3 @@ def test_late_multiply_gathers_inputs_and_errors_and_sums_no_gradient_of_the_lay
             assert gather.sent_for(layer) == pytest.approx((world - 1) * 4 * 4 * width)
         (bucket,) = ops_of(program, rank, "bucket")
         assert bucket.shape == (sum(p.numel() for p in Small().conv.parameters()),)
-
-
-def test_enter_and_sum_partials_are_one_sum_each_way_of_the_whole_value() -> None:
-    """Rows after columns: the ranks sum (B, 13) forward; backward of that is free, and the input's gradient returns."""
-    columns, rows = (Placement(holding="sharded", group=2, split=split) for split in ("columns", "rows"))
-    pins = {"fc6": columns, "fc7": rows, "fc8": Placement(holding="replicated")}
-    program = planned(2, "modulo_shard(mp=2,scheme=BK)", pins=pins).program
-    (total,) = ops_of(program, 0, "fc7_sum")
-    assert total.shape == (8, 13) and total.sent == 8 * 13 * 4

@@ -23,7 +23,7 @@ def all_text(program: LoweredProgram) -> str:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["data_parallel", "layer_separation", "parameter_server", "hybrid_single", "modulo_shard(mp=2)", "late_multiply"],
+    ["parameter_server", "modulo_shard(mp=2)", "late_multiply"],
 )
 def test_lowering_without_checks_gives_the_same_program(strategy: str) -> None:
     program = placed_pair(2, strategy)

@@ -108,18 +108,6 @@ def test_a_ring_over_hosts_uses_the_links_of_all_their_ranks_or_the_one_they_sha
     assert own == pytest.approx(simulate(program, toy(2 * hosts.link.bandwidth)).step_seconds, rel=1e-9)
 
 
-def test_ranks_of_a_host_that_share_its_link_send_one_after_the_other() -> None:
-    """Two conv ranks of one host send their cut to the fc rank of another: over one link, or over two."""
-    program = planned(4, "layer_separation(n_c=2, n_f=2)").program
-    inside = Link(1e12, 0.0)
-
-    def seconds(shared: bool) -> float:
-        hosts = toy(1e4, 0.0, local_link=inside, ranks_per_host=2)
-        return simulate(program, replace(hosts, link=replace(hosts.link, shared=shared))).step_seconds
-
-    assert seconds(shared=True) > 1.8 * seconds(shared=False)
-
-
 @pytest.mark.parametrize("period", [1, 2, 8])
 def test_a_step_is_the_mean_of_a_round(period: int) -> None:
     """At a low bandwidth what a round exchanges is all that counts, and an ordinary step waits for nothing."""

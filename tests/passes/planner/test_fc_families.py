@@ -24,26 +24,24 @@ from splitc.passes.planner.propose import propose
 from splitc.passes.planner.request import Request
 from splitc.report.figures import Figures
 from tests.support.compiled import analyse, compiled
+from tests.support.models import Made
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg
 from tests.support.sampling import sampled
 
 
-class Wide(nn.Module):
+def layers() -> nn.Module:
     """Layers of 256 x 1024, 1024 x 256, 256 x 256 and 256 x 3."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-        self.wide, self.narrow = nn.Linear(256, 256), nn.Linear(256, 3)
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.narrow(F.relu(m.wide(F.relu(m.down(F.relu(m.up(x)))))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.down(F.relu(self.up(x)))
-        return self.narrow(F.relu(self.wide(F.relu(x))))
+    sizes = {"up": (256, 1024), "down": (1024, 256), "wide": (256, 256), "narrow": (256, 3)}
+    return Made(run, **{name: nn.Linear(*size) for name, size in sizes.items()})
 
 
 @cache
 def wide() -> Program:
-    return analyse(Wide(), (torch.randn(4, 256),), torch.randint(3, (4,)), F.cross_entropy)
+    return analyse(layers(), (torch.randn(4, 256),), torch.randint(3, (4,)), F.cross_entropy)
 
 
 def place(
@@ -170,7 +168,7 @@ def test_a_layer_is_divided_for_memory_only_where_groups_were_asked_for_by_name(
     [("a100-100gbe", "bfloat16"), ("v100-10gbe", "float32")],  # a V100 computes no faster in bfloat16
 )
 def test_layers_under_autocast_are_priced_at_its_rate_where_the_device_has_one(cluster: str, dtype: str) -> None:
-    given = Wide(), (torch.randn(4, 256),), torch.randint(3, (4,)), F.cross_entropy
+    given = layers(), (torch.randn(4, 256),), torch.randint(3, (4,)), F.cross_entropy
     known = load_cluster(cluster)
     narrow = Request(analyse(*given, autocast=torch.bfloat16), known, 2)
     assert {layer: narrow.dtypes[layer] for layer in ("up", "down", "wide", "narrow")} == dict.fromkeys(

@@ -7,35 +7,27 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from splitc.errors import PlacementError
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from tests.support.compiled import compiled
 from tests.support.every_strategy import planned
+from tests.support.models import Made
 
 
 def pinned(world: int, strategy: str = "mixed", **pins: str | Placement) -> Plan:
     return planned(world, strategy, pins=pins).plan
 
 
-class Tokens(nn.Module):
-    """An embedding and a linear layer, whose weight may be the same."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embed(x).sum(1)))
-
-
 def of_tokens(tied: bool, strategy: str = "auto", **pins: str | Placement) -> Plan:
+    """Of an embedding and a linear layer, whose weight may be the same."""
+    embed, head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+    head.weight = embed.weight if tied else head.weight
+    model = Made(lambda m, x: m.head(torch.tanh(m.embed(x).sum(1))), embed=embed, head=head)
     x, y = torch.randint(9, (4, 3)), torch.randint(9, (4,))
-    return compiled(Tokens(tied), (x,), y, F.cross_entropy, 2, strategy, pins=pins).plan
+    return compiled(model, (x,), y, F.cross_entropy, 2, strategy, pins=pins).plan
 
 
 def test_pins_mix_what_strategies_do_layer_by_layer() -> None:

@@ -30,6 +30,7 @@ from splitc.passes.planner.propose import propose, space_of
 from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.search import Search, search
 from tests.support.compiled import analyse
+from tests.support.models import Made
 from tests.support.sampling import sampled
 from tests.support.separations import brute_force
 from tests.support.small_problems import broken_equations, least_step
@@ -224,42 +225,38 @@ def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_i
     assert [role_options(request, rules, each, role) for each in several for role in (0, 1)] == shared
 
 
-class Positions(nn.Module):
+def positions() -> Program:
     """Embeddings of tokens, and of positions that no example has of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.head = nn.Embedding(512, 64), nn.Embedding(16, 64), nn.Linear(64, 512)
+    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.head(m.tokens(x) + m.positions(torch.arange(x.size(1)))).transpose(1, 2)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))).transpose(1, 2)
+    parts = {"tokens": nn.Embedding(512, 64), "positions": nn.Embedding(16, 64), "head": nn.Linear(64, 512)}
+    return analyse(Made(run, **parts), *TOKENS, F.cross_entropy)
 
 
 def test_a_table_that_no_example_indexes_is_priced_as_it_is_gathered() -> None:
-    tokens = torch.randint(512, (8, 16))
-    program = analyse(Positions(), tokens, torch.randint(512, (8, 16)), F.cross_entropy)
-    request = Request(program, small_cluster(1e8), 4)
+    request = Request(positions(), small_cluster(1e8), 4)
     assert not request.dividing["positions"].features and request.dividing["tokens"].features
     for each in propose(request, Mixed()):
         real = simulated(request, each)
         assert real.seconds == pytest.approx(each.program_seconds, rel=0.1), each.plan
 
 
-class Tied(nn.Module):
+TOKENS = torch.randint(512, (8, 16)), torch.randint(512, (8, 16))
+
+
+def tied() -> Program:
     """An embedding whose table is the weight of the head, too, and a large layer between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.middle, self.head = nn.Embedding(512, 64), nn.Linear(64, 64), nn.Linear(64, 512, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.middle(self.tokens(tokens))).transpose(1, 2)
+    tokens, head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+    head.weight = tokens.weight
+    model = Made(lambda m, x: m.head(m.middle(m.tokens(x))).transpose(1, 2), tokens=tokens, middle=nn.Linear(64, 64))
+    model.head = head
+    return analyse(model, *TOKENS, F.cross_entropy)
 
 
 def test_a_tied_weight_is_used_in_one_way_so_that_its_gradient_travels_once() -> None:
-    tokens = torch.randint(512, (8, 16))
-    program = analyse(Tied(), tokens, torch.randint(512, (8, 16)), F.cross_entropy)
+    program = tied()
     request, rules = Request(program, small_cluster(1e5), 4), cut_rules(program)
     grouped = next(each for each in divisions(request, Mixed()) if each.roles[-1].group == 4)
     problem = make_problem(request, rules, grouped, space_of(request, Mixed(), False))
