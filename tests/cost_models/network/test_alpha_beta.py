@@ -13,6 +13,7 @@ from splitc.cost_models.clusters.files import known_clusters
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.network.alpha_beta import (
     all_gather,
+    all_to_all,
     concurrent,
     many_to_one,
     one_to_many,
@@ -21,6 +22,7 @@ from splitc.cost_models.network.alpha_beta import (
     recursive_doubling_rounds,
     reduce_scatter,
     ring_all_reduce,
+    through_server,
 )
 from splitc.ir.cluster import Cluster, Link, Rate
 from tests.support.random_clusters import random_cluster
@@ -55,6 +57,11 @@ def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
 def test_many_to_one_is_bound_by_the_link_that_all_messages_share() -> None:
     assert many_to_one(1e9, 5, LINK) == pytest.approx(5 + 5e-3)
     assert one_to_many(1e9, 5, LINK) == many_to_one(1e9, 5, LINK)
+
+
+def test_an_all_to_all_sends_each_rank_its_part_of_a_part_and_a_server_all_of_each_there_and_back() -> None:
+    assert all_to_all(16e9, 4, LINK) == pytest.approx(3 * 1.001)
+    assert through_server(1e9, 4, LINK) == pytest.approx(2 * (3 + 1e-3))
 
 
 def test_recursive_doubling_takes_floor_log2_rounds_and_two_for_surplus_ranks() -> None:
