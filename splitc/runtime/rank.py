@@ -23,6 +23,7 @@ class Rank:
 
     spec: what its generated file says of it.  comms: a communicator for each of its roles, in their order.
     meanwhile: what is computed while transfers travel, at the latest at the end of a step.
+    sent_bytes: payload that it has sent in steps so far.
 
     Constructing it is collective: the ranks create their communicators, and learn each other's examples.
     Raises LaunchError when the transport is that of another rank or world.
@@ -50,7 +51,7 @@ class Rank:
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
         self._predicting = (*self._evaluating, *map(comm, (spec.reader,) if spec.reader else ()))
-        self._in_step = False
+        self._in_step, self.sent_bytes = False, 0
 
     def _gather_examples(self) -> dict[tuple[int, str], tuple[int, int]]:
         """(rank, role) -> its examples of the compiled batch, of all ranks."""
@@ -64,11 +65,6 @@ class Rank:
     @property
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.spec.world))
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this rank has sent in steps so far, as the communication nodes define them."""
-        return self._messages.sent_bytes + sum(comm.sent_bytes for comm in self.comms)
 
     def forget_ahead(self) -> None:
         """Forget what was fetched for the next round, since parameters or their state are overwritten.  Collective."""
@@ -146,7 +142,7 @@ class Rank:
         """Sum the gradients of parameters that are in no bucket over the ranks that hold them."""
         summed = {parameter for comm in self.comms for parameter in comm.summed(stage)}
         own = {name: ranks for name, ranks in added.items() if stage.get_parameter(name) not in summed}
-        all_reduce_tied(self._messages, stage, {name: ranks for name, ranks in own.items() if len(ranks) > 1})
+        all_reduce_tied(self.transport, stage, {name: ranks for name, ranks in own.items() if len(ranks) > 1})
 
     @contextmanager
     def step(self, context: StepContext, predicts: bool = False) -> Iterator[tuple[RoleComm, ...]]:
@@ -159,10 +155,11 @@ class Rank:
                 f"rank {self.index}: its last step broke off in the middle, and the ranks no longer agree on what is "
                 f"on its way; start all ranks again"
             )
-        self._in_step = True
+        self._in_step, before = True, self.transport.sent_bytes
         comms = self.comms if context.training else self._predicting if predicts else self._evaluating
         for comm in comms:
             comm.begin(context)
         yield comms
         self._messages.wait()
         self._in_step = False
+        self.sent_bytes += self.transport.sent_bytes - before

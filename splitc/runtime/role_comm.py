@@ -70,7 +70,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         self._late = LateMultiply(transport, spec.replicas)
         self._gradient_sums: dict[nn.Module, GradientSum] = {}
         self._served_buckets, self._served_parameters, self._subnets = {}, {}, {}
-        self.averages = Averages(messages, spec.averaged, spec.through_server)
+        self.averages = Averages(transport, spec.averaged, spec.through_server)
         self.optimizer_state = lambda parameter: {}
 
     def begin(self, context: StepContext) -> None:
@@ -93,11 +93,6 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
             return self._context.offsets[-1]
         intervals = (self._context.interval(self._role_examples[rank]) for rank in self._spec.unit)
         return sum(last - first for first, last in intervals)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this role's groups have sent."""
-        return sum(each.sent_bytes for each in (self._group, self._replicas, self._role, self._late))
 
     @property
     def examples(self) -> tuple[int, int]:
@@ -204,7 +199,6 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
             self._meanwhile.finish()
         if later:
             self._messages.at_end(self._gradient_sums[stage].finish)
-        self._messages.count(self._gradient_sums[stage].sent_bytes(self._transport.rank, ranks))
 
     def summed(self, stage: nn.Module) -> set[nn.Parameter]:
         """The parameters whose gradients buckets sum."""
@@ -213,7 +207,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
     def all_reduce_tied(self, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
         """Sum the gradients of parameters that several roles use over all ranks that hold a copy of them."""
         if self._context.is_last:
-            gradients.all_reduce_tied(self._messages, stage, tied)
+            gradients.all_reduce_tied(self._transport, stage, tied)
 
     def late_multiply(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""
@@ -249,7 +243,7 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
     ) -> Arriving:
         """Start to sum the weights of all replicas' targets: what a weighted mean over the global batch divides by."""
         total = target_weight(target, weight, ignore_index)
-        return start_sum(self._messages, total, (self._role if own else self._replicas).ranks, total.dtype)
+        return start_sum(self._transport, total, (self._role if own else self._replicas).ranks, total.dtype)
 
     def scale_by_share(self, value: Tensor, own: bool = False) -> Tensor:
         """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.
@@ -286,8 +280,8 @@ class RoleComm(CutComm, SeededComm, DividedLayers, ServerComm, RoundComm):
         """
         counted = contribution if self._position == 0 or own else torch.zeros_like(contribution)
         if self._spec.unit and self._context.training and not self._context.ends_round:
-            return start_sum(self._messages, counted, self._spec.unit)
-        return start_sum(self._messages, counted * (self._unit_examples / self._context.offsets[-1]))
+            return start_sum(self._transport, counted, self._spec.unit)
+        return start_sum(self._transport, counted * (self._unit_examples / self._context.offsets[-1]))
 
     def update(self) -> None:
         """Let the optimizer update this role's parameters now, before the next microbatch."""

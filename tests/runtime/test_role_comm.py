@@ -84,7 +84,7 @@ def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim:
             other = rank.comm("fc" if comm.role == "conv" else "conv").examples if len(rank.comms) == 2 else (0, 0)
             kept = max(0, min(b, other[1]) - max(a, other[0]))
             given += (b - a - kept) * value.nbytes // sum(sizes)
-        return found, rank.sent_bytes, given
+        return found, rank.transport.sent_bytes, given
 
     results = on_ranks(plan.world, run)
     for role, factor in (("fc", 1), ("conv", 2)):
@@ -116,7 +116,7 @@ def test_what_was_handed_over_has_no_graph_and_is_a_copy() -> None:
         assert torch.equal(got, value) and got.is_leaf and not got.requires_grad
         got.zero_()
         assert bool(value.detach().any())
-        assert rank.sent_bytes == 0
+        assert rank.transport.sent_bytes == 0
 
     on_ranks(1, run)
 
@@ -192,14 +192,14 @@ def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, 
     def run(comm: RoleComm) -> tuple[Tensor, int, int]:
         back, (first, last), members = [], comm.examples, comm.members
         factor = members.index(comm._transport.rank) + 1 if partial else 1
-        before = sent = comm.sent_bytes
+        before = sent = comm._transport.sent_bytes
         for turn in comm.microbatches():
             gathered = comm[turn].modulo(comm[turn].piece(whole[first:last]))
-            before = comm.sent_bytes
+            before = comm._transport.sent_bytes
             gradient = gathered * factor
             own = comm[turn]
             back.append(own.reduce_scatter(gradient, to="batch") if partial else own.slice_batch(gradient))
-            sent += comm.sent_bytes - before
+            sent += comm._transport.sent_bytes - before
         return torch.cat(back), sent, last - first
 
     for rank, (gradient, sent, own) in enumerate(on_comms(plan, run, sizes)):
@@ -225,13 +225,13 @@ def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
         for turn in comm.microbatches():
             mine = value.narrow(dim, first * rows, (last - first) * rows)
             gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
-            before = comm.sent_bytes
+            before = comm._transport.sent_bytes
             kept.append(comm[turn].slice_batch(gathered, dim=dim, rows=rows))
             a, b = pieces(plan, sizes, comm._transport.rank, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
-            assert comm.sent_bytes == before
+            assert comm._transport.sent_bytes == before
             assert torch.equal(comm[turn].modulo(kept[-1], dim=dim, rows=rows), gathered)
-            assert comm.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
+            assert comm._transport.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
     assert torch.equal(torch.cat(on_comms(plan, run, sizes), dim), value)
@@ -422,13 +422,15 @@ def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan:
         begin(rank, sizes)
         (comm,) = rank.comms
         stage = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-        first, last = comm.examples
+        (first, last), sent = comm.examples, 0
         for turn in comm.microbatches():
             gathered = comm[turn].modulo(comm[turn].piece(inputs[first:last]))
+            before = rank.transport.sent_bytes
             with comm[turn].all_reduce(stage, (("weight",),)):
                 stage(gathered).sum().backward()
+            sent += rank.transport.sent_bytes - before
         assert stage.weight.grad is not None
-        return stage.weight.grad, rank.sent_bytes - comm.sent_bytes
+        return stage.weight.grad, sent
 
     for gradient, sent in on_ranks(plan.world, run):
         torch.testing.assert_close(gradient[0], inputs.sum(0))
@@ -469,7 +471,7 @@ def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
             begin(rank, is_last=is_last)
             with rank.comms[0].all_reduce(stage, (("weight",),)):
                 stage(torch.full((1, 3), 10.0**transport.rank)).sum().backward()
-            sent.append(rank.sent_bytes)
+            sent.append(rank.transport.sent_bytes)
         assert stage.weight.grad is not None
         assert torch.equal(stage.weight.grad, torch.full((1, 3), 33.0))
         return sent

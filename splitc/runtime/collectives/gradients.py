@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..transport import doubling
 from ..transport.base import Transport, Work
-from ..transport.messages import Messages
 
 Buckets = Sequence[Sequence[str]]
 
@@ -34,13 +33,6 @@ class GradientSum:
         for k, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
-
-    def sent_bytes(self, rank: int, ranks: Sequence[tuple[int, ...]]) -> int:
-        """Payload bytes that a rank sends for all buckets, each summed over its `ranks`."""
-        sizes = [(sum(p.nbytes for p in bucket), own) for bucket, own in zip(self._buckets, ranks, strict=True)]
-        if self._algorithm == "recursive_doubling":
-            return sum(doubling.sent_bytes(size, own.index(rank), len(own)) for size, own in sizes)
-        return sum(2 * (len(own) - 1) * size // len(own) for size, own in sizes)
 
     @contextmanager
     def while_backward(
@@ -89,7 +81,7 @@ class GradientSum:
         self._started.append((flat, sum_up(transport, flat, own)))
 
 
-def all_reduce_tied(messages: Messages, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
+def all_reduce_tied(transport: Transport, stage: nn.Module, tied: Mapping[str, tuple[int, ...]]) -> None:
     """Sum the gradients of tied parameters over the ranks that hold a copy of them.  tied: parameter -> its ranks."""
     parameters = dict(stage.named_parameters(remove_duplicate=False))
     under_way = []
@@ -98,8 +90,7 @@ def all_reduce_tied(messages: Messages, stage: nn.Module, tied: Mapping[str, tup
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         total = parameter.grad.contiguous()
-        under_way.append((parameter, total, messages.transport.all_reduce(total, ranks)))
-        messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+        under_way.append((parameter, total, transport.all_reduce(total, ranks)))
     for parameter, total, work in under_way:
         work.wait()
         parameter.grad = total

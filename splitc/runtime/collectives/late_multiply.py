@@ -31,8 +31,6 @@ from .meanwhile import add_to_grad
 class LateMultiply:
     """The late-multiplied layers of one rank; `ranks` are the replicas that hold the same weights.
 
-    sent_bytes: payload bytes that this rank has sent: (n-1) times its own X and E.
-
     Raises ValueError when `ranks` do not hold this one.
     """
 
@@ -41,8 +39,7 @@ class LateMultiply:
         if transport.rank not in self.ranks:
             raise ValueError(f"rank {transport.rank} is not one of the replicas {self.ranks}")
         self.index = self.ranks.index(transport.rank)
-        self.sent_bytes = 0
-        self._transport = transport
+        self.transport = transport
         self._awaited = 0  # uses whose errors are to come
         self._uses: list[_Use] = []  # those whose errors have come
         self._packs: list[tuple[list[_Use], Sequence[Tensor], Work]] = []  # under way
@@ -82,7 +79,7 @@ class LateMultiply:
         Call it after backward and before the optimizer steps.  Uses are processed in the order of backward; those that
         it did not reach are left out.
         """
-        with torch.no_grad(), torch.autocast(self._transport.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.transport.device.type, enabled=False):
             self._gather()
             self._awaited = 0
             for uses, pieces, work in self._packs:
@@ -115,8 +112,7 @@ class LateMultiply:
             torch.cat([factor.reshape(-1) for use in uses for factor in use.factors], out=own)
             for use in uses:
                 use.factors = ()
-            self._packs.append((uses, pieces, self._transport.all_gather(list(pieces), own, self.ranks)))
-            self.sent_bytes += (len(self.ranks) - 1) * own.nbytes
+            self._packs.append((uses, pieces, self.transport.all_gather(list(pieces), own, self.ranks)))
 
 
 @dataclass

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..transport.messages import Arriving, Messages
+from ..transport.base import Transport
+from ..transport.messages import Arriving
 
 
 def start_sum(
-    messages: Messages, contribution: Tensor, ranks: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64
+    transport: Transport, contribution: Tensor, ranks: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float64
 ) -> Arriving:
     """Start to sum 0-d contributions of `ranks`, by default all, in `dtype`; the total has their own."""
-    transport = messages.transport
     ranks = tuple(range(transport.world)) if ranks is None else ranks
     total = contribution.detach().to(transport.device, dtype, copy=True)
-    messages.count(2 * (len(ranks) - 1) * total.nbytes // len(ranks))
     return Arriving(transport.all_reduce(total, ranks), lambda: total.to(contribution.dtype))
 
 

@@ -26,7 +26,6 @@ class Group:
     """One rank's communication within a group; in a group of one rank every operation is the identity.
 
     ranks: the members, sorted.  index: this rank's position among them.  size: the number of members.
-    sent_bytes: payload bytes that this rank has sent, an all-reduce counted as on a ring.
 
     Raises ValueError when `ranks` do not hold this one.
     """
@@ -38,9 +37,8 @@ class Group:
             raise ValueError(f"rank {transport.rank} is not one of the group's ranks {self.ranks}")
         self.index = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
-        self.sent_bytes = 0
         self.meanwhile = meanwhile or Meanwhile()
-        self._transport = transport
+        self.transport = transport
 
     def transition(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
         """`x` in another state; backward brings the gradient back to that of the first one's gradient.
@@ -61,8 +59,7 @@ class Group:
         """The sum of the members' `x`, or the largest, detached."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
-            self._transport.all_reduce(total, self.ranks, maximum=maximum).wait()
-            self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
+            self.transport.all_reduce(total, self.ranks, maximum=maximum).wait()
         return total
 
     def moved(self, x: Tensor, transition: Transition, extents: Extents) -> Tensor:
@@ -89,8 +86,7 @@ class Group:
                 return self._exchange(x, dim, sizes, other, others)
             case Move.SUM:
                 total = x.clone(memory_format=torch.contiguous_format)
-                self.sent_bytes += 2 * (self.size - 1) * total.nbytes // self.size
-                return Arriving(self._transport.all_reduce(total, self.ranks), lambda: total)
+                return Arriving(self.transport.all_reduce(total, self.ranks), lambda: total)
             case Move.SCATTER_SUM:
                 self._check(x, transition, dim, sizes, whole=True)
                 return self._scatter_sum(x, dim, sizes)
@@ -109,15 +105,13 @@ class Group:
     def _gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """All-gather: the members' tensors, of these sizes along `dim`, concatenated."""
         pieces = [x.new_empty(_resized(x, dim, size)) for size in sizes]
-        self.sent_bytes += (self.size - 1) * x.nbytes
-        return Arriving(self._transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
+        return Arriving(self.transport.all_gather(pieces, x, self.ranks), lambda: torch.cat(pieces, dim))
 
     def _scatter_sum(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Arriving:
         """Reduce-scatter: this member's piece along `dim` of the sum of the members' tensors."""
         pieces = x.split(list(sizes), dim)
         own = x.new_empty(pieces[self.index].shape)
-        self.sent_bytes += x.nbytes - own.nbytes
-        return Arriving(self._transport.reduce_scatter(own, pieces, self.ranks), lambda: own)
+        return Arriving(self.transport.reduce_scatter(own, pieces, self.ranks), lambda: own)
 
     def _exchange(self, x: Tensor, dim: int, sizes: Sequence[int], other: int, others: Sequence[int]) -> Arriving:
         """All-to-all: the members' parts along `dim`, each cut along `other`, become parts along `other`."""
@@ -125,9 +119,8 @@ class Group:
         received = [x.new_empty(_resized(pieces[self.index], dim, size)) for size in sizes]
         received[self.index] = pieces[self.index]
         peers = [(k, rank) for k, rank in enumerate(self.ranks) if k != self.index]
-        self.sent_bytes += x.nbytes - pieces[self.index].nbytes
         sends, receives = ([(tensors[k], rank) for k, rank in peers] for tensors in (pieces, received))
-        return Arriving(self._transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
+        return Arriving(self.transport.exchange(sends, receives, self.ranks), lambda: torch.cat(received, dim))
 
     def _check(self, x: Tensor, transition: Transition, dim: int, sizes: Sequence[int], whole: bool = False) -> None:
         """Raise ValueError when the members' sizes along `dim`, of which `x` has all or its own, do not fit."""

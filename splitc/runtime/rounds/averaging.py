@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..transport import doubling
 from ..transport.base import Transport, Work
-from ..transport.messages import Messages
 
 
 class Averages:
@@ -28,8 +27,8 @@ class Averages:
     outer: the optimizer to which the averaged change is a gradient.  kept: parameter -> its parameter.
     """
 
-    def __init__(self, messages: Messages, ranks: tuple[int, ...], through_server: bool) -> None:
-        self._messages, self._ranks, self._by_server = messages, ranks, through_server
+    def __init__(self, transport: Transport, ranks: tuple[int, ...], through_server: bool) -> None:
+        self._transport, self._ranks = transport, ranks
         self._all_reduce = partial(doubling.all_reduce, through_server=True) if through_server else Transport.all_reduce
         self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
@@ -59,12 +58,10 @@ class Averages:
 
         buckets: what travels together, of one dtype.
         """
-        under_way, transport, n = [], self._messages.transport, len(self._ranks)
-        times = 2 * (n - 1) / n if not self._by_server else n - 1 if transport.rank == self._ranks[0] else 1
+        under_way = []
         for bucket in buckets:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).mul_(share)
-            self._messages.count(int(times * flat.nbytes))
-            under_way.append((bucket, flat, self._all_reduce(transport, flat, self._ranks)))
+            under_way.append((bucket, flat, self._all_reduce(self._transport, flat, self._ranks)))
         self._travelling[fragment] = mixing, under_way
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from ..spec import DealtDims, RoleSpec, StepContext
-from ..transport.messages import Messages
+from ..transport.base import Transport
 from .averaging import Averages
 from .subnets import State, Subnets
 
@@ -21,7 +21,7 @@ class RoundComm:
     """
 
     _spec: RoleSpec
-    _messages: Messages
+    _transport: Transport
     _context: StepContext
     _subnets: dict[nn.Module, Subnets]
     averages: Averages
@@ -32,7 +32,7 @@ class RoundComm:
         if stage not in self._subnets:
             state = self.optimizer_state
             own = self._spec.shards
-            self._subnets[stage] = Subnets(self._messages, stage, dealt, own, self._spec.averaged, state)
+            self._subnets[stage] = Subnets(self._transport, stage, dealt, own, self._spec.averaged, state)
         self._subnets[stage].gather(self._context.seed, self._context.round)
 
     def fetch_ahead(self, stage: nn.Module, dealt: Mapping[str, DealtDims]) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..spec import DealtDims, Shard
-from ..transport.base import Work
-from ..transport.messages import Messages
+from ..transport.base import Transport, Work
 from .slices import Block, Places, Slices, numel_of, pick, store
 
 State = Callable[[nn.Parameter], MutableMapping[str, Any]]
@@ -53,15 +52,15 @@ class Subnets:
 
     def __init__(
         self,
-        messages: Messages,
+        transport: Transport,
         stage: nn.Module,
         dealt: Mapping[str, DealtDims],
         shards: Mapping[str, Shard],
         ranks: tuple[int, ...],
         state: State,
     ) -> None:
-        self._messages, self._stage, self._state = messages, stage, state
-        self._ranks, self._own = ranks, ranks.index(messages.transport.rank)
+        self._transport, self._stage, self._state = transport, stage, state
+        self._ranks, self._own = ranks, ranks.index(transport.rank)
         self._dealt, self._dims = dealt, {name: shards[name].dim for name in dealt}
         named = dict(stage.named_parameters(remove_duplicate=False))
         self._parameters = {name: named[name] for name in dealt if name in named}
@@ -177,12 +176,11 @@ class Subnets:
             for k in others:
                 sent[k] = torch.cat([empty, *(pick(tensors[key], at) for key in keys for at in outgoing(key, k))])
                 buffers[k] = empty.new_empty(sum(numel_of(tensors[key], incoming(key, k)) for key in keys))
-            work = self._messages.transport.exchange(
+            work = self._transport.exchange(
                 [(values, self._ranks[k]) for k, values in sent.items()],
                 [(values, self._ranks[k]) for k, values in buffers.items()],
                 self._ranks,
             )
-            self._messages.count(sum(values.nbytes for values in sent.values()))
             begun.append(_Arriving(work, keys, buffers, incoming))
         return begun
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .collective import Collective
+
 
 class PeerLost(RuntimeError):
     """A peer died, closed its connection, or did not answer in time."""
@@ -78,11 +80,13 @@ class Transport(ABC):
     communicators must use them in one order.
 
     rank, world: this rank, and the number of ranks.  device: of this rank's tensors.
+    sent_bytes: payload that this rank has sent in tensors so far, as `Collective` defines it.
     """
 
     rank: int
     world: int
     device: torch.device
+    sent_bytes: int = 0
 
     @property
     def waits_hold_the_stream(self) -> bool:
@@ -106,6 +110,7 @@ class Transport(ABC):
         program is compiled.
         """
         self._check_peer("isend to", dst, tag)
+        self._count(Collective.SEND, tensor.nbytes, tensor.nbytes)
         return self._isend(tensor, dst, tag) if tensor.numel() else CompletedWork()
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
@@ -131,12 +136,15 @@ class Transport(ABC):
             if peer not in ranks:
                 raise ValueError(f"exchange with rank {peer}, which is not one of the ranks {ranks}")
         sends = [(tensor, dst) for tensor, dst in sends if tensor.numel()]
+        for tensor, _ in sends:
+            self._count(Collective.SEND, tensor.nbytes, tensor.nbytes)
         receives = [(tensor, src) for tensor, src in receives if tensor.numel()]
         return self._exchange(sends, receives, ranks, tag) if sends or receives else CompletedWork()
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
         """Start to replace `tensor` by its sum, or `maximum`, over `ranks`, a sorted tuple that holds this one."""
         self._check_group("all_reduce", ranks)
+        self._count(Collective.ALL_REDUCE, tensor.nbytes, tensor.nbytes, len(ranks))
         return self._all_reduce(tensor, ranks, maximum) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
     def broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
@@ -144,6 +152,8 @@ class Transport(ABC):
         self._check_group("broadcast", ranks)
         if src not in ranks:
             raise ValueError(f"broadcast from rank {src}, which is not one of the ranks {ranks}")
+        own = tensor.nbytes if src == self.rank else 0  # a gather of what one rank has
+        self._count(Collective.ALL_GATHER, tensor.nbytes, own, len(ranks))
         return self._broadcast(tensor, src, ranks) if tensor.numel() and len(ranks) > 1 else CompletedWork()
 
     def all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
@@ -160,6 +170,7 @@ class Transport(ABC):
             raise ValueError(f"all_gather of {describe(tensor)}, but rank {self.rank}'s own output is {describe(own)}")
         if len(ranks) == 1:
             own.detach().copy_(tensor.detach())
+        self._count(Collective.ALL_GATHER, 0, tensor.nbytes, len(ranks))
         alone = len(ranks) == 1 or not any(output.numel() for output in outputs)
         return CompletedWork() if alone else self._all_gather(outputs, tensor, ranks)
 
@@ -180,6 +191,7 @@ class Transport(ABC):
             )
         if len(ranks) == 1:
             output.detach().copy_(own.detach())
+        self._count(Collective.REDUCE_SCATTER, sum(piece.nbytes for piece in pieces), own.nbytes, len(ranks))
         alone = len(ranks) == 1 or not any(piece.numel() for piece in pieces)
         return CompletedWork() if alone else self._reduce_scatter(output, pieces, ranks)
 
@@ -249,6 +261,10 @@ class Transport(ABC):
     ) -> Work:
         arriving = [self._irecv(tensor, src, tag) for tensor, src in receives]
         return AllOf([*arriving, *(self._isend(tensor, dst, tag) for tensor, dst in sends)])
+
+    def _count(self, collective: Collective, nbytes: int, own: int, ranks: int = 2) -> None:
+        """Add the whole bytes of an operation to those sent; rounding keeps the last digits of a division out."""
+        self.sent_bytes += int(round(collective.sent(nbytes, own, ranks), 3))
 
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world:

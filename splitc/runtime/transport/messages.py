@@ -1,4 +1,4 @@
-"""The point-to-point messages of one rank's step, and the bytes that it sends."""
+"""The point-to-point messages of one rank's step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ class Messages:
     """Sends of one rank, kept until an answer comes or the step ends.
 
     What one of its roles sends to another stays in memory.
-    sent_bytes: payload bytes sent so far, as the communication nodes define them.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.sent_bytes = 0
         self._pending: defaultdict[object, list[Work]] = defaultdict(list)
         self._unfinished: list[Callable[[], None]] = []
         self._local: defaultdict[tuple[str, str], deque[Tensor]] = defaultdict(deque)
@@ -39,11 +37,6 @@ class Messages:
     def send(self, tensor: Tensor, dst: int, answer: object = None) -> None:
         """Start to send `tensor`, which must not change before `wait`.  answer: what shows that it has arrived."""
         self._pending[answer].append(self.transport.isend(tensor, dst))
-        self.count(tensor.nbytes)
-
-    def count(self, nbytes: int) -> None:
-        """Add to the payload sent."""
-        self.sent_bytes += nbytes
 
     def put_local(self, src: str, dst: str, tensor: Tensor) -> None:
         """Leave a tensor of role `src` for this rank's role `dst`."""

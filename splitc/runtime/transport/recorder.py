@@ -41,7 +41,7 @@ class Operation:
     """One operation of a step, in seconds of the rank's clock.
 
     kind: "message", or the collective over `ranks`.  sends, receives: the messages that it consists of.
-    nbytes: payload that this rank sends, as `Rank.sent_bytes` defines it.
+    nbytes: payload that this rank sends, as `Transport.sent_bytes` counts it.
     waits: when the rank began and ended to wait for it.
     """
 
@@ -105,6 +105,7 @@ class Recorder(Forwarding):
         self.steps: list[Step] = []
         self._clock: Clock = StreamClock(self.device) if transport.waits_hold_the_stream else HostClock(time.monotonic)
         self._zero = 0.0
+        self._counted = 0  # of `sent_bytes`, those of operations before the one that is issued
         self._issued: list[_Recorded] | None = None
 
     @property
@@ -153,21 +154,16 @@ class Recorder(Forwarding):
         return self._messages(partial(self._inner._exchange, sends, receives, ranks, tag), sends, receives, tag)
 
     def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], maximum: bool = False) -> Work:
-        nbytes = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
-        return self._record("all_reduce", nbytes, partial(self._inner._all_reduce, tensor, ranks, maximum), ranks)
+        return self._record("all_reduce", partial(self._inner._all_reduce, tensor, ranks, maximum), ranks)
 
     def _broadcast(self, tensor: Tensor, src: int, ranks: tuple[int, ...]) -> Work:
-        nbytes = (len(ranks) - 1) * tensor.nbytes if src == self.rank else 0
-        return self._record("broadcast", nbytes, partial(self._inner._broadcast, tensor, src, ranks), ranks)
+        return self._record("broadcast", partial(self._inner._broadcast, tensor, src, ranks), ranks)
 
     def _all_gather(self, outputs: list[Tensor], tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        nbytes = (len(ranks) - 1) * tensor.nbytes
-        return self._record("all_gather", nbytes, partial(self._inner._all_gather, outputs, tensor, ranks), ranks)
+        return self._record("all_gather", partial(self._inner._all_gather, outputs, tensor, ranks), ranks)
 
     def _reduce_scatter(self, output: Tensor, pieces: Sequence[Tensor], ranks: tuple[int, ...]) -> Work:
-        nbytes = sum(piece.nbytes for rank, piece in zip(ranks, pieces, strict=True) if rank != self.rank)
-        start = partial(self._inner._reduce_scatter, output, pieces, ranks)
-        return self._record("reduce_scatter", nbytes, start, ranks)
+        return self._record("reduce_scatter", partial(self._inner._reduce_scatter, output, pieces, ranks), ranks)
 
     def _messages(
         self, start: Callable[[], Work], sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -175,18 +171,17 @@ class Recorder(Forwarding):
         leaving, arriving = (
             tuple((peer, tag, tensor.nbytes) for tensor, peer in messages) for messages in (sends, receives)
         )
-        nbytes = sum(nbytes for *_, nbytes in leaving)
-        return self._record("message", nbytes, start, sends=leaving, receives=arriving)
+        return self._record("message", start, sends=leaving, receives=arriving)
 
     def _record(
         self,
         kind: str,
-        nbytes: int,
         start: Callable[[], Work],
         ranks: tuple[int, ...] = (),
         sends: tuple[Route, ...] = (),
         receives: tuple[Route, ...] = (),
     ) -> Work:
+        nbytes, self._counted = self.sent_bytes - self._counted, self.sent_bytes
         if self._issued is None:
             return start()
         recorded = _Recorded(Operation(kind, 0.0, 0.0, nbytes, ranks, sends, receives), start, self._clock)

@@ -230,15 +230,15 @@ class TorchTransport(Transport):
         highest = torch.tensor(number, device=self.device)
         first, *others = ranks
         if self.rank != first:
-            self.isend(highest, first, _SETUP_TAG).wait()
-            self.irecv(highest, first, _SETUP_TAG).wait()
+            self._isend(highest, first, _SETUP_TAG).wait()
+            self._irecv(highest, first, _SETUP_TAG).wait()
             return int(highest)
         for other in others:
             theirs = torch.empty_like(highest)
-            self.irecv(theirs, other, _SETUP_TAG).wait()
+            self._irecv(theirs, other, _SETUP_TAG).wait()
             highest = torch.maximum(highest, theirs)
         for other in others:
-            self.isend(highest, other, _SETUP_TAG).wait()
+            self._isend(highest, other, _SETUP_TAG).wait()
         return int(highest)
 
     @contextmanager

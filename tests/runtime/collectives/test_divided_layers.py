@@ -99,7 +99,7 @@ def test_three_numbers_of_a_row_are_summed_and_a_fourth_for_label_smoothing(smoo
     def member(group: Group) -> int:
         own = logits.split(2, 1)[group.index].clone().requires_grad_()
         layers_of(group).cross_entropy(own, target, features=8, label_smoothing=smoothing).backward()
-        return group.sent_bytes
+        return group.transport.sent_bytes
 
     assert on_group(4, member) == [2 * 3 * numbers * 6 * 8 // 4] * 4, "nothing in backward"
 

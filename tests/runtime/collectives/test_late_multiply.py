@@ -25,7 +25,7 @@ def on_replicas(size: int, function: Callable[[LateMultiply, int], Any]) -> list
         sent = count_sent(transport)
         late = LateMultiply(transport, range(size))
         result = function(late, transport.rank)
-        assert late.sent_bytes == sum(sent)
+        assert late.transport.sent_bytes == sum(sent)
         return result
 
     return on_ranks(size, replica)
@@ -65,7 +65,7 @@ def test_two_layers_have_the_gradients_of_one_process(rows: tuple[int, ...], wit
         assert all(p.grad is None for p in parameters)
         late.finish()
         late.finish()  # nothing is left
-        assert late.sent_bytes == (len(rows) - 1) * rows[index] * 8 * (5 + 4 + 4 + 3)
+        assert late.transport.sent_bytes == (len(rows) - 1) * rows[index] * 8 * (5 + 4 + 4 + 3)
         return [p.grad for p in parameters]
 
     assert_replicas(on_replicas(len(rows), replica), expected)
@@ -128,7 +128,7 @@ def test_only_what_trains_is_gathered(weight_trains: bool, bias_trains: bool) ->
         assert inputs.grad is not None
         torch.testing.assert_close(own.grad, inputs.grad.split(2)[index], rtol=1e-12, atol=1e-12)
         x_features, e_features = 3 if weight_trains else 0, 2 if weight_trains or bias_trains else 0
-        assert late.sent_bytes == 8 * 2 * (x_features + e_features)
+        assert late.transport.sent_bytes == 8 * 2 * (x_features + e_features)
         return [w.grad, b.grad]
 
     assert_replicas(on_replicas(2, replica), expected)
@@ -147,7 +147,7 @@ def test_under_autocast_inputs_and_errors_travel_in_bfloat16() -> None:
             assert y.dtype == torch.bfloat16
             y.square().sum().backward()
             late.finish()
-        assert late.sent_bytes == 2 * 4 * (16 + 4)
+        assert late.transport.sent_bytes == 2 * 4 * (16 + 4)
         assert ours.grad is not None and shift.grad is not None
         assert ours.grad.dtype == shift.grad.dtype == torch.float32
         torch.testing.assert_close(ours.grad, w.grad, rtol=2e-2, atol=2e-2)
@@ -239,7 +239,7 @@ def test_factors_of_several_dtypes_travel_apart() -> None:
 
 def note_gathers(late: LateMultiply, events: list[str]) -> None:
     """Let every gather add "start" and "wait" to `events`."""
-    start = late._transport._all_gather
+    start = late.transport._all_gather
 
     def noted(*arguments: Any) -> Work:
         events.append("start")
@@ -252,7 +252,7 @@ def note_gathers(late: LateMultiply, events: list[str]) -> None:
 
         return Noted()
 
-    late._transport._all_gather = noted  # type: ignore[method-assign,assignment]
+    late.transport._all_gather = noted  # type: ignore[method-assign,assignment]
 
 
 def test_without_grad_mode_or_other_replicas_it_is_a_plain_linear_layer() -> None:

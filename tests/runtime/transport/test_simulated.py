@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,27 @@ def idle(t: Transport) -> None:
 
 
 # messages
+
+
+def test_a_transport_counts_what_its_operations_are_defined_to_send() -> None:
+    def rank(t: Transport) -> list[int]:
+        others, value, found = [r for r in range(3) if r != t.rank], torch.ones(t.rank + 1), [0]
+        gathered, pieces = [torch.empty(r + 1) for r in range(3)], [torch.ones(r + 1) for r in range(3)]
+        for start in (
+            lambda: t.exchange([(value, r) for r in others], [(torch.empty(r + 1), r) for r in others], (0, 1, 2)),
+            lambda: t.all_reduce(torch.ones(4), (0, 1, 2)),
+            lambda: t.all_gather(gathered, value, (0, 1, 2)),
+            lambda: t.reduce_scatter(torch.empty(t.rank + 1), pieces, (0, 1, 2)),
+            lambda: t.broadcast(torch.ones(5), 1, (0, 1, 2)),
+        ):
+            start().wait()
+            found.append(t.sent_bytes)
+        return [after - before for before, after in pairwise(found)]
+
+    own = [4 * (r + 1) for r in range(3)]
+    assert run_ranks(3, rank) == [
+        [2 * own[r], 2 * 2 * 16 // 3, 2 * own[r], sum(own) - own[r], 40 if r == 1 else 0] for r in range(3)
+    ]
 
 
 def test_results_come_in_rank_order() -> None:
