@@ -20,7 +20,7 @@ from splitc.passes.planner.pin_checks import contradictions, unsummed
 from splitc.passes.planner.price_plan import in_microbatches, problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
-from splitc.runtime.collectives.parameter_server import COALESCED_BELOW
+from splitc.runtime.servers.parameter_server import COALESCED_BELOW
 
 NAME = "parameter_server"
 

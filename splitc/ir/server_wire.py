@@ -17,7 +17,7 @@ from splitc.ir.actions import Action
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage
 from splitc.ir.wire_op import Payload, What, WireOp
-from splitc.runtime.collectives import parameter_server
+from splitc.runtime.servers import parameter_server
 
 
 @dataclass(frozen=True)

@@ -176,24 +176,3 @@ def _generic(parameter: Tensor, k: int, step: int) -> Tensor:
     numbers = torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64, device=parameter.device).reshape(shape)
     values = (numbers * (1.7 + 0.31 * k) + 2.3 * step).sin() * (1 + 0.1 * numbers)
     return torch.complex(values, values.flip(0)) if parameter.is_complex() else values
-
-
-def require_zero_start(factory: OptimizerFactory, whole: Whole, named: Named) -> None:
-    """Raise LaunchError when the state of an optimizer begins with other values than zero.
-
-    Those that no rank has trained yet, of parameters whose state other ranks made, would differ.
-    """
-    values = [(name, nn.Parameter(torch.zeros(2))) for name, parameter in named if parameter.requires_grad]
-    if not values:
-        return
-    optimizer, _ = call(factory, whole, values)
-    for _, value in values:
-        value.grad = torch.zeros(2)
-    optimizer.step()
-    for state in optimizer.state.values():
-        for key, tensor in state.items():
-            if isinstance(tensor, Tensor) and tensor.shape == (2,) and (tensor.abs() > 1e-6).any():
-                raise LaunchError(
-                    f"{type(optimizer).__name__} begins with {key} = {float(tensor[0]):g}, and subnets begin with 0 "
-                    f"where no rank has trained; use SGD, Adam, RMSprop or another one whose state begins with 0"
-                )

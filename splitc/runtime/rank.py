@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
 from .collectives.gradients import all_reduce_tied
 from .collectives.meanwhile import Meanwhile
+from .comm.role import Role
 from .errors import LaunchError
 from .pieces import Pieces, pieces_of
 from .role_comm import RoleComm
@@ -41,12 +43,11 @@ class Rank:
         transport.connect([self.everyone, *groups])
         self._examples = self._gather_examples()
         self._messages, self.meanwhile = Messages(transport), Meanwhile()
-        first = StepContext(spec.batch_offsets, spec.batch_offsets)
 
         def comm(role: RoleSpec) -> RoleComm:
             own = {rank: examples for (rank, name), examples in self._examples.items() if name == role.role}
             own = own or {self.index: role.examples}
-            return RoleComm(role, self._messages, first, own, update, self.meanwhile)
+            return RoleComm(Role(spec, role, self._messages, own, update, self.meanwhile))
 
         self.comms = tuple(map(comm, spec.roles))
         self._evaluating = tuple(map(comm, spec.evaluated)) or self.comms
@@ -66,11 +67,6 @@ class Rank:
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.spec.world))
 
-    def forget_ahead(self) -> None:
-        """Forget what was fetched for the next round, since parameters or their state are overwritten.  Collective."""
-        for comm in self.comms:
-            comm.forget_ahead()
-
     def on_device(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of a batch on this rank's device."""
         device = self.transport.device
@@ -79,6 +75,10 @@ class Rank:
     def comm(self, role: str) -> RoleComm:
         """The communicator of a role."""
         return next(comm for comm in self.comms if comm.role == role)
+
+    def parts(self, kind: type[Any]) -> list[Any]:
+        """The parts of a class that its roles have, in their order."""
+        return [part for comm in self.comms for part in comm.parts if isinstance(part, kind)]
 
     def batch_offsets(self, sizes: Sequence[int] | None, is_tail: bool = False) -> tuple[int, ...]:
         """Where each reader's examples begin when reader k gives `sizes[k]` of them; None: as compiled.
@@ -134,13 +134,14 @@ class Rank:
                 idle.append(rank)
         return list(dict.fromkeys(idle))
 
-    def finish(self) -> None:
-        """Wait for the sums of gradients that a step in microbatches has begun."""
-        self._messages.finish()
+    def after_backward(self, stage: nn.Module, added: Mapping[str, tuple[int, ...]]) -> None:
+        """Finish what of the gradients was left for the end of a step.
 
-    def sum_added(self, stage: nn.Module, added: Mapping[str, tuple[int, ...]]) -> None:
-        """Sum the gradients of parameters that are in no bucket over the ranks that hold them."""
-        summed = {parameter for comm in self.comms for parameter in comm.summed(stage)}
+        added: parameters in no bucket, whose gradients are summed over the ranks that hold them.
+        """
+        self.meanwhile.finish()
+        self._messages.finish()
+        summed = {parameter for comm in self.comms for parameter in comm.summed(stage)} if added else set()
         own = {name: ranks for name, ranks in added.items() if stage.get_parameter(name) not in summed}
         all_reduce_tied(self.transport, stage, {name: ranks for name, ranks in own.items() if len(ranks) > 1})
 
@@ -158,7 +159,7 @@ class Rank:
         self._in_step, before = True, self.transport.sent_bytes
         comms = self.comms if context.training else self._predicting if predicts else self._evaluating
         for comm in comms:
-            comm.begin(context)
+            comm.shared.begin(context)
         yield comms
         self._messages.wait()
         self._in_step = False

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .comm.role import Part
 from .errors import LaunchError
+from .features import FEATURES
 from .parameter_groups import gather_likes
 from .rank import Rank
 from .spec import Shard
@@ -37,14 +39,16 @@ class StageState:
     def __init__(self, rank: Rank, stage_class: type[nn.Module], weights: Weights, first: Mapping[str, str]) -> None:
         self.transport = transport = rank.transport
         self.built = {name: shard for role in rank.spec.roles for name, shard in role.shards.items()}
-        self._served = {name: rows for role in rank.spec.roles for name, rows in role.served_rows.items()}
-        self.shards: dict[str, Shard] = {**self.built, **self._served}
+        parts = rank.parts(Part)
+        self._own_rows = {name: rows for part in parts for name, rows in part.rows.items()}
+        self.shards: dict[str, Shard] = {**self.built, **self._own_rows}
         with agreed(transport, "make its stage"):
             self.stage = build(stage_class, weights, transport.device, self.built)
         self._rank, self.everyone = rank.index, rank.everyone
         self.together = rank.spec.roles[0].unit or rank.everyone
-        self._rows = {name: p for comm in rank.comms for name, p in comm.served_parameters(self.stage).items()}
-        self._copies = self._pulled_copies(rank)
+        self._updated = {name: p for part in parts for name, p in part.updated(self.stage).items()}
+        copies = {parameter for part in parts for parameter in part.copies(self.stage)}
+        self._copies = {name for name, parameter in self._named_parameters() if parameter in copies}
         held = {name: self.shards.get(name) for name in named_tensors(self.stage) if name not in self._copies}
         self._holders = gather_holders(transport, held)
         first = self._with_added(rank, weights, first)
@@ -68,14 +72,17 @@ class StageState:
         Raises LaunchError, on every rank, where it cannot be known over which ranks its gradients are to be summed.
         """
         own = [name for name in self.stage.state_dict() if name not in weights]
-        whole = rank.spec.rounds is None and not rank.spec.served and all(len(r.group) < 2 for r in rank.spec.roles)
+        others = [feature for feature in FEATURES if feature.name]
+        grouped = any(len(role.group) > 1 for role in rank.spec.roles)
+        whole = not grouped and not any(feature.concerns(rank.spec) for feature in others)
         stage = "_".join(role.role for role in rank.spec.roles)
+        names = [feature.name for feature in others]
         tables = self.transport.all_gather_objects((own, whole, stage))
         if wrong := sorted({f"{name} of {stage}.py" for names, whole, stage in tables for name in names if not whole}):
             raise LaunchError(
                 f"weights.pt has no {', '.join(wrong)}; a layer may be added by hand where ranks hold whole layers and "
-                f"train together, but not to groups, rounds or parameters on servers: add it to the model, and compile "
-                f"that again"
+                f"train together, but not to {' or '.join(['groups', *names]).replace(' or ', ', ', len(names) - 1)}: "
+                f"add it to the model, and compile that again"
             )
         self.added = {n: self._holders[n][None] for n, _ in self.stage.named_parameters() if n in own}
         keys = {name: stage for names, _, stage in tables for name in names}
@@ -88,24 +95,16 @@ class StageState:
         """Parameters under each of their names."""
         return self.stage.named_parameters(remove_duplicate=False)
 
-    def _pulled_copies(self, rank: Rank) -> set[str]:
-        """All names of the parameters that servers hold, and this rank no row of them."""
-        parameters = dict(self._named_parameters())
-        served = (each for buckets in rank.spec.served.values() for bucket in buckets for each in bucket.items())
-        elsewhere = (name for name, parts in served if rank.index not in {rows.server for rows in parts})
-        copies = {parameters[name] for name in elsewhere if name in parameters}
-        return {name for name, parameter in parameters.items() if parameter in copies}
-
     @property
     def leaves(self) -> list[nn.Parameter]:
         """Every parameter that can have a gradient."""
-        return [*self.stage.parameters(), *self._rows.values()]
+        return [*self.stage.parameters(), *self._updated.values()]
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The named parameters of this rank's optimizer: of what servers hold, the rows that this rank holds."""
         named = self.stage.named_parameters()
-        return [(name, self._rows.get(name, p)) for name, p in named if name not in self._copies]
+        return [(name, self._updated.get(name, p)) for name, p in named if name not in self._copies]
 
     @property
     def divided(self) -> list[str]:
@@ -145,7 +144,7 @@ class StageState:
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
         """The rows that this rank serves of a tensor of its stage, the tensor where it serves none."""
-        return part_of(tensor, self._served.get(name))
+        return part_of(tensor, self._own_rows.get(name))
 
     def is_writer(self, name: str) -> bool:
         """Whether this rank is the one that writes its part of a tensor into a checkpoint.
@@ -168,7 +167,7 @@ class StageState:
     def gather(self, room: Callable[[dict[str, Tensor]], Any]) -> Any:
         """The whole model's state under its own keys on rank 0, in `room`; None elsewhere.  Collective."""
         first, state = self.first_names, self.stage.state_dict()
-        counted = {key: part_of(tensor, self._served.get(key)) for key, tensor in state.items() if key in first}
+        counted = {key: part_of(tensor, self._own_rows.get(key)) for key, tensor in state.items() if key in first}
         own = {first[key]: tensor for key, tensor in counted.items() if self.is_first_holder(key, self.everyone)}
         shards = {first[key]: shard for key, shard in self.shards.items() if key in first}
         tensors = {**{first[key]: tensor for key, tensor in self.unheld.items()}, **own}

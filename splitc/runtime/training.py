@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import data
+from . import data, moments
 from .averages import MovingAverages
 from .errors import LaunchError
 from .evaluation import Evaluation
 from .failed_step import failed_step
-from .optimizers import STEP, Made, make_optimizers, require_zero_start, state_of
+from .features import FEATURES
+from .optimizers import STEP, Made, make_optimizers, state_of
 from .parameter_groups import OptimizerFactory
-from .progress import GeneratedModule, Progress
 from .rank import Rank
-from .spec import Shard, StepContext
+from .spec import RankSpec, Shard, StepContext
 from .stage_state import StageState
 from .transport.agreement import agreed, require_equal
 from .transport.base import Transport
 from .updates import DYNAMIC, LossScale, Updates
+
+
+class GeneratedModule(Protocol):
+    """A generated `rankN.py`."""
+
+    rank: RankSpec
+    Stage: Any
+    step: Any
+    evaluate: Any
+    predict: Any
 
 
 class Training:
@@ -80,13 +90,15 @@ class Training:
         self._sizes: tuple[int, ...] | None = None
         self._is_tail = False  # whether a loader gave them, which may leave ranks without examples
         self.batch_offsets = program.rank.batch_offsets
+        self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
+        rank, loss = self.rank, self._evaluation.loss
+        own = moments.Training(program, rank.spec, self.stage, rank.parts, rank.step, loss)
+        self._features = [feature(own) for feature in FEATURES if feature.concerns(rank.spec)]
         with agreed(transport, "make its optimizer"):
             self._optimizers, self._scheduled, self._groups = self._make_optimizers(optimizer, elementwise)
             self._averages = None if ema is None else self._moving_averages(ema)
-        self._round = Progress(program, self.rank, self.stage)
-        self._evaluation = Evaluation(self.rank, self._state, program.evaluate, getattr(program, "predict", None))
         for comm in self.rank.comms:
-            comm.optimizer_state = partial(state_of, self._optimizers)
+            comm.shared.optimizer_state = partial(state_of, self._optimizers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -125,14 +137,14 @@ class Training:
             for parameter in self._state.leaves:
                 parameter.grad = None
             self._examples = 0
-        context = self._context(True, is_first, is_last, self._round.ends_with(is_last))
+        context = self._context(True, is_first, is_last)
         with failed_step(self._program, self._steps + 1), self.rank.step(context) as comms:
-            self._round.begin(comms)
+            for feature in self._features:
+                feature.begin(comms)
             loss: Tensor = self._program.step(*comms, self.stage, *self.rank.on_device(batch))
-            self.rank.meanwhile.finish()
-            self.rank.finish()
-            if is_last:
-                self.rank.sum_added(self.stage, self._state.added)
+            self.rank.after_backward(self.stage, self._state.added if is_last else {})
+            for feature in self._features:
+                feature.after_backward(context)
             is_wrong = self._updates.finish(loss, is_last)
         if is_wrong:
             self._steps -= position  # the update begins anew
@@ -146,8 +158,8 @@ class Training:
                 self.optimizer.step()
             if self._averages is not None:
                 self._averages.update()
-        self._evaluation.keep(batch, context)
-        self._round.count(context)
+        for feature in self._features:
+            feature.after_update((batch, context))
         return loss
 
     def end_round(self) -> None:
@@ -156,7 +168,8 @@ class Training:
         The plan's rounds end by themselves; so does one that is running when the state is saved, loaded or evaluated.
         Raises LaunchError for subnets while accumulated batches wait for their update: their gradients are of slices.
         """
-        self._round.end(self._context(training=True), self._steps % self._accumulate)
+        for feature in self._features:
+            feature.end(self._context(training=True), self._steps % self._accumulate)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the last update, of the parameters or parts of them (`shards`) that this rank updates.
@@ -213,8 +226,8 @@ class Training:
         if every and (self._updates.check_finite or self._updates.scale):
             raise LaunchError("updates in every microbatch are made before it is known whether the step is finite")
         named = [(state.first_name(name), parameter) for name, parameter in state.trained]
-        if self.rank.spec.evaluated and not elementwise:
-            require_zero_start(factory, state.whole, named)
+        for feature in self._features if not elementwise else ():
+            feature.check_optimizer(factory, state.whole, named)
         by_first = {role: {state.first_name(name) for name in names} for role, names in every.items()}
         divided = [state.first_name(name) for name in state.divided]
         return make_optimizers(factory, named, state.whole, by_first, divided, elementwise or state.is_whole)
@@ -229,8 +242,8 @@ class Training:
         return None
 
     def _moving_averages(self, decay: float) -> MovingAverages:
-        if self.rank.spec.rounds is not None:
-            raise LaunchError("ema: in rounds of local updates each unit has parameters of its own; leave it out")
+        for why in (feature.own_parameters for feature in self._features if feature.own_parameters):
+            raise LaunchError(f"ema: {why}; leave it out")
         return MovingAverages(decay, self._state.trained)
 
     def _update(self, role: str) -> None:
@@ -239,15 +252,13 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
-    def _context(
-        self, training: bool, is_first: bool = True, is_last: bool = True, ends_round: bool = False
-    ) -> StepContext:
+    def _context(self, training: bool, is_first: bool = True, is_last: bool = True) -> StepContext:
         """Of the next step, whose batch was checked."""
         compiled = self.rank.spec.batch_offsets
         number, before = self._steps // self._accumulate, self._examples if training else 0
         own = self._seed, number, training, is_first, is_last, before
-        rounds: dict[str, Any] = {"round": self._round.rounds, "ends_round": ends_round}
-        return StepContext(compiled, self.batch_offsets, *own, **rounds, loss_scale=self.loss_scale)
+        context = StepContext(compiled, self.batch_offsets, *own, loss_scale=self.loss_scale)
+        return reduce(lambda context, feature: feature.describe(context), self._features, context)
 
     def _checked(self, batch: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The tensors of a batch, inputs first; note where the readers' examples begin in it.

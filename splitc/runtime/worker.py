@@ -110,7 +110,7 @@ class Worker(Training):
         Raises LaunchError, on every rank and before anything is changed, when keys or shapes are not the model's.
         """
         self.end_round()
-        self.rank.forget_ahead()
+        self._forget()
         own = self._state
         own.unheld.update(broadcast_state(self._transport, self.stage, state, own.first_names, own.built))
         if self._averages is not None:
@@ -166,7 +166,7 @@ class Worker(Training):
         Raises LaunchError, on every rank and before anything is changed, when training cannot go on from it.
         """
         self.recompute_statistics()
-        self.rank.forget_ahead()
+        self._forget()
         counts = self._checkpoints.resume(Path(folder))
         self._steps, self._examples = counts["steps"], counts["examples"]
         return self._steps
@@ -183,14 +183,19 @@ class Worker(Training):
         """
         self.end_round()
         sample = None if batches is None else [(self._checked(b), self._context(training=False)) for b in batches]
-        self._evaluation.recompute(sample)
+        for feature in self._features:
+            feature.settle(sample)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        for feature in self._features:
+            feature.forget()
 
     @cached_property
     def _checkpoints(self) -> Checkpoints:
         """Loaded when it is used: torch.distributed.checkpoint takes most of a second."""
-        own = self.rank, self._state, self._optimizers, self._scheduled, self._groups, self._round, self._settings
+        own = self.rank, self._state, self._optimizers, self._scheduled, self._groups, self._features, self._settings
         contents = resolve_name(f"{__package__}.checkpoints.contents:Contents")(*own, lambda: self.averages)
         made: Checkpoints = resolve_name(f"{__package__}.checkpoints.run:Checkpoints")(self._transport, contents)
         if self._updates.scale is not None:

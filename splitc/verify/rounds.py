@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from splitc.runtime.rounds.deal import indices
 from splitc.runtime.seeded.draws import Label
 from splitc.runtime.spec import DealtDims, Neurons, Rounds
+from splitc.runtime.subnets.deal import indices
 
 State = dict[str, Tensor]
 STATISTICS = ("running_mean", "running_var")

@@ -285,10 +285,10 @@ def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
 
 def test_a_total_is_summed_over_the_role_only_and_leaves_its_value_alone() -> None:
     def run(comm: RoleComm) -> float:
-        value = torch.tensor(float(10**comm._transport.rank), requires_grad=True)
+        value = torch.tensor(float(10**comm.shared.transport.rank), requires_grad=True)
         total = comm.all_reduce_scalar(value)
         assert not total.requires_grad
-        assert float(value.detach()) == 10**comm._transport.rank
+        assert float(value.detach()) == 10**comm.shared.transport.rank
         return float(total)
 
     assert on_comms(MANY_TO_ONE, run) == [11.0, 11.0, 100.0]
@@ -298,7 +298,7 @@ def test_the_loss_is_the_same_on_every_rank_and_is_summed_in_double_precision() 
     parts = [1.0, 2.0**-24, 2.0**-24]  # in float32, one by one, 1 + 2**-24 is 1
 
     def run(comm: RoleComm) -> Tensor:
-        contribution = torch.tensor(parts[comm._transport.rank], requires_grad=True)
+        contribution = torch.tensor(parts[comm.shared.transport.rank], requires_grad=True)
         loss = comm.sum_loss(contribution)
         assert loss.wait().dtype == torch.float32
         return loss.wait()

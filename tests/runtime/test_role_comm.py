@@ -165,7 +165,7 @@ def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
     value = torch.arange(total * rows * 3).reshape(shape)
 
     def own(comm: RoleComm) -> Tensor:
-        first, last = comm._context.interval(comm._spec.examples)
+        first, last = comm.shared.context.interval(comm.shared.spec.examples)
         own = value.narrow(dim, first * rows, (last - first) * rows)
         return comm.modulo(comm.piece(own, dim, rows), dim=dim, rows=rows)
 
@@ -191,15 +191,15 @@ def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, 
 
     def run(comm: RoleComm) -> tuple[Tensor, int, int]:
         back, (first, last), members = [], comm.examples, comm.members
-        factor = members.index(comm._transport.rank) + 1 if partial else 1
-        before = sent = comm._transport.sent_bytes
+        factor = members.index(comm.shared.transport.rank) + 1 if partial else 1
+        before = sent = comm.shared.transport.sent_bytes
         for turn in comm.microbatches():
             gathered = comm[turn].modulo(comm[turn].piece(whole[first:last]))
-            before = comm._transport.sent_bytes
+            before = comm.shared.transport.sent_bytes
             gradient = gathered * factor
             own = comm[turn]
             back.append(own.reduce_scatter(gradient, to="batch") if partial else own.slice_batch(gradient))
-            sent += comm._transport.sent_bytes - before
+            sent += comm.shared.transport.sent_bytes - before
         return torch.cat(back), sent, last - first
 
     for rank, (gradient, sent, own) in enumerate(on_comms(plan, run, sizes)):
@@ -221,17 +221,17 @@ def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
     value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
 
     def run(comm: RoleComm) -> Tensor:
-        kept, (first, last), position = [], comm.examples, comm.members.index(comm._transport.rank)
+        kept, (first, last), position = [], comm.examples, comm.members.index(comm.shared.transport.rank)
         for turn in comm.microbatches():
             mine = value.narrow(dim, first * rows, (last - first) * rows)
             gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
-            before = comm._transport.sent_bytes
+            before = comm.shared.transport.sent_bytes
             kept.append(comm[turn].slice_batch(gathered, dim=dim, rows=rows))
-            a, b = pieces(plan, sizes, comm._transport.rank, turn)[position]
+            a, b = pieces(plan, sizes, comm.shared.transport.rank, turn)[position]
             assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
-            assert comm._transport.sent_bytes == before
+            assert comm.shared.transport.sent_bytes == before
             assert torch.equal(comm[turn].modulo(kept[-1], dim=dim, rows=rows), gathered)
-            assert comm._transport.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
+            assert comm.shared.transport.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
         return torch.cat(kept, dim)
 
     assert torch.equal(torch.cat(on_comms(plan, run, sizes), dim), value)
@@ -248,10 +248,10 @@ def test_the_method_of_every_transition_brings_a_value_to_its_state(
     function, options = options_of(transition, width, dim, rows)
 
     def run(comm: RoleComm) -> None:
-        examples = comm._group_rows(rows)
+        examples = comm.counted.of_group(rows)
         shape = (sum(examples), 2, width) if dim == 0 else (2, sum(examples), width)
         case = Case(shape, Extents(tuple(examples), (3, 2), dim))
-        position = comm.members.index(comm._transport.rank)
+        position = comm.members.index(comm.shared.transport.rank)
         x = case.held(case.value(1), transition.source, position).detach().requires_grad_()
         value = getattr(comm, function.__name__)(x, **options)
         torch.testing.assert_close(value, case.held(case.value(1), transition.target, position))
@@ -272,7 +272,7 @@ EMPTY = [
 @pytest.mark.parametrize(("plan", "sizes", "busy"), EMPTY)
 def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: Sizes, busy: list[int]) -> None:
     def run(comm: RoleComm) -> list[tuple[int, bool]]:
-        return [(turn, comm[turn]._is_last) for turn in comm.microbatches()]
+        return [(turn, comm[turn].counted.is_last) for turn in comm.microbatches()]
 
     expected = [(turn, turn == busy[-1]) for turn in busy]  # gradients are summed in the last one that there is
     assert on_comms(plan, run, sizes) == [expected] * plan.world
@@ -280,8 +280,8 @@ def test_a_turn_without_an_example_in_the_group_is_left_out(plan: Plan, sizes: S
 
 def test_the_communicator_itself_has_the_whole_batch() -> None:
     def run(comm: RoleComm) -> None:
-        assert comm._is_last and comm.examples == comm._spec.examples
-        assert not comm[0]._is_last and comm[3]._is_last
+        assert comm.counted.is_last and comm.examples == comm.shared.spec.examples
+        assert not comm[0].counted.is_last and comm[3].counted.is_last
 
     on_comms(grouped(4, "B/K"), run)
 
@@ -294,7 +294,7 @@ def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float)
     def run(comm: RoleComm) -> float:
         one = torch.ones((), dtype=torch.float64)
         shares = [float(comm[turn].scale_by_share(one)) for turn in comm.microbatches()]
-        return sum(shares) if comm.members[0] == comm._transport.rank else 0.0  # a group's loss counts once
+        return sum(shares) if comm.members[0] == comm.shared.transport.rank else 0.0  # a group's loss counts once
 
     assert sum(on_comms(plan, run, sizes)) == pytest.approx(1.0, rel=1e-14)
 
@@ -305,7 +305,7 @@ def test_the_share_of_a_rank_without_examples_is_zero_though_its_mean_is_not_a_n
     def run(comm: RoleComm) -> list[float]:
         shares = []
         for turn in comm.microbatches():
-            value = torch.ones(comm[turn]._group_rows(1)[comm._position], requires_grad=True)
+            value = torch.ones(comm[turn].counted.of_group(1)[comm.shared.group.index], requires_grad=True)
             share = comm[turn].scale_by_share(value.mean(), own=True)
             share.backward()
             shares.append(float(share.detach()))
@@ -320,9 +320,9 @@ def test_the_share_of_a_rank_without_examples_is_zero_though_its_mean_is_not_a_n
 @pytest.mark.parametrize(("size", "expected"), [(1, 1111.0), (2, 101.0), (4, 1.0)])
 def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, expected: float) -> None:
     def run(comm: RoleComm) -> float:
-        contribution = torch.tensor(float(10**comm._transport.rank), requires_grad=True)
+        contribution = torch.tensor(float(10**comm.shared.transport.rank), requires_grad=True)
         loss = comm.sum_loss(contribution).wait()
-        assert float(contribution.detach()) == 10**comm._transport.rank and not loss.requires_grad
+        assert float(contribution.detach()) == 10**comm.shared.transport.rank and not loss.requires_grad
         return float(loss)
 
     assert on_comms(grouped(size, "B/K"), run) == [expected] * 4
@@ -330,7 +330,7 @@ def test_the_loss_of_a_group_which_all_its_ranks_have_counts_once(size: int, exp
 
 def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
     def run(comm: RoleComm) -> float:
-        return float(comm.all_reduce_scalar(torch.tensor(float(10**comm._transport.rank))))
+        return float(comm.all_reduce_scalar(torch.tensor(float(10**comm.shared.transport.rank))))
 
     assert on_comms(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
 
@@ -346,10 +346,10 @@ def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
     def run(comm: RoleComm) -> list[tuple[Tensor, Tensor]]:
         start, width = 0, 501
         if features is not None:
-            start, width = (251 * comm._position, 251 - comm._position)
+            start, width = (251 * comm.shared.group.index, 251 - comm.shared.group.index)
         drawn = []
         for microbatch in comm.microbatches():
-            own = pieces(plan, sizes, comm._transport.rank, microbatch)
+            own = pieces(plan, sizes, comm.shared.transport.rank, microbatch)
             rows = torch.cat([torch.arange(a, b) for a, b in own])
             value = torch.ones(len(rows), width)
             got = comm[microbatch].dropout(value, 0.5, draw=3, features=features)
@@ -482,7 +482,7 @@ def test_until_the_last_batch_of_an_update_nothing_is_summed() -> None:
 def test_a_missing_gradient_of_gathered_examples_names_rank_and_role() -> None:
     def run(comm: RoleComm) -> None:
         with pytest.raises(
-            RuntimeError, match=f"rank {comm._transport.rank}: no gradient arrived for what role all gathered"
+            RuntimeError, match=f"rank {comm.shared.transport.rank}: no gradient arrived for what role all gathered"
         ):
             comm.slice_batch(None)
 

@@ -124,7 +124,7 @@ def rank_of(plan: Plan, transport: Transport, update: Callable[[str], None] = la
 def begin(rank: Rank, sizes: Sequence[int] | None = None, **options: Any) -> None:
     """Begin a step in which reader k has `sizes[k]` examples, on all communicators of a rank."""
     for comm in rank.comms:
-        comm.begin(context_of(rank, sizes, **options))
+        comm.shared.begin(context_of(rank, sizes, **options))
 
 
 def context_of(rank: Rank, sizes: Sequence[int] | None = None, **options: Any) -> StepContext:

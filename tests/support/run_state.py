@@ -18,7 +18,7 @@ def run_state(worker: Worker) -> dict[str, Any]:
         "tensors": copied({**worker._state.unheld, **tensors}),
         "gradients": copied({name: t.grad for name, t in tensors.items() if waiting and t.grad is not None}),
         "optimizers": {r: copied(state_by_name(each, worker._state.trained)) for r, each in worker._optimizers.items()},
-        "round": copied(worker._round.state_dict()),
+        "features": [copied(feature.state_dict()) for feature in worker._features],
         "counts": [worker._steps, worker._examples],
     }
 

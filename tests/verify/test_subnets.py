@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitc.capture.example import Example
-from splitc.runtime.rounds.deal import deal
 from splitc.runtime.spec import DealtDims, Neurons
+from splitc.runtime.subnets.deal import deal
 from splitc.verify.reference import LEARNING_RATE, MOMENTUM, Training, reference
 from tests.support.compiled import compiled
 from tests.support.sampling import staggered

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from splitc.compiled import CompiledProgram
-from splitc.runtime.role_comm import RoleComm
+from splitc.runtime.seeded.comm import SeededComm
 from splitc.runtime.seeded.draws import Draws
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
@@ -177,8 +177,8 @@ def test_masks_are_those_of_one_process_in_every_microbatch_scheme_and_on_every_
 def test_masks_that_depend_on_the_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = program(lambda m, x: m.fc(F.dropout(m.a(x), 0.5)), torch.randn(8, 16, dtype=F64), **wide("a"))
     assert made.verify(steps=1).holds
-    draws = lambda comm, own=False: Draws(comm._transport.rank, 0, [comm.examples])  # noqa: E731
-    monkeypatch.setattr(RoleComm, "_draws", draws)
+    draws = lambda part, own=False: Draws(part.role.transport.rank, 0, [part.examples.own])  # noqa: E731
+    monkeypatch.setattr(SeededComm, "_draws", draws)
     result = made.verify(steps=1)
     assert not result.holds and result.loss_error > 1e-3
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from ..features import FEATURES
+from ..moments import Feature
 from ..optimizers import state_by_name
 from ..parameter_groups import Groups, options_of
-from ..progress import Progress
 from ..rank import Rank
 from ..stage_state import StageState
 from ..weights import named_tensors
@@ -43,7 +44,7 @@ class Contents:
     optimizers: Mapping[str, optim.Optimizer]
     scheduled: optim.Optimizer | None
     groups: Groups
-    round: Progress
+    features: Sequence[Feature]
     settings: Mapping[str, Any]
     averages: Callable[[], Mapping[str, Tensor]]
     objects: dict[str, Any] = field(default_factory=dict)
@@ -124,23 +125,23 @@ class Contents:
             "objects": trained[0][3],
             "schedules": {name: kind for name, each in self.objects.items() if (kind := schedule_of(each))},
             "global_batch": self.rank.spec.batch_offsets[-1],
-            "rounds": self.rank.spec.rounds is not None,
+            **{each.name: each.concerns(self.rank.spec) for each in FEATURES if each.own_plan},
             **counts,
         }
 
     def _own(self, counts: Counts) -> dict[str, Any]:
         """What this rank alone needs: where replicas may differ, and the random state of the process."""
-        tensors, rounds = named_tensors(self.state.stage), self.rank.spec.rounds is not None
+        tensors, unlike = named_tensors(self.state.stage), any(each.own_parameters for each in self.features)
         buffers = dict(self.state.stage.named_buffers(remove_duplicate=False))
-        differ = [name for name in tensors if (rounds or name in buffers) and not self.state.is_writer(name)]
+        differ = [name for name in tensors if (unlike or name in buffers) and not self.state.is_writer(name)]
         waiting = counts["steps"] % self.settings["accumulate"] > 0
         by_name = {role: state_by_name(each, self.state.trained) for role, each in self.optimizers.items()}
         return {
             "tensors": {name: tensors[name].detach() for name in differ},
             "gradients": {name: t.grad for name, t in tensors.items() if waiting and t.grad is not None},
-            "optimizers": by_name if rounds else {},
+            "optimizers": by_name if unlike else {},
             "groups": {role: each["param_groups"] for role, each in by_name.items()},
-            "round": self.round.state_dict(),
+            **{each.item: each.state_dict() for each in self.features if each.item},
             "objects": {name: each.state_dict() for name, each in self.objects.items()},
             "random": random_state(),
         }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..features import FEATURES
 from ..optimizers import load_by_name
 from ..parameter_groups import Groups
 from ..transport.base import describe
@@ -23,8 +24,9 @@ def problems(own: Contents, saved: Saved, run: Mapping[str, Any]) -> Iterator[st
     for name, was in settings.items():
         if name != "the plan" and was != own.settings.get(name):
             yield f"{name}: the checkpoint has {was}, this run {own.settings.get(name)}"
-    if not same_plan(own, run) and (run["rounds"] or own.rank.spec.rounds):
-        yield "rounds of local updates go on under their own plan only; worker.load_state_dict takes the weights alone"
+    for feature in FEATURES if not same_plan(own, run) else ():
+        if feature.own_plan and (run.get(feature.name) or feature.concerns(own.rank.spec)):
+            yield feature.own_plan
     if not same_plan(own, run) and run["steps"] % accumulate:
         yield (
             f"it was saved after {run['steps']} batches, of which {accumulate} make an update; another plan goes on "
@@ -132,5 +134,6 @@ def _restore_alone(own: Contents, alone: Mapping[str, Any]) -> None:
             load_by_name(optimizer, own.state.trained, alone["optimizers"][role])
         for group, options in zip(optimizer.param_groups, alone["groups"][role], strict=True):
             group.update({**options, "params": group["params"]})
-    own.round.load_state_dict(alone["round"])
+    for feature in (each for each in own.features if each.item):
+        feature.load_state_dict(alone[feature.item])
     set_random_state(alone["random"])

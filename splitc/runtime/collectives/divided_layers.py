@@ -11,9 +11,10 @@ from .model_parallel import Group, feature_widths
 
 
 class DividedLayers:
-    """Functions on parts; a `RoleComm` says which they are."""
+    """Functions on the parts that a rank of a group has."""
 
-    _group: Group
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
     def cross_entropy(
         self,

@@ -9,7 +9,7 @@ theta: a unit's parameters.  kept: as all units had them after the last average,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ class Averages:
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...], through_server: bool) -> None:
         self._transport, self._ranks = transport, ranks
-        self._all_reduce = partial(doubling.all_reduce, through_server=True) if through_server else Transport.all_reduce
+        by_server = partial(doubling.all_reduce, rounds=_through_server)
+        self._all_reduce = by_server if through_server else Transport.all_reduce
         self._travelling: dict[int, tuple[float, list[tuple[Sequence[Tensor], Tensor, Work]]]] = {}
         self.kept: dict[Tensor, nn.Parameter] = {}
         self.outer: torch.optim.SGD | None = None
@@ -81,3 +82,17 @@ class Averages:
             self.outer.zero_grad()
         for tensor, mean in found.items():
             tensor.copy_(mean if whole or not mixing else torch.lerp(mean, tensor, mixing))
+
+
+def _through_server(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
+    """The messages of this rank to and from the first one, or of that one to and from all others."""
+    server, *others = ranks
+    if transport.rank != server:
+        yield transport.exchange([(tensor, server)], [], ranks, doubling.TAG)
+        yield transport.exchange([], [(tensor, server)], ranks, doubling.TAG)
+        return
+    given = [torch.empty_like(tensor) for _ in others]
+    yield transport.exchange([], list(zip(given, others, strict=True)), ranks, doubling.TAG)
+    for each in given:
+        tensor.add_(each)
+    yield transport.exchange([(tensor, rank) for rank in others], [], ranks, doubling.TAG)

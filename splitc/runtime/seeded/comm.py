@@ -8,30 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..collectives.model_parallel import Group, feature_widths
+from ..collectives.model_parallel import feature_widths
+from ..comm.role import Part
 from ..generators import seeded_generators
 from ..nested import unpacked
 from ..own_code import of_no_examples, with_copies
-from ..spec import StepContext
 from .draws import Draws, Label, Layout
 from .mode import SeededRandom
 
 
-class SeededComm:
-    """Draws for the examples and features that the rank computes; a `RoleComm` says which they are."""
-
-    _group: Group
-    _context: StepContext
-    _piece: int | None
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether no microbatch of this rank comes after this one."""
-        raise NotImplementedError
-
-    def _draws(self, own: bool = False) -> Draws:
-        """Of the running microbatch; own: of this rank's own examples, not of its group's."""
-        raise NotImplementedError
+class SeededComm(Part):
+    """Draws for the examples and features that the rank computes."""
 
     def dropout(
         self,
@@ -53,11 +40,11 @@ class SeededComm:
         features: size of the last dim, of which `value` has a shard.  own: `value` has this rank's own examples, not
         those of its group.
         """
-        if not (self._context.training or evaluating):
+        if not (self.role.context.training or evaluating):
             return value
         columns = None
         if features is not None and not 0 < feature_dims < value.dim():
-            columns = sum(feature_widths(features, self._group.size)[: self._group.index]), features
+            columns = sum(feature_widths(features, self.role.group.size)[: self.role.group.index]), features
         return value * self._draws(own).mask(value, p, (draw,), Layout(dim, rows, outer, columns), feature_dims)
 
     def uniform(
@@ -84,7 +71,7 @@ class SeededComm:
         """
         layouts: dict[Label, Layout] = {(draw, k): Layout(*each) for k, each in enumerate(draws)}
         drawn = self._draws(own)
-        mode = SeededRandom(drawn, layouts, (draw,), self._context.training)
+        mode = SeededRandom(drawn, layouts, (draw,), self.role.context.training)
         with mode, seeded_generators(drawn.seed, drawn.step, (draw,)):
             yield mode
 
@@ -98,7 +85,8 @@ class SeededComm:
 
         def call(*given: Any, **named: Any) -> Any:
             args, kwargs = unpacked(given), {name: unpacked(value) for name, value in named.items()}
-            copies = None if self._is_last else self._context.copies.setdefault((id(module), self._piece), {})
+            examples, every = self.examples, self.role.context.copies
+            copies = None if examples.is_last else every.setdefault((id(module), examples.microbatch), {})
             with with_copies(module, copies):
                 if not any(last - first for first, last in self._draws(own).examples or ()):
                     return of_no_examples(module, args, kwargs)
@@ -106,3 +94,9 @@ class SeededComm:
                     return module(*args, **kwargs)
 
         return call
+
+    def _draws(self, own: bool = False) -> Draws:
+        """Of the running microbatch; own: of this rank's own examples, not of its group's."""
+        context, members = self.role.context, (self.role.transport.rank,) if own else self.role.members
+        before, parts = context.first_example, (part for each in members for part in self.examples.intervals(each))
+        return Draws(context.seed, context.number, [(before + a, before + b) for a, b in parts])

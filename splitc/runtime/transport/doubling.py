@@ -22,13 +22,13 @@ from .base import CompletedWork, Transport, Work
 
 Rounds = Callable[[Transport, Tensor, tuple[int, ...]], Iterator[Work]]
 
-_TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
+TAG = 2**31 - 4  # out of the way of programs' tags and the transport's own
 
 
-def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...], through_server: bool = False) -> Work:
+def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...], rounds: Rounds | None = None) -> Work:
     """Start to replace `tensor` by its sum over `ranks`, a sorted tuple that holds this one.
 
-    through_server: the first of them receives all tensors, sums them in the order of ranks and sends back the sum.
+    rounds: the messages of another way to sum, from rank to rank; each is waited for before the next is asked for.
     This rank's first message starts at once; rounds that depend on a received message run in `wait`.  Sums over the
     same ranks may be under way together, even when they are waited for in another order; before a sum over other ranks
     starts, those under way are completed.
@@ -38,7 +38,7 @@ def all_reduce(transport: Transport, tensor: Tensor, ranks: tuple[int, ...], thr
         raise ValueError(f"recursive doubling over {ranks} on rank {transport.rank}, which is not one of them")
     if len(ranks) == 1 or tensor.numel() == 0:
         return CompletedWork()
-    return _Doubling(transport, tensor.detach(), ranks, _through_server if through_server else _rounds)
+    return _Doubling(transport, tensor.detach(), ranks, rounds or _rounds)
 
 
 def sent_bytes(nbytes: int, index: int, n: int) -> int:
@@ -85,30 +85,16 @@ def _rounds(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Ite
     p = 1 << doublings
     if index >= p:
         partner = ranks[index - p]
-        yield transport.exchange([(tensor, partner)], [], ranks, _TAG)
-        yield transport.exchange([], [(tensor, partner)], ranks, _TAG)
+        yield transport.exchange([(tensor, partner)], [], ranks, TAG)
+        yield transport.exchange([], [(tensor, partner)], ranks, TAG)
         return
     other = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if index < n - p:
-        yield transport.exchange([], [(other, ranks[index + p])], ranks, _TAG)
+        yield transport.exchange([], [(other, ranks[index + p])], ranks, TAG)
         tensor.add_(other)
     for k in range(doublings):
         peer = ranks[index ^ (1 << k)]
-        yield transport.exchange([(tensor, peer)], [(other, peer)], ranks, _TAG)
+        yield transport.exchange([(tensor, peer)], [(other, peer)], ranks, TAG)
         tensor.add_(other)
     if index < n - p:
-        yield transport.exchange([(tensor, ranks[index + p])], [], ranks, _TAG)
-
-
-def _through_server(transport: Transport, tensor: Tensor, ranks: tuple[int, ...]) -> Iterator[Work]:
-    """The messages of this rank to and from the first one, or of that one to and from all others."""
-    server, *others = ranks
-    if transport.rank != server:
-        yield transport.exchange([(tensor, server)], [], ranks, _TAG)
-        yield transport.exchange([], [(tensor, server)], ranks, _TAG)
-        return
-    given = [torch.empty_like(tensor) for _ in others]
-    yield transport.exchange([], list(zip(given, others, strict=True)), ranks, _TAG)
-    for each in given:
-        tensor.add_(each)
-    yield transport.exchange([(tensor, rank) for rank in others], [], ranks, _TAG)
+        yield transport.exchange([(tensor, ranks[index + p])], [], ranks, TAG)

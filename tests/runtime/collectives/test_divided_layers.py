@@ -27,9 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def layers_of(group: Group) -> DividedLayers:
-    layers = DividedLayers()
-    layers._group = group
-    return layers
+    return DividedLayers(group)
 
 
 def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

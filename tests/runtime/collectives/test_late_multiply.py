@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splitc.runtime.collectives.late_multiply import LateMultiply
+from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.transport.base import Transport, Work
 from tests.runtime.collectives.test_model_parallel import own_of, random
 from tests.support.ranks import on_ranks

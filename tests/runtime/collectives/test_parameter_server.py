@@ -33,7 +33,7 @@ from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
 from splitc.passes.split_ranks import SplitRanks
 from splitc.passes.use_plan import UsePlan
-from splitc.runtime.collectives import parameter_server as machinery
+from splitc.runtime.servers import parameter_server as machinery
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.compiled import CLUSTER, actions_of, analyse, compiled, with_actions

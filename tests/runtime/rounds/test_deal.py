@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from splitc.runtime.rounds.deal import deal, indices
 from splitc.runtime.spec import Neurons
+from splitc.runtime.subnets.deal import deal, indices
 
 CASES = [(random.Random(k).randint(1, 40), 1 + k % 6, k, k // 7) for k in range(60)]
 """Neurons, ranks, seed, round."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.program import Program
+from splitc.runtime.rounds.feature import InRounds
 from splitc.runtime.worker import Worker
 from tests.end_to_end.test_in_batch import TwoTowers
 from tests.support.compiled import analyse, compiled
@@ -176,7 +177,8 @@ def test_a_running_round_ends_early(how: str) -> None:
         for batch in batches:
             worker.step(*part_of(worker, batch, sizes))
         _ended(worker, how, part_of(worker, batches[0], sizes))
-        return worker._round.running, {key: tensor.clone() for key, tensor in worker.stage.state_dict().items()}
+        (rounds,) = (feature for feature in worker._features if isinstance(feature, InRounds))
+        return rounds.running, {key: tensor.clone() for key, tensor in worker.stage.state_dict().items()}
 
     results = on_workers(planned("norm", "local_sgd(period=3)", 2), run)
     expected = train_units(known("norm")[0], batches, [sizes] * 4, 3)[1]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
-from splitc.runtime.rounds.deal import deal
+from splitc.runtime.subnets.deal import deal
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, decaying, on_workers, part_of, sgd
 from tests.support.sampling import sampled, staggered

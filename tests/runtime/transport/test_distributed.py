@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.errors import LaunchError
-from splitc.runtime.collectives.late_multiply import LateMultiply
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.collectives.sync_batch_norm import batch_norm
+from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.launch import torchrun as launching
 from splitc.runtime.transport import doubling
 from splitc.runtime.transport.base import PeerLost, Transport

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitc.runtime.transport.base import Transport
+from splitc.runtime.transport.base import Transport, Work
 from splitc.runtime.transport.simulated import run_ranks
 
 Action = Callable[[Transport], Any]
@@ -38,13 +38,14 @@ def test_a_transport_counts_what_its_operations_are_defined_to_send() -> None:
     def rank(t: Transport) -> list[int]:
         others, value, found = [r for r in range(3) if r != t.rank], torch.ones(t.rank + 1), [0]
         gathered, pieces = [torch.empty(r + 1) for r in range(3)], [torch.ones(r + 1) for r in range(3)]
-        for start in (
+        starts: list[Callable[[], Work]] = [
             lambda: t.exchange([(value, r) for r in others], [(torch.empty(r + 1), r) for r in others], (0, 1, 2)),
             lambda: t.all_reduce(torch.ones(4), (0, 1, 2)),
             lambda: t.all_gather(gathered, value, (0, 1, 2)),
             lambda: t.reduce_scatter(torch.empty(t.rank + 1), pieces, (0, 1, 2)),
             lambda: t.broadcast(torch.ones(5), 1, (0, 1, 2)),
-        ):
+        ]
+        for start in starts:
             start().wait()
             found.append(t.sent_bytes)
         return [after - before for before, after in pairwise(found)]

@@ -94,6 +94,11 @@ class Subnets:
         for name, shard in self._statistics.items():  # of this rank's examples and neurons alone: nothing reads them
             _set_buffer(self._stage, name, shard.new_zeros(new.shape(name, shard, self._own)))
 
+    @property
+    def holds_slices(self) -> bool:
+        """Whether the stage has slices now."""
+        return bool(self._owned)
+
     def fetch_ahead(self, seed: int, number: int) -> None:
         """Start to gather what the slices of round `number` have that no rank trains in the present one."""
         new, now = self._dealt_in(seed, number), self._slices

@@ -1,0 +1,65 @@
+"""What generated code calls for statistics and numbers of all examples: norms, denominators, the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives.loss import start_sum, target_weight
+from ..collectives.sync_batch_norm import batch_norm
+from ..transport.messages import Arriving
+from .role import Part
+
+
+class LossComm(Part):
+    """A role's sums over the examples of several ranks.
+
+    own: of this rank's own examples, not of its group's; the sum is over all ranks of the role.
+    """
+
+    def batch_norm(self, value: Tensor, module: nn.modules.batchnorm._BatchNorm, own: bool = False) -> Tensor:
+        """BatchNorm `module` over the examples of all replicas."""
+        return batch_norm(self.role.among(own), value, module)
+
+    def all_reduce_scalar(self, value: Tensor, own: bool = False) -> Tensor:
+        """A scalar without gradient, summed over the replicas: the denominator of a weighted mean."""
+        return self.role.among(own).all_reduce_scalar(value)
+
+    def global_weight(
+        self, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, own: bool = False
+    ) -> Arriving:
+        """Start to sum the weights of all replicas' targets: what a weighted mean over the global batch divides by."""
+        total = target_weight(target, weight, ignore_index)
+        return start_sum(self.role.transport, total, self.role.among(own).ranks, total.dtype)
+
+    def scale_by_share(self, value: Tensor, own: bool = False) -> Tensor:
+        """`value` times the fraction of the batch that it was computed from: the means then sum to the mean.
+
+        The batch is that of all ranks that train together.
+        """
+        rows = self.examples.of_group()
+        share = (rows[self.role.group.index] if own else sum(rows)) / max(self.role.unit_examples, 1)
+        return value * share if share else value.nan_to_num() * 0.0  # the mean of no examples is not a number
+
+    def store_buffer(self, buffer: Tensor, value: Tensor) -> None:
+        """Let a buffer have `value` after the step; all microbatches and roles of a rank compute the same one."""
+        self.role.context.stored.append((buffer, value.detach()))
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss that backward begins with, in float16."""
+        return loss * self.role.context.loss_scale
+
+    def autocast(self, dtype: torch.dtype) -> torch.autocast:
+        """Around a stage's forward: the mixed precision that the program was captured with."""
+        return torch.autocast(self.role.transport.device.type, dtype)
+
+    def sum_loss(self, contribution: Tensor, own: bool = False) -> Arriving:
+        """Start to sum the loss over all ranks; that of a group, which all its ranks have, counts once.
+
+        Within a round over those that train together, at its end the mean of theirs, weighted by examples.
+        """
+        role = self.role
+        counted = contribution if role.group.index == 0 or own else torch.zeros_like(contribution)
+        if role.spec.unit and role.context.training and not role.context.ends_round:
+            return start_sum(role.transport, counted, role.spec.unit)
+        return start_sum(role.transport, counted * (role.unit_examples / role.context.offsets[-1]))

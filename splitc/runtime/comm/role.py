@@ -1,0 +1,194 @@
+"""One role of a rank in its step, and the examples that it works on: what all parts of a communicator share.
+
+Examples are counted in the compiled global batch; in a step of another batch size (the tail of an epoch) every boundary
+moves with its reader's.  Where they lie, and which of them go to which rank, is computed once for all steps of a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, nn
+
+from ..collectives.layouts import State
+from ..collectives.meanwhile import Meanwhile
+from ..collectives.model_parallel import Group
+from ..pieces import Interval, pieces_of
+from ..spec import RankSpec, RoleSpec, Shard, StepContext
+from ..transport.messages import Messages
+
+
+class Leg(NamedTuple):
+    """What goes to, or comes from, a rank of another role: examples of this rank's, from `first` on.
+
+    columns: which of the parts of the features, and of how many; None: all features.
+    """
+
+    peer: int
+    first: int
+    number: int
+    columns: tuple[int, int] | None
+
+
+class Role:
+    """One role of a rank.
+
+    members: the ranks of its model-parallel group, or this rank alone.
+    examples_of: rank of this role -> its examples of the compiled batch.
+    group, replicas, everyone: among the members, the ranks that hold the same parameters, and all ranks of the role.
+    optimizer_state: gives the state of a parameter; a worker with an optimizer puts its own in place.
+    context: the step.  busy: its microbatches in which the group has examples; the first one where it has none in any.
+    """
+
+    def __init__(
+        self,
+        rank: RankSpec,
+        spec: RoleSpec,
+        messages: Messages,
+        examples_of: Mapping[int, Interval],
+        update: Callable[[str], None],
+        meanwhile: Meanwhile,
+    ) -> None:
+        """update, meanwhile: see `Rank`."""
+        transport = messages.transport
+        self.rank, self.spec, self.messages, self.transport = rank, spec, messages, transport
+        self.members, self.examples_of = spec.group or (transport.rank,), examples_of
+        self.update, self.meanwhile = update, meanwhile
+        self.group, self.replicas = Group(transport, self.members, meanwhile), Group(transport, spec.replicas)
+        self.everyone = Group(transport, spec.ranks or spec.replicas)
+        self.optimizer_state: Callable[[nn.Parameter], MutableMapping[str, Any]] = lambda parameter: {}
+        self.context = StepContext(rank.batch_offsets, rank.batch_offsets)
+        members = [examples_of[member] for member in spec.group] or [spec.examples]
+        bounds = [first for first, _ in members] + [members[-1][1]]
+        self._compiled = self.pieces = pieces_of(spec.scheme, spec.microbatches, rank.batch_offsets, bounds)
+        self.busy = [k for k in range(self.pieces.number) if any(Examples(self, k).of_group())] or [0]
+
+    def begin(self, context: StepContext) -> None:
+        """Begin a step: what is issued from now on belongs to it."""
+        before, self.context = self.context, context
+        if context.offsets != before.offsets:
+            self.pieces = replace(self._compiled, bounds=tuple(map(context.moved, self._compiled.bounds)))
+            self.busy = [k for k in range(self.pieces.number) if any(Examples(self, k).of_group())] or [0]
+
+    @property
+    def unit_examples(self) -> int:
+        """Examples of a step that the ranks which train together have."""
+        if not self.spec.unit:
+            return self.context.offsets[-1]
+        intervals = (self.context.interval(self.examples_of[rank]) for rank in self.spec.unit)
+        return sum(last - first for first, last in intervals)
+
+    def among(self, own: bool) -> Group:
+        """The ranks that sum over examples; own: that have their own, not those of their group."""
+        return self.everyone if own else self.replicas
+
+
+class Examples:
+    """Those of a role in a microbatch, counted within it, or in all of the batch where `microbatch` is None."""
+
+    def __init__(self, role: Role, microbatch: int | None = None) -> None:
+        self.role, self.microbatch = role, microbatch
+        self._of_sizes: object = None  # for which the tables are
+        self._positions: dict[Interval, Interval] = {}
+        self._legs: dict[tuple[str, str, str], list[Leg]] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no microbatch of this rank comes after this one."""
+        return self.microbatch in (None, *self.role.busy[-1:])
+
+    @property
+    def own(self) -> Interval:
+        """This rank's, first and one past the last."""
+        return self.positions(self.role.spec.examples)
+
+    def positions(self, examples: Interval) -> Interval:
+        """Where examples of the compiled batch lie in this step's batch or, counted within it, in the microbatch."""
+        self._for_this_size()
+        if examples not in self._positions:
+            own = self.role.context.interval(examples)
+            self._positions[examples] = self.role.pieces.positions(own, self.microbatch)
+        return self._positions[examples]
+
+    def of(self, ranks: Iterable[int], rows: int = 1) -> list[int]:
+        """Rows that come from each of `ranks` of this role; an example has `rows` of them."""
+        found = (self.positions(self.role.examples_of[rank]) for rank in ranks)
+        return [(last - first) * rows for first, last in found]
+
+    def of_group(self, rows: int = 1) -> list[int]:
+        """Rows that come from each member of the group."""
+        return self.of(self.role.members, rows)
+
+    def span(self, state: str) -> Interval:
+        """The examples that this rank has of a value in a state: its own, or its group's."""
+        (first, _), (_, last) = (self.role.examples_of[self.role.members[k]] for k in (0, -1))
+        return self.own if state == State.BATCH else self.positions((first, last))
+
+    def legs(self, role: str, here: str, there: str) -> list[Leg]:
+        """The way of a value, in state `here` in this rank's group, to the ranks of `role` and state `there`."""
+        self._for_this_size()
+        if (key := (role, here, there)) not in self._legs:
+            self._legs[key] = list(self._found(*key))
+        return self._legs[key]
+
+    def _found(self, role: str, here: str, there: str) -> Iterable[Leg]:
+        start, spec = self.span(here)[0], self.role.spec
+        routes = (spec.routes if here == there else spec.group_routes)[role]
+        for route in routes:
+            first, last = self.positions(route.examples)
+            group = [each.peer for each in routes if each.examples == route.examples]
+            columns = (group.index(route.peer), len(group)) if there == State.FEATURES else None
+            if first < last:  # else both sides know
+                yield Leg(route.peer, first - start, last - first, columns)
+
+    def _for_this_size(self) -> None:
+        if self._of_sizes is not self.role.pieces:
+            self._of_sizes, self._positions, self._legs = self.role.pieces, {}, {}
+
+    def intervals(self, rank: int | None = None) -> list[Interval]:
+        """A rank's examples of the microbatch, by default this one's, as counted in the batch."""
+        compiled = self.role.spec.examples if rank is None else self.role.examples_of[rank]
+        return self.role.pieces.examples(self.role.context.interval(compiled), self.microbatch)
+
+
+@dataclass
+class Part:
+    """What generated code calls about one thing in a role and a microbatch; its public methods are a communicator's."""
+
+    role: Role
+    examples: Examples = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.examples = Examples(self.role)
+
+    @property
+    def rows(self) -> Mapping[str, Shard]:
+        """Parameter -> the rows of it that this rank updates for others too; none of those that it updates whole."""
+        return {}
+
+    def updated(self, stage: nn.Module) -> Mapping[str, nn.Parameter]:
+        """Parameters that the optimizer has in place of those of the stage, which they are views of."""
+        return {}
+
+    def copies(self, stage: nn.Module) -> set[nn.Parameter]:
+        """The parameters of which the stage has copies, which other ranks update."""
+        return set()
+
+    def within(self, examples: Examples) -> Self:
+        """The same in a microbatch."""
+        part = copy(self)
+        part.examples = examples
+        return part
+
+
+def given(gradient: Tensor | None, examples: Examples, role: str, verb: str) -> Tensor:
+    """The gradient, unless the backward before did not reach it."""
+    if gradient is None:
+        raise RuntimeError(
+            f"rank {examples.role.transport.rank}: no gradient arrived for what role {role} {verb}; its stage does not "
+            f"depend on it"
+        )
+    return gradient

@@ -1,0 +1,1 @@
+"""Independent subnets: the neurons of layers are dealt to the ranks of a round (IST)."""
