@@ -3,10 +3,8 @@
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time resnet152 gpt2 --strategy data_parallel --profile tracing
 
-The phases are those that the command line names.  Two more are the analysis once more, which reads what is kept:
-
-    again       of the same model for another strategy, world or cluster, in the same process
-    process     of the same code in another process
+The phases are those that the command line names.  One more is `again`, the analysis of the same model for another
+strategy, world or cluster in the same process, which does not validate it again and reads the counted costs.
 
 One thread; each model at a batch of 8, for four ranks of a described cluster.
 """
@@ -40,7 +38,7 @@ OF_ONE_COMPILE = (
     "tracing", "tracing the evaluation", "validating", "counting the layers", "planning", "writing programs",
     "simulating", "measuring the memory",
 )  # fmt: skip
-PHASES = (*OF_ONE_COMPILE, "again", "process")
+PHASES = (*OF_ONE_COMPILE, "again")
 
 
 class Bottleneck(nn.Module):
@@ -141,11 +139,6 @@ def measure(name: str, strategy: str, profiled: str | None = None) -> dict[str, 
         specialise(program, settings, now=phases.now)
         phases.now("again")
         analyse(model, example)
-        phases.now("")
-        again = make()
-        bound = Example.bind(again, inputs, target, loss)
-        phases.now("process")
-        analyse(again, bound)
         phases.now("")
     phases.print_profile()
     return phases.seconds

@@ -1,12 +1,13 @@
-"""Analyse a model: capture its step, validate the graph, and price the layers; or use what was found out before.
+"""Analyse a model: capture its step, validate the graph, and price the layers.
 
-A model with a digest (`capture/code_digest.py`) is analysed once in a process, and validated once in all.
+In a process a model is validated once, as long as its trace, its Python state and its example stay.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,20 +15,18 @@ from torch import fx, nn
 
 from splitc.capture.batch_layouts import first_apart
 from splitc.capture.capture import capture
-from splitc.capture.code_digest import code_digest
 from splitc.capture.evaluation import capture_evaluation
 from splitc.capture.example import Example
 from splitc.capture.group_layers import gather_coupled
 from splitc.capture.parts import require_parts
+from splitc.capture.python_state import python_state
 from splitc.capture.random_calls import located
 from splitc.capture.validate import validate_capture
 from splitc.cost_models.calibration.rank_timer import Progress, no_progress
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
 from splitc.errors import CaptureError
-from splitc.ir.disk_cache import digest_of, is_off, keep, recall
-from splitc.ir.graph import is_region
-from splitc.ir.layers import Coupling, LossTerm
+from splitc.ir.disk_cache import digest_of, is_off
 from splitc.ir.pass_manager import Watcher, run_pass
 from splitc.ir.program import Program
 from splitc.passes.count_costs import CountCosts
@@ -50,14 +49,10 @@ def analyse(
     now: called with what is being done to the model, before it is.
     """
     now("tracing")
-    digest = None if is_off() or example.is_said else code_digest(model, example, autocast, name, code, evaluation)
-    key = None if digest is None else digest_of(digest)
-    if key is not None and watch is None and key == _ANALYSED.get(model, ("", None))[0]:
-        return _ANALYSED[model][1]
 
     def checked(program: Program, laid_out: Example) -> Program:
         now("validating")
-        return _validated(program, model, laid_out, key)
+        return _validated(program, model, laid_out)
 
     program = first_apart(example, lambda each: checked(capture(model, each, name, autocast, code, OpCounter), each))
     is_whole = any(each.spec.batch_dim is None for each in program.inputs)
@@ -76,32 +71,27 @@ def analyse(
         found = capture_evaluation(program, model, laid_out, lambda each: checked(each, laid_out))
         program = replace(program, evaluation=found)
     now("counting the layers of")
-    program = run_pass(CountCosts(), program, watch)
-    programs = (program, *([program.evaluation] if isinstance(program.evaluation, Program) else []))
-    # Regions hold modules of the model.
-    has_regions = any(is_region(node) for each in programs for node in each.graph.nodes)
-    if key is not None and not has_regions:
-        _ANALYSED[model] = key, program
-    return program
+    return run_pass(CountCosts(), program, watch)
 
 
-_ANALYSED: WeakKeyDictionary[nn.Module, tuple[str, Program]] = WeakKeyDictionary()
-"""Models of this process -> the digest of all that their program follows from, and the program."""
+_VALIDATED: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = WeakKeyDictionary()
+"""Models of this process -> the digest of what a validation follows from -> the fields of the program that it found."""
 
 
-def _validated(program: Program, model: nn.Module, example: Example, analysis: str | None) -> Program:
-    """The program with what its validation found, or an earlier one of the same graph and code without reservations."""
-    graph = None if analysis is None else graph_text(program)
-    key = None if analysis is None or graph is None else digest_of(analysis, graph, str(dict(example.batch_dims)))
-    if key is not None and (kept := recall("validated", key)):
-        terms = tuple(LossTerm(**each) for each in kept["loss_terms"])
-        coupled = tuple(Coupling(**each) for each in kept["coupled"])
-        return located(replace(program, loss_terms=terms, coupled=coupled, flattened=kept["flattened"]))
+def _validated(program: Program, model: nn.Module, example: Example) -> Program:
+    """The program with what its validation found, or an earlier one of the same graph without reservations."""
+    graph = None if is_off() or example.is_said else graph_text(program)
+    if graph is None:
+        return located(validate_capture(program, model, example))
+    state = python_state(model, [example.loss, dict(example.tensors)])
+    kept = _VALIDATED.setdefault(model, {})
+    if (key := digest_of(graph, str(dict(example.batch_dims)), repr(state))) in kept:
+        return located(replace(program, **kept[key]))
     validated = validate_capture(program, model, example)
-    found = {each.name for each in fields(Program) if getattr(validated, each.name) != getattr(program, each.name)}
-    if key is not None and found <= {"loss_terms", "coupled", "flattened"}:  # no notes: generic data show all of it
-        lists = {name: [asdict(each) for each in getattr(validated, name)] for name in ("loss_terms", "coupled")}
-        keep("validated", key, {**lists, "flattened": dict(validated.flattened)})
+    found = {each.name: getattr(validated, each.name) for each in fields(Program)}
+    found = {name: value for name, value in found.items() if value != getattr(program, name)}
+    if found.keys() <= {"loss_terms", "coupled", "flattened"}:  # no notes: generic data show all of it
+        kept[key] = found
     return located(validated)
 
 

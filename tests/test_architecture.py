@@ -140,11 +140,11 @@ TESTS = ROOT / "tests"
 
 
 def test_every_folder_of_tests_is_a_room_of_the_product() -> None:
-    """Or of the benchmarks; those of several rooms at once, and helpers, aside."""
+    """Or of the benchmarks, or an example; those of several rooms at once, and helpers, aside."""
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
     for folder in folders - {Path("end_to_end")}:
         room = ROOT / folder if folder.parts[:1] == ("benchmarks",) else ROOT / "splitc" / folder
-        assert room.is_dir(), f"tests/{folder} is no room of splitc"
+        assert room.is_dir() or (ROOT / "examples" / folder).is_dir(), f"tests/{folder} is no room of splitc"
 
 
 def test_only_the_tests_of_the_benchmarks_import_benchmarks() -> None:

@@ -8,14 +8,12 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-
-from splitc.capture.python_names import names_in
 
 _ITEMS = 20_000  # of all containers together; what is beyond shows in what the model computes
 _LARGE = 1 << 26  # bytes
@@ -132,9 +130,15 @@ class _State:
         """The globals that a function reads; modules, functions and classes are followed for its own file only."""
         if (function.__module__ or "").partition(".")[0] in ("torch", "splitc"):
             return
-        for variable in sorted(names_in(function.__code__)):
+        for variable in sorted(_names_in(function.__code__)):
             value = function.__globals__.get(variable)
             if value is None or isinstance(value, (type, type(sys), nn.Module)):
                 continue
             if not isinstance(value, FunctionType) or value.__module__ == function.__module__:
                 self.add(f"the global {variable}", value)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    """All names of globals and attributes in a code object and those within it."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(*inner)

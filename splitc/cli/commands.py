@@ -30,7 +30,7 @@ _FUNCTIONS = {
     "calibrate": "calibrating:calibrate",
     "clusters": "clusters:clusters",
     "example": "copying:example",
-    "demo": "commands:demo",
+    "demo": "examples.demo.main:demo",
 }
 """Command -> its function, in a module that is loaded when it is used."""
 
@@ -102,10 +102,3 @@ def verify(args: argparse.Namespace) -> int:
         for line in str(result).splitlines():
             print(textwrap.fill(line, 80, subsequent_indent=" " * 19, break_on_hyphens=False))
     return 0 if result.holds else 1
-
-
-def demo(args: argparse.Namespace) -> int:
-    """Run the demo."""
-    from splitc.demo.main import main
-
-    return main(args.arguments)

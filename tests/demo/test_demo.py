@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from splitc.demo import main as demo
-from splitc.demo import model as digits
-from splitc.demo import train
-from splitc.demo.train import Training
+from splitc.cli.examples.demo import main as demo
+from splitc.cli.examples.demo import model as digits
+from splitc.cli.examples.demo import train
+from splitc.cli.examples.demo.train import Training
 from splitc.errors import LaunchError
 from tests import ROOT
 from tests.runtime.test_data import loader_of
@@ -245,7 +245,7 @@ def test_ranks_end_when_the_demo_is_stopped(images: tuple[TensorDataset, TensorD
     demo.prepare(folder)
     demo._compile(folder)
     torch.save(images[0].tensors, folder / "digits.pt")
-    code = f"from pathlib import Path; from splitc.demo.main import *; train_on_ranks('ddp', Path({str(folder)!r}), 99)"
+    code = f"from pathlib import Path; from {demo.__name__} import *; train_on_ranks('ddp', Path({str(folder)!r}), 99)"
     started = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT,

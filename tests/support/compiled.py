@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 import splitc.passes.analysis
-from splitc.capture.code_digest import code_digest
+from splitc.capture.capture import capture
 from splitc.capture.example import Example
+from splitc.capture.python_state import python_state
 from splitc.compiled import CompiledProgram, Settings, specialise
+from splitc.cost_models.compute.cost_cache import graph_text
+from splitc.cost_models.compute.counting import OpCounter
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import is_region
 from splitc.ir.program import LoweredProgram, Program
@@ -49,20 +52,22 @@ def analysed(model: nn.Module, example: Any, target: Any = None, loss: Any = Non
 
 
 def _known(model: nn.Module, example: Example, autocast: torch.dtype | None) -> Program:
-    """The program of a model; it is captured once for all models of the same code and shapes, if it has no regions."""
-    digest = code_digest(model, example, autocast)
-    if digest is None or digest not in _PROGRAMS:
+    """The program of a model; it is validated once for all models of the same code, trace and state."""
+    text = graph_text(capture(model, example, None, autocast, None, OpCounter))
+    kinds = tuple(map(type, model.modules()))
+    key = kinds, getattr(example.loss, "__code__", example.loss), text, repr(python_state(model, example.loss))
+    if text is None or key not in _PROGRAMS:
         program = splitc.passes.analysis.analyse(model, example, autocast=autocast)
-        if digest is None or any(map(is_region, program.graph.nodes)):
+        if text is None or any(map(is_region, program.graph.nodes)):
             return program
         if len(_PROGRAMS) == 32:
             _PROGRAMS.clear()
-        _PROGRAMS[digest] = program
-    return _PROGRAMS[digest]
+        _PROGRAMS[key] = program
+    return _PROGRAMS[key]
 
 
-_PROGRAMS: dict[str, Program] = {}
-"""Digest of code and shapes -> what is known of such a model."""
+_PROGRAMS: dict[tuple[object, ...], Program] = {}
+"""Classes, loss, trace and Python state of a model -> its program."""
 
 
 def with_files(program: CompiledProgram, **edits: tuple[str, str]) -> CompiledProgram:

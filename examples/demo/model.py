@@ -4,7 +4,7 @@ Data parallelism suits the model badly: the convolutions have the FLOPs, the hea
 pooling are smooth, and no layer normalises over the batch: ReLU and max-pooling have kinks at which rounding errors can
 make two trainings diverge; without them, trainings that are equal but for rounding stay equal.
 
-It is also a model file: `splitc inspect splitc.demo.model:model --world 4` and the other commands take it.
+It is also a model file: `splitc inspect splitc.cli.examples.demo.model:model --world 4` and the other commands take it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def batches(worker: Worker) -> Iterator[tuple[Tensor, ...]]:
-    """This rank's part of the training images, for ever: for `launch.py --data splitc.demo.model:batches`."""
+    """This rank's part of the training images, for ever: for `--data splitc.cli.examples.demo.model:batches`."""
     train, _ = load_digits()
     for epoch in count():
         yield from worker.shard(train, seed=SEED, epoch=epoch)

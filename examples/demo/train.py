@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from splitc.cli.examples.demo.model import GLOBAL_BATCH, SEED, WORLD, Digits, loss, model
 from splitc.cost_models.compute.clocks import threads
-from splitc.demo.model import GLOBAL_BATCH, SEED, WORLD, Digits, loss, model
 from splitc.runtime.data import order
 from splitc.runtime.launch.failures import guarded
 from splitc.runtime.launch.loader import load_rank

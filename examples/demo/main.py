@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 
 import splitc
 from splitc import units
+from splitc.cli.examples.demo import model as digits
+from splitc.cli.examples.demo.train import Training, train_alone
 from splitc.cost_models.calibration.calibrate import cores
-from splitc.demo import model as digits
-from splitc.demo.train import Training, train_alone
 from splitc.errors import LaunchError, SplitcError
 from splitc.runtime.launch.torchrun import torchrun
 
@@ -33,6 +33,11 @@ ROUNDING = 1e-3  # the largest distance between two trainings that rounding expl
 _BUILD, _DATA = "build", "digits.pt"
 _OWN = (_BUILD, _DATA, "ddp.pt", "splitc.pt")  # what an earlier demo may have left
 _WIDTH = 80
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Run `splitc demo`, whose options are the demo's own."""
+    return main(args.arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +155,7 @@ def _compile(folder: Path) -> None:
 def train_on_ranks(way: str, folder: Path, epochs: int) -> Training | None:
     """Train in `WORLD` processes; None when they failed, after printing their error."""
     arguments = [way, str(folder), "--epochs", str(epochs)]
-    if torchrun(["-m", "splitc.demo.train", *arguments], digits.WORLD).returncode:
+    if torchrun(["-m", "splitc.cli.examples.demo.train", *arguments], digits.WORLD).returncode:
         return None
     return Training.load(folder / f"{way}.pt")
 
@@ -210,11 +215,11 @@ def next_commands(folder: Path) -> str:
             "# read what the ranks run; it is yours to edit",
             f"less {build}/conv.py {build}/fc.py",
             "# train ten steps with it",
-            f"{command} run {build} --data splitc.demo.model:batches",
+            f"{command} run {build} --data splitc.cli.examples.demo.model:batches",
             "# see how a slower network changes the prices",
-            f"{command} inspect splitc.demo.model:model --world 4 --cluster v100-10gbe",
+            f"{command} inspect splitc.cli.examples.demo.model:model --world 4 --cluster v100-10gbe",
             "# compare every gradient with one process's",
-            f"{command} verify splitc.demo.model:model --world 4 --cluster {CLUSTER}",
+            f"{command} verify splitc.cli.examples.demo.model:model --world 4 --cluster {CLUSTER}",
         ]
     )
 
