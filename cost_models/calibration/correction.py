@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from splitc.ir.cluster import Cluster, Device, Link
-from splitc.ir.phases import Phases
+from splitc.runtime.transport.phases import Phases
 
 MIN_SECONDS = 1e-3
 """Seconds of predicted communication below which its error says nothing about a link."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from splitc.runtime.clocks import Clock, HostClock, StreamClock
+from splitc.runtime.clocks import Clock, StreamClock
 from splitc.runtime.heap import kept_memory
 
 
@@ -16,7 +16,7 @@ def clock_of(where: torch.device) -> Clock:
     """The clock of a device: of a CPU's single thread the time that it ran, which other processes do not change."""
     if where.type == "cuda":
         return StreamClock(where)
-    return HostClock(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+    return Clock(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 
 @contextmanager

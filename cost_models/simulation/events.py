@@ -20,8 +20,7 @@ from itertools import pairwise
 
 from splitc.cost_models.simulation.cores import Cores
 from splitc.cost_models.simulation.operations import Begin, Compute, Operation, Transfer, Wait
-from splitc.ir.phases import Phases
-from splitc.runtime.transport.phases import Span
+from splitc.runtime.transport.phases import Phases, Span
 
 
 @dataclass

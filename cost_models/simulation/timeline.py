@@ -15,9 +15,8 @@ from splitc.cost_models.simulation.events import Simulation
 from splitc.cost_models.simulation.prices import Prices
 from splitc.cost_models.simulation.programs import Programs
 from splitc.ir.cluster import Cluster
-from splitc.ir.phases import Phases
 from splitc.ir.program import LoweredProgram
-from splitc.runtime.transport.phases import Span
+from splitc.runtime.transport.phases import Phases, Span
 
 
 @dataclass(frozen=True)

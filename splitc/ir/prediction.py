@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from splitc.ir.phases import Phases
+from splitc.runtime.transport.phases import Phases
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import tabulate as tables
 from splitc import units
 from splitc.cost_models.calibration.correction import MIN_SECONDS, Factors
 from splitc.errors import LaunchError
-from splitc.ir.phases import Phases
 from splitc.ir.plan import Plan
-from splitc.runtime.transport.phases import Span
+from splitc.runtime.transport.phases import Phases, Span
 
 WIDTH = 80
 _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Clock(Protocol):
-    """Marks moments; the seconds between two marks can be read once `settle` has returned."""
+class Clock:
+    """Marks moments, in seconds by a function of the host such as `time.thread_time`.
 
-    def now(self) -> Any: ...
+    The seconds between two marks can be read once `settle` has returned.
+    """
 
-    def between(self, begun: Any, ended: Any) -> float: ...
-
-    def settle(self) -> None:
-        """Wait until the device has come to every mark."""
-
-
-class HostClock:
-    """Seconds by a function such as `time.thread_time`."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], Any]) -> None:
         self.now = now
 
-    def between(self, begun: float, ended: float) -> float:
-        return ended - begun
+    def between(self, begun: Any, ended: Any) -> float:
+        return float(ended - begun)
 
     def settle(self) -> None:
-        """The host comes to a mark when it makes it."""
+        """Wait until the device has come to every mark; the host does when it makes it."""
 
 
-class StreamClock:
+class StreamClock(Clock):
     """Seconds between events on the current stream of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(self._mark)
         self._device = device
 
-    def now(self) -> torch.cuda.Event:
+    def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

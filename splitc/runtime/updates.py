@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .clipping import clip, norm
 from .errors import LaunchError, NonFiniteError
 from .stage_state import StageState
+from .transport.base import Transport
 
 DYNAMIC = "dynamic"
 
@@ -120,3 +120,22 @@ class Updates:
             f"step {step}: the loss is {loss.item():g}{gradients}; no parameter was updated; look at this batch, lower "
             f"the learning rate, or give clip_norm="
         )
+
+
+def norm(transport: Transport, counted: Iterable[Tensor], ranks: tuple[int, ...]) -> Tensor:
+    """The norm of gradients over `ranks`, in float64.  Collective.
+
+    counted: those that this rank adds to the norm; each parameter counts on one rank only.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=transport.device)
+    for gradient in counted:
+        square += gradient.abs().double().square().sum()
+    transport.all_reduce(square, ranks).wait()
+    return square.sqrt()
+
+
+def clip(gradients: Sequence[Tensor], total: Tensor, limit: float) -> None:
+    """Scale gradients, whose norm is `total`, so that it is at most `limit`."""
+    scale = (limit / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))

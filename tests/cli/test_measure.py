@@ -24,10 +24,10 @@ from splitc.cost_models.simulation.timeline import simulate
 from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster, Rate, Unlike
 from splitc.ir.cluster_file import digest, parse_cluster, to_toml
-from splitc.ir.phases import Phases
 from splitc.ir.plan import Plan
 from splitc.report.measurement import as_text, error_of, factors_in_words, read_measurement
 from splitc.runtime.launch import torchrun
+from splitc.runtime.transport.phases import Phases
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.command import splitc
 from tests.support.compiled import CLUSTER, compiled

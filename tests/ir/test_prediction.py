@@ -6,8 +6,8 @@ import json
 import pickle
 from dataclasses import replace
 
-from splitc.ir.phases import Phases
 from splitc.ir.prediction import PREDICTION_KEYS, Candidate, Prediction
+from splitc.runtime.transport.phases import Phases
 
 PREDICTION = Prediction(
     cluster="toy",

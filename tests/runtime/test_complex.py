@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from splitc.ir.program import Program
-from splitc.runtime.clipping import clip, norm
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.transport.flight import Flight, as_bytes
+from splitc.runtime.updates import clip, norm
 from tests.support.compiled import analyse, compiled
 from tests.support.ranks import assert_same, on_ranks, on_workers, one_process, sgd, train
 

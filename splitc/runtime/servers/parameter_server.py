@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives.in_order import InOrder
 from ..spec import Bucket, Served, Shard
-from ..transport.base import Work
-from ..transport.messages import Messages
+from ..transport.base import AllOf
+from ..transport.messages import Arriving, Messages
 from ..weights import part_of
 
 COALESCED_BELOW = 1 << 20
@@ -86,18 +88,25 @@ class Server:
             if worker != self._rank:
                 self._messages.send(rows, worker)
 
-    def receive(self, message: Message, workers: Sequence[int], local: Tensor | None = None) -> PendingSum:
-        """Post the receives of the workers' gradients.  local: this rank's own, where it is a worker too."""
+    def receive(self, message: Message, workers: Sequence[int], local: Tensor | None = None) -> Arriving:
+        """Post the receives of the workers' gradients; on a wait their sum is left in `.grad` of the rows.
+
+        local: this rank's own, where it is a worker too.
+        """
         rows = [self._parameters[piece.name] for piece in message]
-        arriving: list[tuple[Tensor, Work | None]] = []
-        for worker in workers:
-            if worker == self._rank:
-                assert local is not None, "a server on a worker's rank receives while the worker pushes"
-                arriving.append((local, None))
-            else:
-                buffer = _empty(rows)
-                arriving.append((buffer, self._messages.transport.irecv(buffer, worker)))
-        return PendingSum(rows, arriving)
+        parts = [local if local is not None and worker == self._rank else _empty(rows) for worker in workers]
+        assert local is not None or self._rank not in workers, "a server on a worker's rank receives while it pushes"
+        receives = ((part, worker) for part, worker in zip(parts, workers, strict=True) if worker != self._rank)
+        works = [self._messages.transport.irecv(part, worker) for part, worker in receives]
+
+        def summed() -> Tensor:
+            """In rank order, as views of one tensor."""
+            total = reduce(Tensor.add_, parts)
+            for row, gradient in _unpacked(total, rows):
+                row.grad = gradient
+            return total
+
+        return Arriving(AllOf(works), summed)
 
     def send_all(self, served: Served, workers: Mapping[str, Sequence[int]]) -> None:
         """Send all rows to the workers, in the order in which forward reads them."""
@@ -108,7 +117,7 @@ class Server:
 
     def reduce_all(self, served: Served, workers: Mapping[str, Sequence[int]]) -> None:
         """Sum the workers' gradients; while one bucket is summed only the next one is being received."""
-        before: list[PendingSum] = []
+        before: list[Arriving] = []
         for role in reversed(list(served)):
             for bucket in served[role]:
                 arriving = [self.receive(message, workers[role]) for message in self._messages_of(bucket)]
@@ -122,24 +131,6 @@ class Server:
         """This server's messages of a bucket."""
         held = ((name, rows) for name, parts in bucket.items() for rows in parts if rows.server == self._rank)
         return coalesce(Piece(name, *rows, self._parameters[name].nbytes) for name, rows in held)
-
-
-class PendingSum:
-    """A sum of the workers' gradients of some rows.  arriving: tensors and their receives, in rank order."""
-
-    def __init__(self, rows: Sequence[nn.Parameter], arriving: Sequence[tuple[Tensor, Work | None]]) -> None:
-        self._rows, self._arriving = rows, arriving
-
-    def wait(self) -> None:
-        """Leave the sum in `.grad` of the rows, as views of one tensor."""
-        total: Tensor | None = None
-        for part, work in self._arriving:
-            if work is not None:
-                work.wait()
-            total = part if total is None else total.add_(part)
-        assert total is not None, "a server without workers"
-        for rows, gradient in _unpacked(total, self._rows):
-            rows.grad = gradient
 
 
 class ServedBuckets:
@@ -158,14 +149,9 @@ class ServedBuckets:
         self._parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._buckets = [coalesce(_pieces(bucket, self._parameters)) for bucket in buckets]
         self._bucket_parameters = [[self._parameters[name] for name in bucket] for bucket in buckets]
-        self._awaited: list[set[nn.Parameter]] = []
-        self._arriving: dict[int, list[_PendingRows]] = {}
-        self._sums: list[PendingSum] = []
-        self._pushed = 0
-        self._in_backward = False
-        for k, bucket in enumerate(self._bucket_parameters):
-            for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda parameter, k=k: self._arrived(parameter, k))
+        self._in_order = InOrder(self._bucket_parameters, self._push, "it was pushed")
+        self._arriving: dict[int, list[Arriving]] = {}
+        self._sums: list[Arriving] = []
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +164,9 @@ class ServedBuckets:
                     self._server.send(message, self._workers)
                 else:
                     rows = [_rows(self._parameters[piece.name], piece) for piece in message]
-                    self._arriving[k].append(_PendingRows(self._messages, rows, message[0].server))
+                    buffer = rows[0] if len(rows) == 1 else _empty(rows)  # one alone is received in place
+                    work = self._messages.transport.irecv(buffer, message[0].server)
+                    self._arriving[k].append(Arriving(work, partial(_filled, rows, buffer)))
 
     def pull(self, bucket: int) -> None:
         """Wait until a bucket has arrived."""
@@ -196,61 +184,35 @@ class ServedBuckets:
     @contextmanager
     def while_backward(self) -> Iterator[None]:
         """Push buckets strictly in their order, each as soon as the backward inside has filled it."""
-        self._awaited = [set(bucket) for bucket in self._bucket_parameters]
-        self._in_backward = True
-        try:
+        with self._in_order.while_backward():
             yield
-        finally:
-            self._in_backward = False
-        self.push_all()
+        self._finish()
 
     def push_all(self) -> None:
-        """Push the remaining buckets, and finish the sums of the rows that this rank serves."""
-        while self._pushed < len(self._buckets):
-            self._push()
+        """Push all buckets."""
+        self._in_order.start_all()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Finish the sums of the rows that this rank serves."""
         for each in self._sums:
             each.wait()
-        self._sums, self._pushed = [], 0
+        self._sums = []
 
-    def _arrived(self, parameter: nn.Parameter, k: int) -> None:
-        if not self._in_backward:
-            return
-        if k < self._pushed:
-            raise RuntimeError(f"a gradient of bucket {k} changed after it was pushed: one backward a step, please")
-        self._awaited[k].discard(parameter)
-        while self._pushed < len(self._buckets) and not self._awaited[self._pushed]:
-            self._push()
-
-    def _push(self) -> None:
-        for message in self._buckets[self._pushed]:
+    def _push(self, bucket: int) -> None:
+        for message in self._buckets[bucket]:
             packed = _packed([_rows(self._gradient(piece.name), piece) for piece in message])
             if message[0].server == self._rank:
                 local = packed.clone() if len(message) == 1 else packed
                 self._sums.append(self._server.receive(message, self._workers, local))
             else:
                 self._messages.send(packed, message[0].server)
-        for parameter in self._bucket_parameters[self._pushed]:
+        for parameter in self._bucket_parameters[bucket]:
             parameter.grad = None
-        self._pushed += 1
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-
-
-class _PendingRows:
-    """Rows on their way from a server: a single piece is received in place, several through a buffer."""
-
-    def __init__(self, messages: Messages, rows: Sequence[Tensor], server: int) -> None:
-        self._rows = rows
-        self._buffer = rows[0] if len(rows) == 1 else _empty(rows)
-        self._work = messages.transport.irecv(self._buffer, server)
-
-    def wait(self) -> None:
-        self._work.wait()
-        if len(self._rows) > 1:
-            for rows, values in _unpacked(self._buffer, self._rows):
-                rows.copy_(values)
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:
@@ -273,6 +235,13 @@ def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
     """Each tensor of `like` with its view of `packed`: the inverse of `_packed`."""
     parts = packed.reshape(-1).split([tensor.numel() for tensor in like])
     return ((tensor, part.view(tensor.shape)) for tensor, part in zip(like, parts, strict=True))
+
+
+def _filled(rows: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """Copy what came for several rows to where it belongs."""
+    for row, values in _unpacked(buffer, rows) if len(rows) > 1 else ():
+        row.copy_(values)
+    return buffer
 
 
 def _empty(like: Sequence[Tensor]) -> Tensor:

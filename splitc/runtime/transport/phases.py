@@ -46,7 +46,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Phases:
-    """One step of a rank: compute + waiting = step.  between: seconds since its step before."""
+    """One step of a rank, in seconds: it computes or waits, and transfers are under way meanwhile.
+
+    step: the whole of it, compute and waiting.  communication: while at least one of its transfers is under way,
+    hidden behind computing or not.  sent_bytes: payload.
+    """
 
     rank: int
     step: float
@@ -54,7 +58,6 @@ class Phases:
     waiting: float
     communication: float
     sent_bytes: float
-    between: float = 0.0
 
 
 def transfers(ranks: Sequence[Step]) -> list[list[Span]]:
@@ -141,25 +144,31 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in union((span.start, span.end) for span in spans))
 
 
-def phases(ranks: Sequence[Step], before: Sequence[Step] | None = None) -> list[Phases]:
-    """The phases of one step of each rank.  before: the steps before it."""
+def phases(ranks: Sequence[Step]) -> list[Phases]:
+    """The phases of one step of each rank."""
     found = []
     for rank, (step, under_way) in enumerate(zip(ranks, transfers(ranks), strict=True)):
         whole = step.end - step.begin
         waiting = min(length(waits(rank, step)), whole)
-        between = step.begin - before[rank].end if before is not None else 0.0
-        found.append(Phases(rank, whole, whole - waiting, waiting, length(under_way), float(step.sent_bytes), between))
+        found.append(Phases(rank, whole, whole - waiting, waiting, length(under_way), float(step.sent_bytes)))
     return found
 
 
 def report(ranks: Sequence[Sequence[Step]], examples: Sequence[int], about: dict[str, Any]) -> dict[str, Any]:
     """The content of the file, schema 1: the phases of all steps after the warm-up, and the spans of the last ones.
 
+    Beside the phases of a step are the seconds since the step before.
     ranks: by rank, all its steps.  examples: by step, those of its global batch.
     """
     steps = [list(step) for step in zip(*ranks, strict=True)]
     measured = [
-        {"examples": examples[k], "phases": [asdict(each) for each in phases(steps[k], steps[k - 1])]}
+        {
+            "examples": examples[k],
+            "phases": [
+                {**asdict(each), "between": steps[k][each.rank].begin - steps[k - 1][each.rank].end}
+                for each in phases(steps[k])
+            ],
+        }
         for k in range(WARM_UP, len(steps))
     ]
     spans = [

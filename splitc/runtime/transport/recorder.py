@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clocks import Clock, HostClock, StreamClock
+from ..clocks import Clock, StreamClock
 from .base import CompletedWork, Message, Transport, Work
 
 Route = tuple[int, int, int]
@@ -103,7 +103,7 @@ class Recorder(Forwarding):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self.steps: list[Step] = []
-        self._clock: Clock = StreamClock(self.device) if transport.waits_hold_the_stream else HostClock(time.monotonic)
+        self._clock: Clock = StreamClock(self.device) if transport.waits_hold_the_stream else Clock(time.monotonic)
         self._zero = 0.0
         self._counted = 0  # of `sent_bytes`, those of operations before the one that is issued
         self._issued: list[_Recorded] | None = None
