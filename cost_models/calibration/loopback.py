@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from splitc.cost_models.calibration.link_fit import LinkFit, fit_line, fit_links
 from splitc.cost_models.calibration.links import measure_links
-from splitc.cost_models.calibration.rank_timer import midmean
+from splitc.cost_models.calibration.rank_timer import RankTimer
 from splitc.ir.cluster import Link
 from splitc.runtime.transport.base import AllOf, Transport, Work
 from splitc.runtime.transport.messages import Arriving
@@ -83,11 +82,8 @@ def gpu_link(budget: float) -> Link:
 
 
 def _seconds(run: Callable[[], object], where: torch.device, budget: float) -> float:
-    times: list[float] = []
-    end = time.perf_counter() + budget
-    while len(times) < 4 or time.perf_counter() < end:
-        begin = time.perf_counter()
+    def settled() -> None:
         run()
         torch.cuda.synchronize(where)
-        times.append(time.perf_counter() - begin)
-    return midmean(times[1:])
+
+    return run_ranks(1, lambda alone: RankTimer(alone).seconds((0,), settled, budget))[0]
