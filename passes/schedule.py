@@ -28,7 +28,7 @@ from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.actions import FORWARD, Action, RankProgram
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
@@ -65,7 +65,7 @@ class ScheduleForward(Pass[LoweredProgram, LoweredProgram]):
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
         whole = _whole(program)
-        found = {each: tuple(a for a in _actions(whole, each) if a.verb in FORWARD) for each in program.rank_programs}
+        found = {each: tuple(a for a in _actions(whole, each) if a.row.forward) for each in program.rank_programs}
         scheduled = (replace(each, actions=actions, whole=actions) for each, actions in found.items())
         return replace(program, rank_programs=tuple(scheduled))
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from splitc.ir.actions import BEGIN_ROUND, BEGIN_UPDATE, END_ROUND, END_UPDATE, Action
+from splitc.ir.actions import Action
 from splitc.ir.program import LoweredProgram
+from splitc.ir.schedule.verbs import When
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class Batch:
 
     def does(self, action: Action) -> bool:
         """Whether a rank does it: parameters come in the first batch, gradients are exchanged in the last."""
-        between = action.verb in (*BEGIN_ROUND, *END_ROUND)
-        begins, ends = action.verb in BEGIN_UPDATE, action.verb in END_UPDATE
-        return not between and (self.first or not begins) and (self.last or not ends)
+        match action.row.when:
+            case When.FIRST_OF_UPDATE:
+                return self.first
+            case When.LAST_OF_UPDATE:
+                return self.last
+        return not action.row.in_round
 
 
 def batches_of_round(program: LoweredProgram, accumulate: int = 1) -> Iterator[Batch]:

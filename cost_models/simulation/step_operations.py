@@ -22,13 +22,14 @@ from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Opera
 from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, ENTRY_VERBS, Action
+from splitc.ir.actions import Action
 from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
+from splitc.ir.schedule.verbs import Among, Waits, When
 from splitc.ir.transitions import Collective
 from splitc.ir.wire import inside, of_action
-from splitc.ir.wire_op import WireOp
+from splitc.ir.wire_op import What, WireOp
 from splitc.runtime.collectives.layouts import State
 
 
@@ -45,7 +46,7 @@ class Step:
         self._meanwhile: list[Operation] = []  # gradients of weights that nothing waits for
         self._sends: list[Transfer] = []  # waited for at the step's end
         self._buckets: list[Transfer] = []  # begun by the current backward
-        self._arriving: dict[tuple[str, str, int], list[Transfer]] = defaultdict(list)  # of microbatches
+        self._arriving: dict[tuple[bool, str, int], list[Transfer]] = defaultdict(list)  # of microbatches
         self._late: list[tuple[str, float]] = []  # layer, seconds to multiply its factors
         self._gathers: list[tuple[WireOp, Transfer]] = []  # of these factors
         self._pulls: dict[tuple[str, int | None], list[Transfer]] = defaultdict(list)
@@ -62,53 +63,60 @@ class Step:
             self._finish()
             self._done.append(Wait((*self._sends, *self._buckets)))
             self._update(self._trained() if self.batch.last else 0.0)
-            self._between([a for a in actions if a.verb in END_ROUND and (a.update or self.last) == self.update])
-            self._between([a for a in actions if a.verb in BEGIN_ROUND and self.last == self.update])
+            ends, begins = ([a for a in actions if a.row.when is w] for w in (When.AFTER_ROUND, When.BEFORE_ROUND))
+            self._between([a for a in ends if (a.update or self.last) == self.update])
+            self._between([a for a in begins if self.last == self.update])
         return [*(self.prices.repeated(each) for each in self._done), Mark()]
 
     def _action(self, action: Action, later: tuple[Action, ...]) -> None:
-        if action.verb in ("forward", "backward", *ENTRY_VERBS):
-            direction = "recv_grad" if action.verb == "backward" else "recv"
-            arriving = self._arriving.pop((direction, action.role, action.microbatch), ())
+        row = action.row
+        if row.unit and row.what in (What.NODE, What.NODE_GRADIENT, What.ENTRY):
+            arriving = self._arriving.pop((row.backward, action.role, action.microbatch), ())
             self._done += [Wait(tuple(arriving))] * bool(arriving)
+        match row.waits:
+            case Waits.COMPUTES:
+                self._compute(action, later)
+            case Waits.AFTER_BACKWARD:  # which began it
+                self._finish()
+                if self.plan.microbatches == 1 or row.what is What.PUSH:  # else waited for at the step's end
+                    self._done.append(Wait(tuple(self._buckets)))
+                    self._buckets = []
+            case Waits.BY_NODES:
+                self._pull(action)
+            case Waits.ONE_BY_ONE:
+                self._reduce_gradients(action)
+            case Waits.AT_THE_END:
+                self._sends += self._begin(self._wire(action))
+            case _ if (reader := self._reader(action)) is not None:
+                self._arriving[row.backward, reader, action.microbatch] += self._begin(self._wire(action))
+            case _:
+                self._block(self._wire(action))
+
+    def _compute(self, action: Action, later: tuple[Action, ...]) -> None:
         match action.verb:
-            case _ if action.in_group and self._is_early(action):
-                cut = self.program.stage(action.role).cut(action)
-                back = action.verb.endswith("_grad")
-                key = ("recv_grad", cut.producer) if back else ("recv", action.role)
-                self._arriving[*key, action.microbatch] += self._begin(self._wire(action))
-            case "recv" | "recv_grad" if not self.program.travels_whole(self.program.stage(action.role).cut(action)):
-                self._arriving[action.verb, action.role, action.microbatch] += self._begin(self._wire(action))
             case "forward":
                 self._forward(self.program.stage(action.role), action)
             case "backward":
                 self._backward(self.program.stage(action.role), action, later)
             case "multiply":
                 self._multiply()
-            case "all_reduce" if self.plan.microbatches > 1:
-                self._finish()  # and waited for at the step's end
-            case "all_reduce" | "push":  # begun in backward
-                self._finish()
-                self._done.append(Wait(tuple(self._buckets)))
-                self._buckets = []
             case "update":
                 self._update(trainable(self.program, self.program.stage(action.role), self.rank))
-            case "pull":
-                self._pull(action)
-            case "reduce_gradients":
-                self._reduce_gradients(action)
-            case "send" | "send_grad" | "sum_loss" | "send_parameters":
-                self._sends += self._begin(self._wire(action))
-            case _:
-                self._block(self._wire(action))
 
-    def _is_early(self, action: Action) -> bool:
-        """Whether a group takes a cut, or gives its gradient back, while it computes on another microbatch."""
-        return self.program.enters_early(self.program.stage(action.role).cut(action))
+    def _reader(self, action: Action) -> str | None:
+        """The role that waits, when it computes, for what travels while the rank computes on another microbatch."""
+        if action.row.waits is Waits.BY_COMPUTING:
+            return action.role if self.program.repeats(action) else None
+        if action.row.among is not Among.GROUP:
+            return None
+        cut = self.program.stage(action.role).cut(action)
+        if not self.program.enters_early(cut):
+            return None
+        return cut.producer if action.row.backward else cut.consumer
 
     def _wire(self, action: Action) -> list[WireOp]:
         ops = list(of_action(self.program, self.rank, action))
-        in_round = action.verb == "sum_loss" and self.plan.rounds is not None
+        in_round = action.row.what is What.LOSS and self.plan.rounds is not None
         return ops if not in_round else ops[-1:] if self.update == self.last else ops[:-1]  # of a unit
 
     def _between(self, actions: Sequence[Action]) -> None:

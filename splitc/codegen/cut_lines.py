@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from splitc import units
 from splitc.codegen.layout import Line
 from splitc.codegen.stage_names import variables
-from splitc.errors import InternalError
-from splitc.ir.actions import ENTRY_VERBS, Action, RankProgram
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
 from splitc.ir.transitions import COLLECTIVES, options_of
 from splitc.ir.wire import of_action
+from splitc.ir.wire_op import What
 from splitc.runtime.collectives.layouts import Move, State, Transition
 
 
@@ -47,15 +47,11 @@ class CutLines:
 
     def repeats(self, action: Action) -> bool:
         """Whether an action is done once for each microbatch."""
-        if action.role not in self._microbatched or action.verb in ("weigh", "sum_loss", "pull", "all_reduce_tied"):
-            return False
-        if action.verb not in ("send", "recv", "send_grad", "recv_grad"):
-            return True
-        return not self._program.travels_whole(self._program.stage(action.role).cut(action))
+        return action.role in self._microbatched and self._program.repeats(action)
 
     def enters_early(self, action: Action) -> bool:
         """Whether a group begins to take a cut that was just made."""
-        return action.verb in ENTRY_VERBS and self._is_early(self._program.stage(action.role).cut(action))
+        return action.row.what is What.ENTRY and self._is_early(self._program.stage(action.role).cut(action))
 
     def _is_input(self, cut: Cut) -> bool:
         return cut.value in self._program.stage(cut.producer).inputs
@@ -172,9 +168,7 @@ class CutLines:
                 return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role, of)}", f"<- {role}  {size}"
             case "send_grad":
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout}{of})', f"-> {role}  {size}"
-            case _ if action.in_group:
-                return (self._entry_grad if action.verb.endswith("_grad") else self._entry)(cut, comm)
-        raise InternalError(f"no line for the action {action}")
+        return (self._entry_grad if action.row.backward else self._entry)(cut, comm)
 
     def _entry(self, cut: Cut, comm: str) -> Line:
         assert cut.entry is not None
@@ -209,7 +203,7 @@ class CutLines:
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 
     def _size(self, cut: Cut, stage: Stage, action: Action, comm: str) -> str:
-        state = cut.travels(backward=action.verb.endswith("_grad"))
+        state = cut.travels(action.row.backward)
         if state is not State.BATCH:
             ranks = self._rank_program.ranks
             sizes = {sum(op.nbytes for op in of_action(self._program, rank, action)) for rank in ranks}

@@ -16,15 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
 
 from splitc.codegen.layout import Line
-from splitc.ir.actions import ENTRY_VERBS, Action
-
-_KINDS = {
-    "recv": "receive",
-    **dict.fromkeys((*ENTRY_VERBS, "forward", "send"), "forward"),
-    "recv_grad": "receive_gradients",
-    **dict.fromkeys((*(f"{verb}_grad" for verb in ENTRY_VERBS), "backward", "all_reduce", "push"), "backward"),
-    **dict.fromkeys(("multiply", "send_grad", "update"), "backward"),
-}
+from splitc.ir.actions import Action
 
 _TABLES = 8  # declared in a line
 _LAST = ("all_reduce", "push", "multiply")
@@ -104,7 +96,7 @@ def _units(
 ) -> list[_Unit]:
     units: list[_Unit] = []
     for action in actions:
-        kind = ("enter" if is_early(action) else _KINDS[action.verb]) if repeats(action) else ""
+        kind = ("enter" if is_early(action) else action.row.unit) if repeats(action) else ""
         unit = _Unit(kind, action.role, action.microbatch, (action,))
         if units and kind == units[-1].kind and unit.continues(units[-1]):
             units[-1] = replace(unit, actions=(*units[-1].actions, action))

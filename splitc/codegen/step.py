@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -23,21 +23,14 @@ from splitc.codegen.stage_names import (
     weighed,
 )
 from splitc.ir import comm_ops
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, FORWARD, VERBS, Action, RankProgram
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.schedule.verbs import When
 from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
 from splitc.runtime.spec import Rounds
-
-_NOTES = {
-    "deal": "this rank's slices arrive",
-    "fetch_ahead": "what the next slices have and nobody trains begins to arrive",
-    "collect": "back to their owners",
-    "send_parameters": "to the workers",
-    "reduce_gradients": "summed over the workers",
-}
 
 
 class StepWriter:
@@ -71,9 +64,11 @@ class StepWriter:
 
     def function(self, name: str, doc: str) -> list[str]:
         """A whole function."""
-        verbs = set(VERBS) - {*BEGIN_ROUND, *END_ROUND} if self._training else FORWARD
-        actions = self._rank_program.actions if self._training else self._rank_program.whole
-        actions = tuple(a for a in actions if a.verb in verbs and (name, a.verb) != ("predict", "sum_loss"))
+        actions = [a for a in self._rank_program.actions if not a.row.in_round]
+        if not self._training:
+            actions = [a for a in self._rank_program.whole if a.row.forward]
+        if name == "predict":
+            actions = [a for a in actions if a.verb != "sum_loss"]
         alone = "sum(losses)" if self._microbatched else "loss.detach()"
         loss = alone if self._plan.world == 1 else "total.wait()"
         result = self._returned() if name == "predict" else loss
@@ -85,9 +80,9 @@ class StepWriter:
         arguments = ", ".join([*map(self._cuts.comm, self._cuts.comms), "stage", *inputs])
         return [*wrapped(f"def {name}({arguments}):", 120), f'    """{doc}"""', *aligned(body, "    ")]
 
-    def round_function(self, name: str, doc: str, verbs: Collection[str]) -> list[str]:
-        """A function of the round's actions among `verbs`."""
-        body = [line for a in self._rank_program.actions if a.verb in verbs for line in self._lines(a)]
+    def round_function(self, name: str, doc: str, when: When) -> list[str]:
+        """A function of what is done before or after a round."""
+        body = [line for a in self._rank_program.actions if a.row.when is when for line in self._lines(a)]
         return self._function(name, [], doc, body)
 
     def after_update(self, rounds: Rounds) -> list[str]:
@@ -97,7 +92,8 @@ class StepWriter:
         for update in sorted({a.update for a in self._rank_program.actions if a.update}):
             body.append((f"if update == {update}:", ""))
             for action in (a for a in self._rank_program.actions if a.update == update):
-                body += [(f"    {text}", note) for text, note in self._exchange(action, waits=not rounds.delay)]
+                lines = self._exchange(action, self._cuts.comm(action.role), not rounds.delay)
+                body += [(f"    {text}", note) for text, note in lines]
         doc = f"After an update, from 1 to {rounds.steps}, of a round: a fragment has its turn{travels}."
         return self._function("after_update", ["update"], doc, body)
 
@@ -115,37 +111,24 @@ class StepWriter:
 
     def _lines(self, action: Action) -> list[Line]:
         """The lines of one action."""
-        comm = self._cuts.part(action)
-        match action.verb:
-            case "sum_loss":
-                return self._sum_loss(action)
-            case "all_reduce_tied":
-                line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
-                return [line] if action.value == self._first_tied else []
-            case "send_parameters" | "reduce_gradients":
-                return [(f"comm.{action.verb}(stage, SERVED)", _NOTES[action.verb])]
-            case "all_reduce" | "push" | "multiply" | "arrive":
-                return []  # lines of the backward, or of an average
-        stage = self._program.stage(action.role)
-        match action.verb:
-            case "deal" | "fetch_ahead" | "collect":
-                dealt = constant("DEALT", self._rank_program, stage)
-                return [(f"{comm}.{action.verb}(stage, {dealt})", _NOTES[action.verb])]
-            case "keep" | "average":
-                return self._exchange(action)
-            case "weigh":
-                return [self._weigh(stage, comm)]
-            case "forward":
-                return self._forward(stage, comm)
-            case "backward":
-                return self._backward(stage, comm)
-            case "pull" if self._plan.overlap:
-                return [(f"{comm}.start_pulls(stage, {_served(stage)})", "parameters begin to arrive")]
-            case "pull":
-                return [(f"{comm}.pull_all(stage, {_served(stage)})", "parameters arrive")]
-            case "update":
-                return [(f"{comm}.update()", "unlike one process, in every microbatch")]
-        return [self._cuts.line(stage, action)]
+        comm, row = self._cuts.part(action), action.row
+        if row.line:
+            stage = [stage for stage in self.stages if stage.role == action.role]
+            dealt = constant("DEALT", self._rank_program, stage[0]) if stage else ""
+            return [(f"{comm}.{row.line.format(DEALT=dealt)}", row.note)]
+        if row.moves_cut:
+            return [self._cuts.line(self._program.stage(action.role), action)]
+        return _LINES[action.verb](self, action, comm) if action.verb in _LINES else []  # a line of another one
+
+    def _tied(self, action: Action, comm: str) -> list[Line]:
+        line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
+        return [line] if action.value == self._first_tied else []
+
+    def _pull(self, action: Action, comm: str) -> list[Line]:
+        served = _served(self._program.stage(action.role))
+        if self._plan.overlap:
+            return [(f"{comm}.start_pulls(stage, {served})", "parameters begin to arrive")]
+        return [(f"{comm}.pull_all(stage, {served})", "parameters arrive")]
 
     def _returned(self) -> str:
         """What the model returns, of the values that came to this rank; None where it reads no data."""
@@ -161,15 +144,17 @@ class StepWriter:
     def _method(self, stage: Stage, verb: str) -> str:
         return method_name(self._program, stage, self._alone, self._suffixes.get(stage.role, ""), verb)
 
-    def _weigh(self, stage: Stage, comm: str) -> Line:
+    def _weigh(self, action: Action, comm: str) -> list[Line]:
+        stage = self._program.stage(action.role)
         method = self._method(stage, "weigh")
         names = variables(stage.graph)
         nodes = weighed(stage)
         whole = [names[n] if n.op == "placeholder" else self._cuts.received(cut_of(n)) for n in nodes]
         call = f"stage.{method}({', '.join([comm, *whole])})"
-        return f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by"
+        return [(f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by")]
 
-    def _forward(self, stage: Stage, comm: str) -> list[Line]:
+    def _forward(self, action: Action, comm: str) -> list[Line]:
+        stage = self._program.stage(action.role)
         if stage.graph.output_node().args[0] is not None and self._program.loss.target is comm_ops.returned:
             return []
         lines = [line for cut in stage.receives for line in self._cuts.entry(cut, comm)]
@@ -187,9 +172,9 @@ class StepWriter:
             return [*lines, (line, ""), *lost]
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", ""), *lost]
 
-    def _exchange(self, action: Action, waits: bool = True) -> list[Line]:
+    def _exchange(self, action: Action, comm: str, waits: bool = True) -> list[Line]:
         """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
-        stage, comm, rounds = self._program.stage(action.role), self._cuts.comm(action.role), self._plan.rounds
+        stage, rounds = self._program.stage(action.role), self._plan.rounds
         name, bucket = constant("AVERAGED", self._rank_program, stage), action.bucket or 0
         assert rounds is not None, action
         if action.verb == "keep":
@@ -211,19 +196,19 @@ class StepWriter:
             return [(f"{comm}.average(stage, {given})", note)]
         return [(f"{comm}.start_average(stage, {given}, mixing={rounds.mixing})", note)]
 
-    def _sum_loss(self, action: Action) -> list[Line]:
+    def _sum_loss(self, action: Action, comm: str) -> list[Line]:
         if self._plan.world == 1:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
         if stage is None:
-            comm = self._cuts.comm(action.role) if action.role != SERVER else "comm"
             return [(f"total = {comm}.sum_loss({zero_text(self._program)})", "the loss is computed on other ranks")]
         loss = "sum(losses)" if stage.role in self._microbatched else "loss"
         note = "a unit's loss, at a round's end of all" if self._plan.rounds and self._training else "the global loss"
         own = ", own=True" if info(self._program.loss).state is State.BATCH else ""
-        return [(f"total = {self._cuts.comm(stage.role)}.sum_loss({loss}{own})", note)]
+        return [(f"total = {comm}.sum_loss({loss}{own})", note)]
 
-    def _backward(self, stage: Stage, comm: str) -> list[Line]:
+    def _backward(self, action: Action, comm: str) -> list[Line]:
+        stage = self._program.stage(action.role)
         outputs = [
             (self._cuts.last(cut.name), self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
         ]
@@ -263,6 +248,19 @@ class StepWriter:
     def _buckets(self, stage: Stage, buckets: Sequence[Sequence[str]]) -> str:
         total = units.nbytes(sum(bucket_nbytes(self._program, stage, bucket) for bucket in buckets))
         return f"{total} in {len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
+
+
+_LINES = {
+    "sum_loss": StepWriter._sum_loss,
+    "all_reduce_tied": StepWriter._tied,
+    "weigh": StepWriter._weigh,
+    "forward": StepWriter._forward,
+    "backward": StepWriter._backward,
+    "pull": StepWriter._pull,
+    "keep": StepWriter._exchange,
+    "average": StepWriter._exchange,
+}
+"""The lines of verbs that need more than a template; others are part of the backward, or wait in an average."""
 
 
 def _served(stage: Stage) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from splitc.codegen.stage_names import EVALUATING, own_evaluation, predicting_by
 from splitc.codegen.step import StepWriter
-from splitc.ir.actions import BEGIN_ROUND, END_ROUND, RankProgram
+from splitc.ir.actions import RankProgram
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.schedule.verbs import When
 
 
 def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[str]:
@@ -21,9 +22,13 @@ def step_functions(program: LoweredProgram, rank_program: RankProgram) -> list[s
         loss = "The loss of one batch, forward only."
     lines = train.function("step", step)
     if program.plan.rounds:
-        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", BEGIN_ROUND)]
+        lines += ["", "", *train.round_function("begin_round", "Before the first step of a round.", When.BEFORE_ROUND)]
         lines += ["", "", *train.after_update(program.plan.rounds)] if program.plan.rounds.in_turns else []
-        lines += ["", "", *train.round_function("end_round", "At the end of a round, and of training.", END_ROUND)]
+        lines += [
+            "",
+            "",
+            *train.round_function("end_round", "At the end of a round, and of training.", When.AFTER_ROUND),
+        ]
     return [*lines, "", "", *_evaluate(program, rank_program, loss), "", "", *_predict(program, rank_program)]
 
 

@@ -16,10 +16,11 @@ from functools import cached_property
 import torch
 from torch import fx, nn
 
-from splitc.ir.actions import PRODUCER_VERBS, Action, RankProgram
+from splitc.ir.actions import Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
+from splitc.ir.schedule.verbs import Often
 from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.spec import BatchGuard, DealtDims
 
@@ -155,14 +156,14 @@ class Stage:
 
     def cut(self, action: Action) -> Cut:
         """Return the cut that an action moves."""
-        cuts = self.sends if action.verb in PRODUCER_VERBS else self.receives
+        cuts = self.sends if action.verb in ("send", "recv_grad") else self.receives
         named = (cut for cut in cuts if cut.name == action.value)
         return next(cut for cut in named if not action.peer or action.peer in (cut.producer, cut.consumer))
 
     def bucket(self, action: Action) -> tuple[str, ...]:
         """Return the tensors of an `all_reduce`, a `push`, or an `average` and its `arrive`."""
-        assert action.bucket is not None, action
-        return {"all_reduce": self.buckets, "push": self.served}.get(action.verb, self.averaged)[action.bucket]
+        found: tuple[str, ...] = getattr(self, action.row.buckets)[action.bucket]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,6 +284,12 @@ class LoweredProgram(PlacedProgram):
     def travels_whole(self, cut: Cut) -> bool:
         """Return whether a cut moves once in a step, not by microbatch: an input, and all where the step has one."""
         return self.plan.microbatches == 1 or cut.value in self.stage(cut.producer).inputs
+
+    def repeats(self, action: Action) -> bool:
+        """Return whether an action is done once for each microbatch of its role."""
+        if action.row.often is Often.AS_IT_TRAVELS:
+            return not self.travels_whole(self.stage(action.role).cut(action))
+        return action.row.often is Often.EACH_MICROBATCH
 
     def enters_early(self, cut: Cut) -> bool:
         """Return whether a group begins to take a cut when it is made, to compute on another microbatch meanwhile."""

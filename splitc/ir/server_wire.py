@@ -60,14 +60,14 @@ def _pieces(holdings: tuple[StateTensor, ...], servers: tuple[int, ...]) -> tupl
 
 def worker_ops(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the messages of a worker's pull or push; a rank that is a server too serves its rows meanwhile."""
-    pulls = action.verb == "pull"
+    pulls = action.row.what is What.PULL
     for bucket in reversed(range(len(stage.served))) if pulls else [action.bucket or 0]:
         yield from _of_bucket(program, stage, rank, bucket, pulls)
 
 
 def server_ops(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield what a dedicated server sends to the workers before a step, or receives from them."""
-    pulls = action.verb == "send_parameters"
+    pulls = action.row.what is What.PULL
     for stage in program.stages if pulls else reversed(program.stages):
         for bucket in reversed(range(len(stage.served))) if pulls else range(len(stage.served)):
             yield from _of_bucket(program, stage, rank, bucket, pulls)

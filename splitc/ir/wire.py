@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.actions import BEGIN_ROUND, BEGIN_UPDATE, END_ROUND, END_UPDATE, Action
+from splitc.ir.actions import Action
 from splitc.ir.comm_ops import OPS, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.schedule.verbs import Among, Often, When
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out
 from splitc.ir.transitions import COLLECTIVES, Collective, nbytes_sent, transition_of
@@ -45,41 +46,23 @@ def wire(program: LoweredProgram, rank: int) -> tuple[WireOp, ...]:
 
 def of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield what `rank` communicates in one action."""
-    plan, times = program.plan, 1.0
-    if action.verb in (*BEGIN_UPDATE, *END_UPDATE, *BEGIN_ROUND, *END_ROUND):
+    plan, row, times = program.plan, action.row, 1.0
+    if row.when is not When.EVERY_STEP:
         times = 1 / plan.accumulate
-    if plan.rounds is not None and action.verb in (*BEGIN_ROUND, *END_ROUND):
+    if plan.rounds is not None and row.in_round:
         times /= plan.rounds.steps
-    for op in _of_action(program, rank, action):
+    for op in _AMONG[row.among](program, rank, action):
         if op.kind != "collective" or len(op.ranks) > 1:
             yield op if times == 1 else replace(op, times=times)
 
 
-def _of_action(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
-    match action.verb:
-        case "sum_loss":
-            yield from _loss(program.plan, rank)
-        case "all_reduce_tied":
-            yield _tied(program, action.value)
-        case "send_parameters" | "reduce_gradients":
-            yield from server_ops(program, rank, action)
-        case "pull" | "push":
-            yield from worker_ops(program, program.stage(action.role), rank, action)
-        case "weigh" | "forward" | "backward":
-            yield from (op for _, op in inside(program, program.stage(action.role), rank, action))
-        case "all_reduce" | "average":
-            yield _bucket_of_kind(program, program.stage(action.role), rank, action)
-        case "deal" | "fetch_ahead" | "collect":
-            yield from dealt_ops(program, program.stage(action.role), rank, action)
-        case "send" | "recv" | "send_grad" | "recv_grad":
-            yield from _messages(program, rank, action)
-        case _ if action.in_group:
-            yield from _over_group(program, rank, action)
+def _nothing(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
+    return iter(())
 
 
-def _loss(plan: Plan, rank: int) -> Iterator[WireOp]:
+def _loss(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the all-reduce of the loss over all ranks, those without work too; within a round over those of a unit."""
-    collective, nbytes = OPS["sum_loss"].collective, torch.float64.itemsize
+    plan, collective, nbytes = program.plan, OPS["sum_loss"].collective, torch.float64.itemsize
     last = 1 / (plan.rounds.steps * plan.accumulate) if plan.rounds else 1.0
     for ranks, times in ((plan.unit(rank), 1 - last), (tuple(range(plan.world)), last)):
         if times:
@@ -87,30 +70,32 @@ def _loss(plan: Plan, rank: int) -> Iterator[WireOp]:
             yield WireOp("collective", Payload(What.LOSS), ranks, (), torch.float64, sent, None, collective, times)
 
 
-def _tied(program: PlacedProgram, name: str) -> WireOp:
-    """Return the all-reduce of the gradient of a parameter that several roles use."""
-    collective, tensor, ranks = OPS["all_reduce_tied"].collective, program.tensors[name], program.tied[name]
+def _tied(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
+    """Yield the all-reduce of the gradient of a parameter that several roles use."""
+    name, collective = action.value, OPS["all_reduce_tied"].collective
+    tensor, ranks = program.tensors[name], program.tied[name]
     sent = collective.sent(tensor.nbytes, tensor.nbytes, len(ranks))
     payload = Payload(What.TIED, name)
-    return WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, sent, None, collective)
+    yield WireOp("collective", payload, ranks, tensor.shape, tensor.dtype, sent, None, collective)
 
 
-def _bucket_of_kind(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
-    """Return what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
-    plan = program.plan
+def _bucket_of_kind(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
+    """Yield what `_bucket` does, computed once for the ranks to which it is the same: one of each group of a unit."""
+    plan, stage = program.plan, program.stage(action.role)
     group = plan.group(stage.role, rank)
-    if stage.dealt or action.verb == "average" or plan.all_reduce != "backend":
-        return _bucket(program, stage, rank, action)
+    if stage.dealt or action.row.what is What.AVERAGE or plan.all_reduce != "backend":
+        yield _bucket(program, stage, rank, action)
+        return
     known, key = _BUCKETS.setdefault(program, {}), (action, group.index(rank), rank // plan.unit_size)
     if key not in known:
         known[key] = _bucket(program, stage, rank, action)
-    return known[key]
+    yield known[key]
 
 
 def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> WireOp:
     """Return the all-reduce of a bucket of gradients over the replicas, or of one of parameters over the units."""
     plan, names = program.plan, stage.bucket(action)
-    averages = action.verb == "average"
+    averages = action.row.what is What.AVERAGE
     replicas = (plan.averaged if averages else plan.replicas)(stage.role, rank)
     if not averages and names[0] in stage.own_sums:
         replicas = plan.together(stage.role, rank)
@@ -133,9 +118,9 @@ def _bucket(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> 
 def _messages(program: LoweredProgram, rank: int, action: Action) -> Iterator[WireOp]:
     """Yield the messages of a cut, or of its gradient, to or from each rank that has a part of it."""
     plan, cut, collective = program.plan, program.stage(action.role).cut(action), OPS[action.verb].collective
-    what, layer = What.CUT_GRADIENT if "grad" in action.verb else What.CUT, program.layer_of.get(cut.value)
-    backward = what is What.CUT_GRADIENT
+    what, backward, layer = action.row.what, action.row.backward, program.layer_of.get(cut.value)
     piece = None if program.travels_whole(cut) else action.microbatch
+    assert what is not None, action
     for peer, a, b in plan.routes(rank, action.role, action.peer, cut.together(backward), piece):
         spec, columns = cut.spec, None
         if cut.travels(backward) is State.FEATURES:
@@ -155,8 +140,8 @@ def _over_group(program: LoweredProgram, rank: int, action: Action) -> Iterator[
     stage = program.stage(action.role)
     cut = stage.cut(action)
     assert cut.entry is not None, action
-    transition = cut.entry.adjoint if action.verb.endswith("_grad") else cut.entry
-    what = What.ENTRY_GRADIENT if transition is not cut.entry else What.ENTRY
+    transition, what = cut.entry.adjoint if action.row.backward else cut.entry, action.row.what
+    assert what is not None, action
     payload = Payload(what, cut.name, action.role, microbatch=action.microbatch)
     layer = program.layer_of.get(cut.value)
     if (op := _moved(program.plan, rank, action, cut.spec, transition, payload, layer)) is not None:
@@ -183,8 +168,8 @@ def _moved(
 
 def inside(program: PlacedProgram, stage: Stage, rank: int, action: Action) -> Iterator[tuple[fx.Node, WireOp]]:
     """Yield what the nodes of a stage communicate in forward, or in backward, which visits them in reverse."""
-    plan, role, backward = program.plan, stage.role, action.verb == "backward"
-    sizes, once = plan.microbatch_sizes(role, rank, action.microbatch), action.verb == "weigh"
+    plan, role, backward = program.plan, stage.role, action.row.backward
+    sizes, once = plan.microbatch_sizes(role, rank, action.microbatch), action.row.often is Often.ONCE
     if not (examples := sum(sizes)) and not once:
         return
     mine = sizes[plan.group(role, rank).index(rank)]
@@ -260,6 +245,20 @@ def _values(
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that values of `dtype` are summed in."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+_AMONG: dict[Among, Callable[[LoweredProgram, int, Action], Iterator[WireOp]]] = {
+    Among.NONE: _nothing,
+    Among.PAIR: _messages,
+    Among.GROUP: _over_group,
+    Among.STAGE: lambda program, rank, a: (op for _, op in inside(program, program.stage(a.role), rank, a)),
+    Among.REPLICAS: _bucket_of_kind,
+    Among.HOLDERS: _tied,
+    Among.OWNERS: lambda program, rank, action: dealt_ops(program, program.stage(action.role), rank, action),
+    Among.SERVERS: lambda program, rank, action: worker_ops(program, program.stage(action.role), rank, action),
+    Among.WORKERS: server_ops,
+    Among.WORLD: _loss,
+}
 
 
 # -- parameters of a rank ----------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from splitc.ir.actions import VERBS
 from splitc.ir.comm_ops import NODES, OPS, CommOp, Over, op_of
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
+from splitc.ir.schedule.verbs import VERBS
 from splitc.ir.transitions import TRANSITIONS, Collective, transition_of
 from splitc.ir.wire import inside, of_action
 from tests.support.every_strategy import every_strategy, planned

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from splitc.errors import InternalError
-from splitc.ir.actions import BUCKET_VERBS, Action
+from splitc.ir.actions import Action
+from splitc.ir.schedule.verbs import VERBS
 
 _LINE = r"(?:(\w+): )?(\w+)(?: (?!->|<-|\[)(.+?))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?"
 
@@ -18,7 +19,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
         if match is None:
             raise InternalError(f"line {number} is no action: {line!r}")
         role, verb, value, peer, microbatch = match.groups(default="")
-        bucket = re.fullmatch(r"bucket(\d+)", value) if verb in BUCKET_VERBS else None
+        bucket = re.fullmatch(r"bucket(\d+)", value) if verb in VERBS and VERBS[verb].buckets else None
         actions.append(
             Action(
                 verb,

@@ -1,0 +1,1 @@
+"""What ranks do in a step, and in which order."""
