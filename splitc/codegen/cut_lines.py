@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from splitc import units
 from splitc.codegen.layout import Line
@@ -16,12 +17,23 @@ from splitc.ir.wire_op import What
 from splitc.runtime.collectives.layouts import Move, State, Transition
 
 
+@dataclass(frozen=True)
+class Comm:
+    """The communicator that a line uses.  each: that of the microbatch, `comm[k]`."""
+
+    name: str
+    each: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}[k]" if self.each else self.name
+
+
 class CutLines:
     """The variables that hold a cut on its way, and the lines that move it.
 
     comms: the roles whose communicators the function takes.
     microbatched: the roles that run their stage once for each of several microbatches.  Where all roles do, values that
-    one action leaves to a later one are kept by microbatch: `cut0[k]`.
+    one action leaves to a later one are kept by microbatch: `cut0[k]`.  tables: of such values, what each is at first.
     """
 
     def __init__(
@@ -36,14 +48,15 @@ class CutLines:
         self._training, self._microbatched = training, microbatched
         self._in_pieces = bool(microbatched) and program.plan.microbatches > 1
         self.comms = comms
+        self.tables: dict[str, str] = {}
 
     def comm(self, role: str) -> str:
         """The variable of a role's communicator."""
         return "comm" if len(self.comms) == 1 else role
 
-    def part(self, action: Action) -> str:
+    def part(self, action: Action) -> Comm:
         """The communicator of an action: that of its microbatch, or of the whole batch."""
-        return f"{self.comm(action.role)}[k]" if self.repeats(action) else self.comm(action.role)
+        return Comm(self.comm(action.role), self.repeats(action))
 
     def repeats(self, action: Action) -> bool:
         """Whether an action is done once for each microbatch."""
@@ -58,17 +71,21 @@ class CutLines:
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
-    def kept(self, name: str) -> str:
-        """A value that a later action uses."""
-        return f"{name}[k]" if self._in_pieces else name
+    def kept(self, name: str, last: bool = False) -> str:
+        """A value that a later action uses.  last: nothing uses it after."""
+        if not self._in_pieces:
+            return name
+        self.tables.setdefault(name, "{}")
+        return f"{name}.pop(k)" if last else f"{name}[k]"
 
-    def last(self, name: str) -> str:
-        """The same, where nothing uses it after."""
-        return f"{name}.pop(k)" if self._in_pieces else name
+    def appended(self, name: str, value: str) -> str:
+        """The line that adds a value to a list, which the microbatches have together."""
+        self.tables.setdefault(name, "[]")
+        return f"{name}.append({value})"
 
-    def returned(self, cut: Cut) -> str:
+    def returned(self, cut: Cut, last: bool = False) -> str:
         """What the producer's stage returns."""
-        return self.kept(cut.name) if self._returns(cut) or not cut.sent or self._is_parted else cut.name
+        return self.kept(cut.name, last) if self._returns(cut) or not cut.sent or self._is_parted else cut.name
 
     @property
     def _is_parted(self) -> bool:
@@ -79,35 +96,33 @@ class CutLines:
         """Whether its gradient comes back in this step."""
         return cut.gradient and self._training
 
-    def produced(self, cut: Cut) -> str:
+    def produced(self, cut: Cut, last: bool = False) -> str:
         """The producer's own examples of a cut, or the input that it passes on."""
         if self._is_input(cut):
             named = variables(self._program.stage(cut.producer).graph).items()
             return next(name for node, name in named if node.op == "placeholder" and node.target == cut.value)
-        return self.returned(cut)
+        return self.returned(cut, last)
 
-    def received(self, cut: Cut) -> str:
+    def received(self, cut: Cut, last: bool = False) -> str:
         """The variable of the consumer's own examples of a cut, whole or by microbatch."""
         if not cut.sent:
-            return self.produced(cut)
+            return self.produced(cut, last)
         name = cut.name if len(self.comms) == 1 else f"{cut.name}_{cut.consumer}"
-        return name if self._is_input(cut) else self.kept(name)
+        return name if self._is_input(cut) else self.kept(name, last)
 
-    def _arrived(self, cut: Cut, comm: str) -> str:
+    def _arrived(self, cut: Cut, comm: Comm) -> str:
         """The consumer's own examples of a cut in the microbatch."""
-        name = self.received(cut)
         if not self._in_pieces or self._is_input(cut):
-            whole = cut.consumer in self._microbatched and cut.spec.batch_dim is not None
+            whole, name = cut.consumer in self._microbatched and cut.spec.batch_dim is not None, self.received(cut)
             return self.piece(name, cut.spec, comm) if whole else name
         used_later = self._returns(cut) and (not cut.sent or not cut.gathered)
-        name = name if used_later else name.replace("[k]", ".pop(k)")
-        return f"{name}.wait()" if cut.sent else name
+        return self.received(cut, last=not used_later) + ".wait()" * cut.sent
 
-    def piece(self, name: str, spec: TensorSpec, comm: str) -> str:
+    def piece(self, name: str, spec: TensorSpec, comm: Comm) -> str:
         """The microbatch's part of a value that is there whole."""
-        return f"{comm}.piece({name}{_layout(spec)})" if comm.endswith("[k]") and spec.batch_dim is not None else name
+        return f"{comm}.piece({name}{_layout(spec)})" if comm.each and spec.batch_dim is not None else name
 
-    def entry(self, cut: Cut, comm: str) -> list[Line]:
+    def entry(self, cut: Cut, comm: Comm) -> list[Line]:
         """The line that makes of a cut without groups the leaf whose gradient goes back, where one is needed."""
         if self._is_early(cut):
             return [(f"{self.stage_input(cut)} = {self.stage_input(cut)}.wait().requires_grad_()", "")]
@@ -122,33 +137,33 @@ class CutLines:
         """Whether a group takes the cut, and gives its gradient back, while it computes on another microbatch."""
         return self._in_pieces and self._training and self._program.enters_early(cut)
 
-    def argument(self, cut: Cut, comm: str) -> str:
+    def argument(self, cut: Cut, comm: Comm) -> str:
         """What the call of the consumer's stage is given."""
         if cut.gathered and not self._returns(cut):
-            return self.last(f"{cut.name}_group")
+            return self.kept(f"{cut.name}_group", last=True)
         return self.stage_input(cut) if self._returns(cut) else self._arrived(cut, comm)
 
-    def stage_input(self, cut: Cut) -> str:
+    def stage_input(self, cut: Cut, last: bool = False) -> str:
         """What the consumer's stage reads, where it is a variable of its own."""
         if cut.gathered:
-            return self.kept(f"{cut.name}_group")
+            return self.kept(f"{cut.name}_group", last)
         if not cut.sent and self._returns(cut):
-            return self.kept(f"{cut.name}_{cut.consumer}")
-        return self.received(cut)
+            return self.kept(f"{cut.name}_{cut.consumer}", last)
+        return self.received(cut, last)
 
     def input_gradient(self, cut: Cut) -> str:
         """The gradient of the consumer's own examples."""
         if cut.entry is None:
-            return f"{self.stage_input(cut).replace('[k]', '.pop(k)')}.grad"
+            return f"{self.stage_input(cut, last=True)}.grad"
         if cut.consumer in self._microbatched and not self._in_pieces:
             return f"torch.cat(d_{cut.name}{f', dim={cut.spec.batch_dim}' if cut.spec.batch_dim else ''})"
-        return f"d_{cut.name}_{cut.consumer}" if self._in_pieces and cut.sent else self.last(f"d_{cut.name}")
+        return f"d_{cut.name}_{cut.consumer}" if self._in_pieces and cut.sent else self.kept(f"d_{cut.name}", last=True)
 
     def output_gradient(self, cut: Cut) -> str:
         """The gradient of what the producer's stage returns."""
         if not cut.sent:
             return self.input_gradient(cut) + ".wait()" * self._is_early(cut)
-        return self.last(f"d_{cut.name}") + ".wait()" * self._in_pieces
+        return self.kept(f"d_{cut.name}", last=True) + ".wait()" * self._in_pieces
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +177,7 @@ class CutLines:
             case "send":
                 return f'{comm}.send({self._sent(cut)}, "{role}"{layout}{to})', f"-> {role}  {size}"
             case "recv":
-                call = _recv(comm, cut, role, to) + ("" if cut.gathered or comm.endswith("[k]") else leaf)
+                call = _recv(comm, cut, role, to) + ("" if cut.gathered or comm.each else leaf)
                 return f"{self.received(cut)} = {call}", f"<- {role}  {size}"
             case "recv_grad":
                 return f"{self.kept(f'd_{cut.name}')} = {_recv(comm, cut, role, of)}", f"<- {role}  {size}"
@@ -170,18 +185,18 @@ class CutLines:
                 return f'{comm}.send({self.input_gradient(cut)}, "{role}"{layout}{of})', f"-> {role}  {size}"
         return (self._entry_grad if action.row.backward else self._entry)(cut, comm)
 
-    def _entry(self, cut: Cut, comm: str) -> Line:
+    def _entry(self, cut: Cut, comm: Comm) -> Line:
         assert cut.entry is not None
         value = self._arrived(cut, comm) + (".detach()" if not cut.sent and self._returns(cut) else "")
         write, leaf = (_started, "") if self._is_early(cut) else (_moved, ".requires_grad_()" * self._returns(cut))
-        what = "a microbatch" if comm.endswith("[k]") else "the examples"
+        what = "a microbatch" if comm.each else "the examples"
         note = f"all-gather: {what} of all ranks of the group" if cut.entry.move is Move.GATHER else str(cut.entry)
         without = Transition(cut.entry.source, State.DIVIDED) if cut.entry.move is Move.GATHER else cut.entry
         return f"{self.stage_input(cut)} = {write(comm, value, cut.spec, without)}{leaf}", note
 
-    def _entry_grad(self, cut: Cut, comm: str) -> Line:
+    def _entry_grad(self, cut: Cut, comm: Comm) -> Line:
         assert cut.entry is not None
-        whole, adjoint = self.stage_input(cut).replace("[k]", ".pop(k)"), cut.entry.adjoint
+        whole, adjoint = self.stage_input(cut, last=True), cut.entry.adjoint
         write = _started if self._is_early(cut) else _moved
         call = write(comm, f"{whole}.grad", cut.spec, adjoint)
         note = str(adjoint)
@@ -189,26 +204,24 @@ class CutLines:
             note = f"{COLLECTIVES[adjoint.move]} over the group".replace("_", "-")
         elif adjoint == (State.REPLICATE, State.BATCH):
             note = "this rank's own examples"
-        if comm.endswith("[k]") and not self._in_pieces:
-            return f"d_{cut.name}.append({call})", note
+        if comm.each and not self._in_pieces:
+            return self.appended(f"d_{cut.name}", call), note
         name = self.input_gradient(cut) if cut.sent else self.kept(f"d_{cut.name}")
         return f"{name} = {call}", note
 
     def _sent(self, cut: Cut) -> str:
         """A cut in the dtype that its receiver expects: which operations autocast casts differs between devices."""
-        source = self.produced(cut)
-        if self._is_parted and not self._returns(cut):
-            source = source.replace("[k]", ".pop(k)")  # nothing uses it after
+        source = self.produced(cut, last=self._is_parted and not self._returns(cut))
         is_made = cut.spec.dtype.is_floating_point and not self._is_input(cut)
         return f"{source}.to({cut.spec.dtype})" if self._program.autocast is not None and is_made else source
 
-    def _size(self, cut: Cut, stage: Stage, action: Action, comm: str) -> str:
+    def _size(self, cut: Cut, stage: Stage, action: Action, comm: Comm) -> str:
         state = cut.travels(action.row.backward)
         if state is not State.BATCH:
             ranks = self._rank_program.ranks
             sizes = {sum(op.nbytes for op in of_action(self._program, rank, action)) for rank in ranks}
             return f"{'up to ' * (len(sizes) > 1)}{units.nbytes(max(sizes))}{in_state(state)}"
-        batch = common_batch(self._program, self._rank_program, stage, in_pieces=comm.endswith("[k]"))
+        batch = common_batch(self._program, self._rank_program, stage, in_pieces=comm.each)
         if batch is None:
             return f"{units.nbytes(cut.spec.nbytes(1))} an example"
         return units.nbytes(cut.spec.nbytes(batch))
@@ -233,20 +246,20 @@ def _state(word: str, state: State) -> str:
     return "" if state is State.BATCH else f', {word}="{state}"'
 
 
-def _recv(comm: str, cut: Cut, role: str, state: str) -> str:
+def _recv(comm: Comm, cut: Cut, role: str, state: str) -> str:
     rows = f", rows={cut.spec.rows}" if cut.spec.rows != 1 else ""
-    verb = "irecv" if comm.endswith("[k]") else "recv"
+    verb = "irecv" if comm.each else "recv"
     return f'{comm}.{verb}("{role}", {cut.spec.template()}, {cut.spec.dtype}{rows}{state})'
 
 
-def _moved(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:
+def _moved(comm: Comm, value: str, spec: TensorSpec, transition: Transition) -> str:
     """The call that brings a value to another state."""
     function, options = options_of(transition, spec.shape[-1], spec.batch_dim or 0, spec.rows)
     given = "".join(f", {key}={literal(option)}" for key, option in options.items())
     return f"{comm}.{function.__name__}({value}{given})"
 
 
-def _started(comm: str, value: str, spec: TensorSpec, transition: Transition) -> str:
+def _started(comm: Comm, value: str, spec: TensorSpec, transition: Transition) -> str:
     """The call that begins to bring a value to another state."""
     features = f", features={spec.shape[-1]}" if State.FEATURES in transition else ""
     return f'{comm}.start({value}, "{transition.source}", "{transition.target}"{features}{_layout(spec)})'

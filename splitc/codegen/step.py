@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from splitc import units
-from splitc.codegen.cut_lines import CutLines
+from splitc.codegen.cut_lines import Comm, CutLines
 from splitc.codegen.emit import Emitter
 from splitc.codegen.layout import Line, aligned, wrapped
 from splitc.codegen.microbatches import microbatched
@@ -27,6 +27,7 @@ from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.schedule.verbs import When
 from splitc.ir.wire import bucket_nbytes
 from splitc.runtime.collectives.layouts import State
@@ -107,7 +108,9 @@ class StepWriter:
             return [line for action in actions for line in self._lines(action)]
         number = max(self._program.num_microbatches(stage) for stage in self.stages)
         cuts = self._cuts
-        return microbatched(actions, number, cuts.repeats, cuts.enters_early, self._lines, cuts.comm)
+        nest = loop_nest(actions, number, cuts.repeats, cuts.enters_early)
+        self._waits |= any(stage.has_loss and stage.role in nest.apart for stage in self.stages)
+        return microbatched(nest, self._lines, cuts.comm, cuts.tables)
 
     def _lines(self, action: Action) -> list[Line]:
         """The lines of one action."""
@@ -120,11 +123,11 @@ class StepWriter:
             return [self._cuts.line(self._program.stage(action.role), action)]
         return _LINES[action.verb](self, action, comm) if action.verb in _LINES else []  # a line of another one
 
-    def _tied(self, action: Action, comm: str) -> list[Line]:
+    def _tied(self, action: Action, comm: Comm) -> list[Line]:
         line = f"{comm}.all_reduce_tied(stage, TIED)", "over all roles that use them"
         return [line] if action.value == self._first_tied else []
 
-    def _pull(self, action: Action, comm: str) -> list[Line]:
+    def _pull(self, action: Action, comm: Comm) -> list[Line]:
         served = _served(self._program.stage(action.role))
         if self._plan.overlap:
             return [(f"{comm}.start_pulls(stage, {served})", "parameters begin to arrive")]
@@ -144,16 +147,16 @@ class StepWriter:
     def _method(self, stage: Stage, verb: str) -> str:
         return method_name(self._program, stage, self._alone, self._suffixes.get(stage.role, ""), verb)
 
-    def _weigh(self, action: Action, comm: str) -> list[Line]:
+    def _weigh(self, action: Action, comm: Comm) -> list[Line]:
         stage = self._program.stage(action.role)
         method = self._method(stage, "weigh")
         names = variables(stage.graph)
         nodes = weighed(stage)
         whole = [names[n] if n.op == "placeholder" else self._cuts.received(cut_of(n)) for n in nodes]
-        call = f"stage.{method}({', '.join([comm, *whole])})"
+        call = f"stage.{method}({', '.join([str(comm), *whole])})"
         return [(f"{', '.join(computed_once(stage))} = {call}", "what the loss divides by")]
 
-    def _forward(self, action: Action, comm: str) -> list[Line]:
+    def _forward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self._program.stage(action.role)
         if stage.graph.output_node().args[0] is not None and self._program.loss.target is comm_ops.returned:
             return []
@@ -161,18 +164,20 @@ class StepWriter:
         method = self._method(stage, "forward")
         called = "stage" if method == "forward" else f"stage.{method}"
         specs = {name: tensor_spec(node) for node, name in variables(stage.graph).items() if node.op == "placeholder"}
+        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)]
+        if stage.has_loss:
+            returned.append(self._cuts.kept("loss") if self._waits else "loss")
         inputs = [self._cuts.piece(name, specs[name], comm) for name in forward_inputs(stage)]
         received = [self._cuts.argument(cut, comm) for cut in stage.receives]
-        call = f"{called}({', '.join([comm, *inputs, *received, *computed_once(stage)])})"
-        loss = self._cuts.kept("loss") if self._waits else "loss"
-        returned = [self._cuts.returned(cut) for cut in returned_cuts(stage)] + ([loss] if stage.has_loss else [])
+        call = f"{called}({', '.join([str(comm), *inputs, *received, *computed_once(stage)])})"
         line = f"{', '.join(returned)} = {call}" if returned else call
-        lost = [(f"losses.append({loss}.detach())", "")] if stage.has_loss and stage.role in self._microbatched else []
+        adds = stage.has_loss and stage.role in self._microbatched
+        lost = [(self._cuts.appended("losses", f"{returned[-1]}.detach()"), "")] if adds else []
         if self._program.autocast is None:
             return [*lines, (line, ""), *lost]
         return [*lines, (f"with {comm}.autocast({self._program.autocast}):", ""), (f"    {line}", ""), *lost]
 
-    def _exchange(self, action: Action, comm: str, waits: bool = True) -> list[Line]:
+    def _exchange(self, action: Action, comm: Comm | str, waits: bool = True) -> list[Line]:
         """What a role keeps or averages in a round: a line for all buckets of a fragment.  waits: at once."""
         stage, rounds = self._program.stage(action.role), self._plan.rounds
         name, bucket = constant("AVERAGED", self._rank_program, stage), action.bucket or 0
@@ -196,7 +201,7 @@ class StepWriter:
             return [(f"{comm}.average(stage, {given})", note)]
         return [(f"{comm}.start_average(stage, {given}, mixing={rounds.mixing})", note)]
 
-    def _sum_loss(self, action: Action, comm: str) -> list[Line]:
+    def _sum_loss(self, action: Action, comm: Comm) -> list[Line]:
         if self._plan.world == 1:
             return []
         stage = next((stage for stage in self.stages if stage.has_loss), None)
@@ -207,13 +212,15 @@ class StepWriter:
         own = ", own=True" if info(self._program.loss).state is State.BATCH else ""
         return [(f"total = {comm}.sum_loss({loss}{own})", note)]
 
-    def _backward(self, action: Action, comm: str) -> list[Line]:
+    def _backward(self, action: Action, comm: Comm) -> list[Line]:
         stage = self._program.stage(action.role)
         outputs = [
-            (self._cuts.last(cut.name), self._cuts.output_gradient(cut)) for cut in returned_cuts(stage) if cut.gradient
+            (self._cuts.kept(cut.name, last=True), self._cuts.output_gradient(cut))
+            for cut in returned_cuts(stage)
+            if cut.gradient
         ]
         if stage.has_loss:
-            loss = self._cuts.last("loss") if self._waits else "loss"
+            loss = self._cuts.kept("loss", last=True) if self._waits else "loss"
             outputs.append((f"{comm}.scaled({loss})" if self._program.autocast == torch.float16 else loss, ""))
         if len(outputs) == 1:
             ((value, gradient),) = outputs

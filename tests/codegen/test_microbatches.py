@@ -5,22 +5,24 @@ from __future__ import annotations
 from splitc.codegen.layout import Line
 from splitc.codegen.microbatches import microbatched
 from splitc.ir.actions import Action
+from splitc.ir.schedule.loop_nest import loop_nest
 
 
 def text_of(*actions: Action, number: int = 2) -> str:
     """The step of these actions, all of which repeat; a line is its action, or that of the loss."""
+    nest = loop_nest(actions, number, lambda action: action.verb != "sum_loss", lambda action: False)
+    apart = "fc" in nest.apart
 
     def lines(action: Action) -> list[Line]:
         match action.verb:
             case "forward":
-                return [("loss = stage(k)", ""), ("losses.append(loss.detach())", "")]
+                loss = "loss[k]" if apart else "loss"
+                return [(f"{loss} = stage(k)", ""), (f"losses.append({loss}.detach())", "")]
             case "backward":
-                return [("loss.backward()", "")]
+                return [(f"{'loss.pop(k)' if apart else 'loss'}.backward()", "")]
         return [(f"{action.verb}({action.value})", "")]
 
-    done = microbatched(
-        actions, number, lambda action: action.verb != "sum_loss", lambda action: False, lines, lambda role: role
-    )
+    done = microbatched(nest, lines, lambda role: role, {"losses": "[]", "loss": "{}"})
     return "\n".join(line for line, _ in done)
 
 
