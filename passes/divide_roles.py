@@ -8,7 +8,7 @@ so a role becomes several of the same ranks, and each transition the entry of th
           fc7 = linear(relu(fc6_sum))                          fc7 = linear(relu(fc6_sum))
 
 A node is in the role after all transitions that it depends on.  What depends on none, such as targets, parameters and
-entries, is where it is read first.  The plan that was decided stays `Plan.undivided`.
+entries, is where it is read first.  `Plan.decided` gives the plan with whole roles.
 """
 
 from __future__ import annotations
@@ -191,5 +191,5 @@ def _plan(program: PlacedProgram, role: str, parts: list[str], levels: Levels) -
         layer: replace(place, role=parts[first.get(layer, 0)]) if place.role == role else place
         for layer, place in plan.placements.items()
     }
-    decided = plan.undivided or plan
-    return replace(plan, roles=roles, batch_offsets=bounds, groups=groups, placements=placements, undivided=decided)
+    part_of = {**plan.part_of, **dict.fromkeys(parts[1:], role)}
+    return replace(plan, roles=roles, batch_offsets=bounds, groups=groups, placements=placements, part_of=part_of)

@@ -42,7 +42,7 @@ def with_outputs(program: LoweredProgram, captured: Program) -> LoweredProgram:
 
 def _lowered(program: LoweredProgram, base: Program, outputs: Program) -> LoweredProgram:
     graph, _ = copy_graph(outputs.graph)
-    plan, layer = plan_of(program.plan.undivided or program.plan), "returned"
+    plan, layer = plan_of(program.plan.decided), "returned"
     while layer in plan.placements:
         layer += "_"
     if outputs.coupled and max(map(len, plan.roles.values())) > 1:
@@ -94,7 +94,6 @@ def _with_readers(plan: Plan, layer: str) -> Plan:
         placements={**plan.placements, layer: LayerPlacement(role, holding="replicated", sync="none")},
         groups={name: replace(group, scheme="BK") for name, group in plan.groups.items()},
         microbatches=1,
-        undivided=None,
     )
 
 

@@ -48,9 +48,8 @@ class Schedule(Pass[LoweredProgram, LoweredProgram]):
     ensures: ClassVar[tuple[Check, ...]] = (actions_are_complete, sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        whole = _whole(program)
         scheduled = (
-            replace(each, actions=tuple(_actions(program, each)), whole=tuple(_actions(whole, each)))
+            replace(each, actions=tuple(_actions(program, each)), whole=tuple(_evaluation(program, each)))
             for each in program.rank_programs
         )
         return replace(program, rank_programs=tuple(scheduled))
@@ -64,17 +63,21 @@ class ScheduleForward(Pass[LoweredProgram, LoweredProgram]):
     ensures: ClassVar[tuple[Check, ...]] = (sends_meet_receives, no_deadlock)
 
     def run(self, program: LoweredProgram) -> LoweredProgram:
-        whole = _whole(program)
-        found = {each: tuple(a for a in _actions(whole, each) if a.row.forward) for each in program.rank_programs}
+        found = {each: tuple(_evaluation(program, each)) for each in program.rank_programs}
         scheduled = (replace(each, actions=actions, whole=actions) for each, actions in found.items())
         return replace(program, rank_programs=tuple(scheduled))
 
 
-def _whole(program: LoweredProgram) -> LoweredProgram:
-    """The program with the plan of one batch as a whole."""
-    plan = program.plan
-    together = {role: replace(group, scheme="BK") for role, group in plan.groups.items()}
-    return replace(program, plan=replace(plan, microbatches=1, groups=together))
+def _evaluation(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
+    """Yield what ranks do forward, with one batch as a whole."""
+    if rank_program.roles == (SERVER,):
+        yield Action("send_parameters", role=SERVER)
+    stages = [program.stage(role) for role in program.plan.roles]
+    yield from (Action("pull", role=each.role) for each in stages if each.served and each.role in rank_program.roles)
+    for stage in stages:
+        yield from _forward(program, rank_program, stage, 0, early=False)
+        if stage.has_loss:
+            yield _sum_loss(program, rank_program)
 
 
 def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
@@ -100,21 +103,30 @@ def _actions(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Act
 
 def _cells(program: LoweredProgram, rank_program: RankProgram) -> Iterator[Action]:
     """Yield the cells of the grid; the loss is summed after the last of its role, or before it goes back once."""
-    roles, plan, names = rank_program.roles, program.plan, list(program.plan.roles)
+    plan, names = program.plan, list(program.plan.roles)
     programs = [[names.index(role) for role in each.roles if role != SERVER] for each in program.rank_programs]
     numbers = [program.num_microbatches(program.stage(role)) for role in names]
     order = plan.schedule if plan.microbatches > 1 else "all_forward"
-    own = next((role for role in roles if role != SERVER and program.stage(role).has_loss), roles[-1])
     for cell in grid(programs, numbers, order, [len(parts) for parts in plan.parts.values()]):
         stage = program.stage(names[cell.role])
         yield from (_forward if cell.forward else _backward)(program, rank_program, stage, cell.microbatch)
         if stage.has_loss and cell.microbatch == numbers[cell.role] - 1 and cell.forward == (numbers[cell.role] == 1):
-            yield Action("sum_loss", role=own)
+            yield _sum_loss(program, rank_program)
 
 
-def _forward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int) -> Iterator[Action]:
+def _sum_loss(program: LoweredProgram, rank_program: RankProgram) -> Action:
+    """The sum of the loss, in the role that computes it if these ranks are in it."""
+    roles = rank_program.roles
+    own = (role for role in roles if role != SERVER and program.stage(role).has_loss)
+    return Action("sum_loss", role=next(own, roles[-1]))
+
+
+def _forward(
+    program: LoweredProgram, rank_program: RankProgram, stage: Stage, k: int, early: bool = True
+) -> Iterator[Action]:
     """Yield what a rank does while a role goes forward: as one of it, and as one of the roles that it sends to.
 
+    early: groups may begin to take what the stage made, to compute on another microbatch meanwhile.
     Every rank receives a value at the same point of its list, whatever else it does, so no two wait for each other.
     """
     if k == 0:
@@ -123,10 +135,10 @@ def _forward(program: LoweredProgram, rank_program: RankProgram, stage: Stage, k
         if k == 0 and denominators(stage.graph):
             yield Action("weigh", role=stage.role)
         for cut in stage.receives:
-            if cut.gathered and not program.enters_early(cut):
+            if cut.gathered and not (early and program.enters_early(cut)):
                 yield _entry(cut, k)
         yield Action("forward", role=stage.role, microbatch=k)
-        yield from (_entry(cut, k) for cut in stage.sends if program.enters_early(cut))
+        yield from (_entry(cut, k) for cut in stage.sends if early and program.enters_early(cut))
     yield from _cross(rank_program, (cut for cut in stage.sends if cut.value not in stage.inputs), k)
 
 

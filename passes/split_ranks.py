@@ -36,8 +36,7 @@ class SplitRanks(Pass[PlacedProgram, LoweredProgram]):
     def run(self, program: PlacedProgram) -> LoweredProgram:
         plan = program.plan
         stages = tuple(_stage(program, role) for role in plan.roles)
-        decided = plan.undivided or plan
-        names = {ranks: "_".join(roles) for roles, ranks in decided.ranks_by_roles.items()}
+        names = {ranks: "_".join(roles) for roles, ranks in plan.decided.ranks_by_roles.items()}
         rank_programs = tuple(RankProgram(roles, ranks, names[ranks]) for roles, ranks in plan.ranks_by_roles.items())
         return program.lowered(stages, rank_programs)
 

@@ -67,7 +67,7 @@ class StepWriter:
         """A whole function."""
         actions = [a for a in self._rank_program.actions if not a.row.in_round]
         if not self._training:
-            actions = [a for a in self._rank_program.whole if a.row.forward]
+            actions = list(self._rank_program.whole)
         if name == "predict":
             actions = [a for a in actions if a.verb != "sum_loss"]
         alone = "sum(losses)" if self._microbatched else "loss.detach()"

@@ -65,7 +65,7 @@ class RankProgram:
     """The program of the ranks that are in the same roles: its stages, and the action list of a step.
 
     name: of its file, "conv" or "conv_fc", by the roles of the plan.
-    whole: the list of a step that has no microbatches, as evaluation has none.
+    whole: what they do forward, with one batch as a whole, as evaluation does.
     """
 
     roles: tuple[str, ...]

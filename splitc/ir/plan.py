@@ -44,7 +44,7 @@ class Plan:
     rounds: units of ranks train by themselves and average their parameters after each round; None: no rounds.
     insert_norm: the model is normalised where subnets need it, before it is captured.
     model: fingerprint of the model.  prediction: takes no part in equality and hash.
-    undivided: what was decided, where roles were divided at their transitions since.
+    part_of: of roles that were divided at their transitions since, each further one -> the role as decided.
     """
 
     strategy: str
@@ -65,7 +65,7 @@ class Plan:
     insert_norm: bool = False
     accumulate: int = 1
     prediction: Prediction = field(default_factory=Prediction, compare=False, repr=False)
-    undivided: Plan | None = field(default=None, compare=False, repr=False)
+    part_of: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.rounds is not None or any(group.updates == "every" for group in self.groups.values()):
@@ -105,9 +105,25 @@ class Plan:
         """Role, as decided -> the consecutive roles that it was divided into; itself where it was not."""
         found: dict[str, tuple[str, ...]] = {}
         for role in self.roles:
-            own = role if role in (self.undivided or self).roles else next(reversed(found))
+            own = self.part_of.get(role, role)
             found[own] = (*found.get(own, ()), role)
         return found
+
+    @cached_property
+    def decided(self) -> Plan:
+        """The plan as decided, whose roles are whole."""
+        if not self.part_of:
+            return self
+        whole = [role for role in self.roles if role not in self.part_of]
+        places = self.placements.items()
+        return replace(
+            self,
+            roles={role: self.roles[role] for role in whole},
+            batch_offsets={role: self.batch_offsets[role] for role in whole},
+            groups={role: self.groups[role] for role in whole if role in self.groups},
+            placements={name: replace(place, role=self.part_of.get(place.role, place.role)) for name, place in places},
+            part_of={},
+        )
 
     def roles_of(self, rank: int) -> tuple[str, ...]:
         """The roles that `rank` is in, in the order of the plan; none for a rank without work, or a mere server."""
@@ -283,8 +299,8 @@ class Plan:
     @cached_property
     def decision(self) -> dict[str, Any]:
         """All fields but the prediction, under their names in plan.json."""
-        decided = asdict(replace(self.undivided or self, prediction=Prediction()))
-        del decided["prediction"], decided["undivided"]
+        decided = asdict(replace(self.decided, prediction=Prediction()))
+        del decided["prediction"], decided["part_of"]
         for place in decided["placements"].values():
             for part in ("state", "arrives"):
                 if place[part] is None:

@@ -45,7 +45,7 @@ def decision_problems(plan: Plan) -> list[str]:
 
 def _unreadable(data: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Keys that are missing or unknown, and values of another type than their field: keys to it, and what is wrong."""
-    keys = {"examples", *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction", "undivided"}
+    keys = {"examples", *(each.name for each in fields(Plan))} - {"batch_offsets", "prediction", "part_of"}
     for name in data.keys() - keys - {"schema", "hash", *PREDICTION_KEYS}:
         yield (name,), f"is an unknown key; {near_name(name, keys)}there are {', '.join(sorted(keys))}"
     if type(data.get("world", 0)) is int and not 1 <= data.get("world", 0) <= _MOST_RANKS:

@@ -254,7 +254,7 @@ class PlacedProgram(Program):
         Each role has a copy; its gradients are summed over all of them before identical updates.
         """
         roles: dict[str, set[str]] = defaultdict(set)
-        placements = (self.plan.undivided or self.plan).placements  # the roles of one that was divided share it
+        placements = self.plan.decided.placements  # the roles of one that was divided share it
         for layer in self.layers:
             for name in layer.tensors:
                 roles[name].add(placements[layer.name].role)

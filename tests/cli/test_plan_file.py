@@ -106,7 +106,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"examples": {"trunk": [0, 4], "head": [0, 4]}}, "examples: trunk is [0, 4]; by roles it must be 3 bounds"),
     ({"groups": {"haed": {"size": 2}}}, "groups: there is no role 'haed'; did you mean head?"),
     ({"rounds": {"step": 2}}, "rounds: step is an unknown key; did you mean steps?"),
-    ({"undivided": None}, "undivided is an unknown key"),
+    ({"part_of": {}}, "part_of is an unknown key"),
     ({"schema": 2}, "has schema 2, this splitc reads plans of schema 1"),
     ({"schema": None}, 'has no "schema": 1'),
 ]

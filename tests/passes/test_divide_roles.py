@@ -83,4 +83,4 @@ def test_a_model_that_is_another_one_in_evaluation_stays_whole() -> None:
 
 
 def test_without_microbatches_nothing_is_divided() -> None:
-    assert divided(2, 1).program.plan.undivided is None
+    assert divided(2, 1).program.plan.part_of == {}
