@@ -36,7 +36,8 @@ class Training(NamedTuple):
 class Feature:
     """A feature of training; what it leaves out is not done.  All is called on every rank in one order.
 
-    comm: what generated code calls for it.  name: in texts on what has no part in it, and item: in a checkpoint.
+    comm: what generated code calls for it.  name: in texts, and in what a checkpoint says of its run; "" where neither
+    needs it.  item: of its state in a rank's part of a checkpoint.
     own_parameters: why replicas have parameters of their own between steps, where they do.
     own_plan: why a checkpoint is resumed under its own plan only, where it is.
     """

@@ -248,7 +248,7 @@ def test_the_method_of_every_transition_brings_a_value_to_its_state(
     function, options = options_of(transition, width, dim, rows)
 
     def run(comm: RoleComm) -> None:
-        examples = comm.counted.of_group(rows)
+        examples = comm.counted.group_rows(rows)
         shape = (sum(examples), 2, width) if dim == 0 else (2, sum(examples), width)
         case = Case(shape, Extents(tuple(examples), (3, 2), dim))
         position = comm.members.index(comm.shared.transport.rank)
@@ -305,7 +305,7 @@ def test_the_share_of_a_rank_without_examples_is_zero_though_its_mean_is_not_a_n
     def run(comm: RoleComm) -> list[float]:
         shares = []
         for turn in comm.microbatches():
-            value = torch.ones(comm[turn].counted.of_group(1)[comm.shared.group.index], requires_grad=True)
+            value = torch.ones(comm[turn].counted.group_rows(1)[comm.shared.group.index], requires_grad=True)
             share = comm[turn].scale_by_share(value.mean(), own=True)
             share.backward()
             shares.append(float(share.detach()))

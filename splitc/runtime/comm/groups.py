@@ -77,7 +77,7 @@ class GroupComm(Part):
     def _extents(self, features: int, dim: int, rows: int) -> Extents:
         """How the group divides a value of the microbatch."""
         widths = feature_widths(features, self.role.group.size)
-        return Extents(tuple(self.examples.of_group(rows)), tuple(widths), dim)
+        return Extents(tuple(self.examples.group_rows(rows)), tuple(widths), dim)
 
 
 def _whole(partial: bool) -> State:

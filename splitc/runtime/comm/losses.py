@@ -37,7 +37,7 @@ class LossComm(Part):
 
         The batch is that of all ranks that train together.
         """
-        rows = self.examples.of_group()
+        rows = self.examples.group_rows()
         share = (rows[self.role.group.index] if own else sum(rows)) / max(self.role.unit_examples, 1)
         return value * share if share else value.nan_to_num() * 0.0  # the mean of no examples is not a number
 

@@ -64,14 +64,17 @@ class Role:
         members = [examples_of[member] for member in spec.group] or [spec.examples]
         bounds = [first for first, _ in members] + [members[-1][1]]
         self._compiled = self.pieces = pieces_of(spec.scheme, spec.microbatches, rank.batch_offsets, bounds)
-        self.busy = [k for k in range(self.pieces.number) if any(Examples(self, k).of_group())] or [0]
+        self.busy = self._found_busy()
 
     def begin(self, context: StepContext) -> None:
         """Begin a step: what is issued from now on belongs to it."""
         before, self.context = self.context, context
         if context.offsets != before.offsets:
             self.pieces = replace(self._compiled, bounds=tuple(map(context.moved, self._compiled.bounds)))
-            self.busy = [k for k in range(self.pieces.number) if any(Examples(self, k).of_group())] or [0]
+            self.busy = self._found_busy()
+
+    def _found_busy(self) -> list[int]:
+        return [k for k in range(self.pieces.number) if any(Examples(self, k).group_rows())] or [0]
 
     @property
     def unit_examples(self) -> int:
@@ -113,14 +116,14 @@ class Examples:
             self._positions[examples] = self.role.pieces.positions(own, self.microbatch)
         return self._positions[examples]
 
-    def of(self, ranks: Iterable[int], rows: int = 1) -> list[int]:
+    def rows_of(self, ranks: Iterable[int], rows: int = 1) -> list[int]:
         """Rows that come from each of `ranks` of this role; an example has `rows` of them."""
         found = (self.positions(self.role.examples_of[rank]) for rank in ranks)
         return [(last - first) * rows for first, last in found]
 
-    def of_group(self, rows: int = 1) -> list[int]:
+    def group_rows(self, rows: int = 1) -> list[int]:
         """Rows that come from each member of the group."""
-        return self.of(self.role.members, rows)
+        return self.rows_of(self.role.members, rows)
 
     def span(self, state: str) -> Interval:
         """The examples that this rank has of a value in a state: its own, or its group's."""

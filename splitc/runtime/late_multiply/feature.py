@@ -20,8 +20,8 @@ class LateMultiplyComm(Part):
     def late_multiply(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer whose weight gradient is computed from all replicas' inputs and output errors."""
         (first, last), replicas = self.examples.own, self.role.replicas
-        rows = self.examples.of(replicas.ranks, own := value[..., 0].numel() // max(last - first, 1))
-        if not all(examples := self.examples.of(replicas.ranks)):  # then one without knows no rows of an example
+        rows = self.examples.rows_of(replicas.ranks, own := value[..., 0].numel() // max(last - first, 1))
+        if not all(examples := self.examples.rows_of(replicas.ranks)):  # then one without knows no rows of an example
             each = replicas.all_reduce_scalar(torch.tensor(own, device=value.device))
             rows = [number * (int(each) // (len(rows) - examples.count(0))) for number in examples]
         return self._late.linear(value, weight, bias, rows=rows, is_last=self.examples.is_last)
