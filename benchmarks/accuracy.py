@@ -30,7 +30,7 @@ from splitc.cli.options import positive
 from splitc.errors import SplitcError
 from splitc.ir.cluster_file import parse_cluster
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import parse_strategy
+from splitc.passes.planner.strategy import parse_strategy
 
 STRATEGIES = ("data_parallel", "layer_separation", "late_multiply", "modulo_shard")
 RATES = ("230Mbit", "none")

@@ -17,8 +17,8 @@ from splitc.ir.cluster import Cluster
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.analysis import analyse
+from splitc.passes.planner.strategy import parse_strategy
 
 _HERE = Path(__file__).resolve().parent / "models"
 MODELS = {

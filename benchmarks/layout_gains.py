@@ -23,17 +23,19 @@ from tabulate import tabulate
 from splitc.cli.model_file import load_model
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.ir.program import Program
-from splitc.ir.strategies import DataParallel, LateMultiply, Mixed, ModuloShard
-from splitc.ir.strategy import Strategy
 from splitc.passes.analysis import analyse
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.divisions import Division, divisions
+from splitc.passes.planner.divisions import Division
 from splitc.passes.planner.integer_program import solve
 from splitc.passes.planner.options import make_problem
 from splitc.passes.planner.problem import Option
-from splitc.passes.planner.propose import space_of
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import first_assignment
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.late_multiply import LateMultiply
+from splitc.strategies.mixed import Mixed
+from splitc.strategies.modulo_shard import ModuloShard
 
 BATCH = {"alexnet": 128, "vgg16": 64}  # examples of a rank
 SECONDS = 60.0  # for an integer program
@@ -87,13 +89,13 @@ def gains(program: Program, setting: Setting) -> tuple[Gain, Gain, Gain]:
     """The best of the papers', of those without layers that are computed alike, and of all, over data parallelism."""
     cluster = load_cluster("v100-10gbe").with_bandwidth(setting.bandwidth / 8)
     request = Request(program, cluster, setting.ranks, memory=1e15)
-    plain = divisions(request, DataParallel())
+    plain = DataParallel().divisions(request)
     seconds = 1.0 / best(request, DataParallel(), plain, 1.0).rate
     papers = [
-        best(request, each, divisions(request, each), seconds, lambda o: o.split != "rows" and not _alike(o))
+        best(request, each, each.divisions(request), seconds, lambda o: o.split != "rows" and not _alike(o))
         for each in (LateMultiply(), ModuloShard())
     ]
-    everyone = [each for each in divisions(request, Mixed()) if _shares_all(each)]
+    everyone = [each for each in Mixed().divisions(request) if _shares_all(each)]
     divided, whole = (
         best(request, Mixed(), everyone, seconds, allowed) for allowed in (lambda o: not _alike(o), lambda o: True)
     )
@@ -120,7 +122,7 @@ def best(
 
     seconds: of a step of data parallelism.  allowed: the options of linear layers that may be taken.
     """
-    rules, given = cut_rules(request.program), space_of(request, strategy, False)
+    rules, given = cut_rules(request.program), strategy.space(request, False)
     space = replace(
         given, allows=lambda d, layer, o: given.allows(d, layer, o) and (layer not in request.linears or allowed(o))
     )

@@ -29,9 +29,9 @@ from splitc.cli.options import positive
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import parse_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ("data_parallel", "parameter_server", "layer_separation", "hybrid_single", "modulo_shard", "late_multiply")

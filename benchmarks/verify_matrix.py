@@ -29,8 +29,8 @@ from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError, SplitcError
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.analysis import analyse
+from splitc.passes.planner.strategy import parse_strategy
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (2, 3, 4, 6, 8)

@@ -34,8 +34,8 @@ from splitc.cli.model_file import load_model
 from splitc.cli.options import positive
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.errors import SplitcError
-from splitc.ir.strategies import parse_strategy
 from splitc.ir.wire import wire
+from splitc.passes.planner.strategy import parse_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "benchmarks/models/alexnet_quarter.py"

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import ClassVar
 
 from splitc.checks.graph import every_layer_placed, has_costs
@@ -24,41 +25,22 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate, Prediction
 from splitc.ir.program import PlacedProgram, Program
-from splitc.ir.strategies import (
-    STRATEGIES,
-    Auto,
-    DataParallel,
-    HybridSingle,
-    IndependentSubnets,
-    LateMultiply,
-    LayerSeparation,
-    Mixed,
-    ModuloShard,
-    ParameterServer,
-    SingleDevice,
-)
-from splitc.ir.strategy import Strategy
 from splitc.passes.planner.divisions import FEW
 from splitc.passes.planner.layer_seconds import layer_seconds
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.priced_plan import PricedPlan, fastest, simulated
 from splitc.passes.planner.propose import propose
-from splitc.passes.planner.propose_mixed import mixed
-from splitc.passes.planner.propose_parameter_server import parameter_server
-from splitc.passes.planner.propose_subnets import independent_subnets
 from splitc.passes.planner.reasons import explain
+from splitc.passes.planner.registry import STRATEGIES
 from splitc.passes.planner.request import Request
 from splitc.passes.planner.search import NEAR
+from splitc.passes.planner.strategy import Strategy, strategy_named
 
 _NOT_READ = ("graph", "root", "evaluation", "outputs")  # of a program; the text of its graph is
 _EXACT = 1e-6  # a smaller gap is none
 _EQUAL = 0.03  # of a step, for which no batches are accumulated
 _MANY = 256  # layers, from which simulating takes seconds
 _TRANSFERS = 50_000  # of a step that is simulated where other plans are known, in a world of more than a few ranks
-_COMPARED = (
-    SingleDevice, DataParallel, ParameterServer, LayerSeparation, HybridSingle, ModuloShard, LateMultiply, Mixed
-)  # fmt: skip
-"""The exact strategies, in the order in which equals win."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +80,7 @@ class Place(Pass[Program, PlacedProgram]):
         stopped = time.monotonic() - begin >= self.time_limit  # more time might find a better one
         if key is not None and kept is None and not stopped:
             keep("plan", key, plan.to_json())
-        compared = (
-            None if isinstance(self.strategy, Auto) else lambda: _candidates(self._priced(replace(request), True))
-        )
+        compared = None if self.strategy.compares else lambda: _candidates(self._priced(replace(request), True))
         return program.placed(replace(plan, prediction=replace(plan.prediction, all=compared)))
 
     def simulated(self, program: Program) -> list[PricedPlan]:
@@ -118,7 +98,7 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _plan(self, request: Request) -> Plan:
         """The plan to take, with its prices."""
-        several = self._simulated(request, isinstance(self.strategy, Auto))
+        several = self._simulated(request, self.strategy.compares)
         priced = tuple(map(fastest, several))
         chosen = self._choose(priced)
         while self.fits is not None and not (chosen.plan is None or self.fits(request.program, chosen.plan)):
@@ -151,8 +131,9 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _simulated(self, request: Request, everything: bool) -> list[list[PricedPlan]]:
         """The best few plans of these strategies, simulated where they may be the best."""
-        names = [each.name for each in _COMPARED] if everything else []
-        names += [self.strategy.name] if self.strategy.name not in (*names, Auto.name) else []
+        own = self.strategy
+        names = [name for name in STRATEGIES if everything and strategy_named(name).compared]
+        names += [own.name] if not (own.compares or own.name in names) else []
         proposed = [self._proposed(request, name) for name in names]
         few = not everything or request.world <= FEW
         best, priced = _compared(request, proposed, math.inf if few else _TRANSFERS)
@@ -163,20 +144,11 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _proposed(self, request: Request, name: str) -> list[PricedPlan]:
         """The best few plans of a strategy, before they are simulated."""
-        asked, kind = self.strategy, STRATEGIES[name]
+        asked, kind = self.strategy, strategy_named(name)
         common = {f.name: getattr(asked, f.name) for f in fields(Strategy) if getattr(asked, f.name) is not None}
         own = asked if isinstance(asked, kind) else kind(**common)
-        match own:
-            case ParameterServer():
-                return [parameter_server(request, own)]
-            case IndependentSubnets():
-                return [independent_subnets(request, own)]
-            case Mixed():
-                return [mixed(request), *([] if own is asked else propose(request, own))]
-        if own is asked:
-            return propose(request, own, by_name=True)
-        narrow = isinstance(own, LateMultiply | ModuloShard)  # by name, and what that gives is a plan of theirs too
-        return [*propose(request, own), *(propose(request, own, by_name=True) if narrow else ())]
+        searched = [propose(request, own, by_name) for by_name in own.searches(own is asked)]
+        return [*own.proposals(request), *chain.from_iterable(searched)]
 
     def problems(self) -> list[str]:
         """What is wrong with the request whatever the model: one line each."""
@@ -217,7 +189,7 @@ class Place(Pass[Program, PlacedProgram]):
 
     def _choose(self, priced: tuple[PricedPlan, ...]) -> PricedPlan:
         """The plan to take."""
-        if not isinstance(self.strategy, Auto):
+        if not self.strategy.compares:
             (chosen,) = (each for each in priced if each.strategy == self.strategy.name)
             if not chosen.feasible:
                 raise PlacementError(f"{self.strategy} is not possible: {chosen.infeasible_because}")
@@ -260,5 +232,6 @@ def _candidates(priced: tuple[PricedPlan, ...]) -> tuple[Candidate, ...]:
     def decided(each: PricedPlan) -> str:
         return replace(each.plan, strategy="").hash if each.plan is not None and each.feasible else ""
 
-    others = {"", *(decided(each) for each in priced if each.strategy != Mixed.name)}
-    return tuple(each.candidate() for each in priced if each.strategy != Mixed.name or decided(each) not in others)
+    spanning = [name for name in STRATEGIES if strategy_named(name).spans]
+    others = {"", *(decided(each) for each in priced if each.strategy not in spanning)}
+    return tuple(each.candidate() for each in priced if each.strategy not in spanning or decided(each) not in others)

@@ -21,19 +21,17 @@ if TYPE_CHECKING:
     from splitc.ir.placements import Grouping, Placement
     from splitc.ir.plan import Plan
     from splitc.ir.prediction import Candidate
-    from splitc.ir.strategies import (
-        Auto,
-        DataParallel,
-        HybridSingle,
-        IndependentSubnets,
-        LateMultiply,
-        LayerSeparation,
-        LocalSGD,
-        ModuloShard,
-        ParameterServer,
-        SingleDevice,
-    )
     from splitc.prepared import prepare
+    from splitc.strategies.auto import Auto
+    from splitc.strategies.data_parallel import DataParallel
+    from splitc.strategies.hybrid_single import HybridSingle
+    from splitc.strategies.independent_subnets import IndependentSubnets
+    from splitc.strategies.late_multiply import LateMultiply
+    from splitc.strategies.layer_separation import LayerSeparation
+    from splitc.strategies.local_sgd import LocalSGD
+    from splitc.strategies.modulo_shard import ModuloShard
+    from splitc.strategies.parameter_server import ParameterServer
+    from splitc.strategies.single_device import SingleDevice
     from splitc.verify.verify import Verification
 
 _MODULES = {
@@ -44,9 +42,17 @@ _MODULES = {
     "ir.placements": "Grouping Placement",
     "ir.plan": "Plan",
     "ir.prediction": "Candidate",
-    "ir.strategies": "Auto SingleDevice DataParallel LayerSeparation HybridSingle IndependentSubnets LateMultiply "
-    "LocalSGD ModuloShard ParameterServer",
     "prepared": "prepare",
+    "strategies.auto": "Auto",
+    "strategies.data_parallel": "DataParallel",
+    "strategies.hybrid_single": "HybridSingle",
+    "strategies.independent_subnets": "IndependentSubnets",
+    "strategies.late_multiply": "LateMultiply",
+    "strategies.layer_separation": "LayerSeparation",
+    "strategies.local_sgd": "LocalSGD",
+    "strategies.modulo_shard": "ModuloShard",
+    "strategies.parameter_server": "ParameterServer",
+    "strategies.single_device": "SingleDevice",
     "verify.verify": "Verification",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -20,8 +20,7 @@ from splitc.ir.costs import COUNTED, require_counted
 from splitc.ir.pass_manager import Watcher
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import parse_strategy
-from splitc.ir.strategy import Strategy, in_microbatches
+from splitc.passes.planner.strategy import Strategy, in_microbatches, parse_strategy
 from splitc.runtime.transport.meeting import refusals_told
 
 

@@ -29,12 +29,11 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import rank_graph
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.strategies import IndependentSubnets, parse_strategy
-from splitc.ir.strategy import Strategy
 from splitc.passes.analysis import analyse, fingerprint
 from splitc.passes.lower_evaluation import with_evaluation
 from splitc.passes.lower_outputs import with_outputs
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import Strategy, parse_strategy
 from splitc.passes.predict import Predict
 from splitc.passes.rewriting import lower, lower_unchecked
 from splitc.passes.use_plan import UsePlan
@@ -106,10 +105,7 @@ def compile_example(
 
 def inserts_norm(settings: Settings, plan: Plan | None) -> bool:
     """Whether the model is to be normalised where subnets need it (`with_norms`), before it is captured."""
-    if plan is not None:
-        return plan.insert_norm
-    strategy = parse_strategy(settings.strategy)
-    return isinstance(strategy, IndependentSubnets) and bool(strategy.insert_norm)
+    return parse_strategy(settings.strategy).inserts_norm if plan is None else plan.insert_norm
 
 
 def specialise(

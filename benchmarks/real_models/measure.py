@@ -29,8 +29,8 @@ from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.analysis import analyse
+from splitc.passes.planner.strategy import parse_strategy
 
 BATCH = 4  # examples of one rank
 CLUSTER = "k80-2.6gbe"

@@ -9,7 +9,6 @@ from splitc.ir.plan import Plan
 from splitc.passes.planner.divisions import Division
 from splitc.passes.planner.problem import Option
 from splitc.passes.planner.request import Request
-from splitc.runtime.spec import Rounds
 
 
 def build_plan(
@@ -18,11 +17,10 @@ def build_plan(
     division: Division,
     chosen: Mapping[str, Option],
     exact: bool = True,
-    rounds: Rounds | None = None,
 ) -> Plan:
     """The plan of `division` in which every layer runs by its option.
 
-    A second role on the ranks of the first is left out where no layer runs in it.  rounds: the division is one of them.
+    A second role on the ranks of the first is left out where no layer runs in it.
     """
     used = {option.role for option in chosen.values()}
     count = 1 if used == {0} else len(division.roles)
@@ -30,20 +28,15 @@ def build_plan(
     roles, offsets, groups = {}, {}, {}
     for name, role in zip(names, division.roles, strict=False):
         roles[name], offsets[name] = role.ranks, role.bounds
-        if rounds is not None:
-            roles[name], offsets[name] = tuple(range(request.world)), request.bounds(request.world)
         if role.group > 1:
             groups[name] = Grouping(role.group, role.scheme, role.updates)
     placements = {}
     for layer, option in chosen.items():
         role, pin = division.roles[option.role], request.pins.get(layer)
-        sync = option.sync
-        if rounds is not None and len(role.groups) == 1:
-            sync = "average" if request.gradient_of(layer) and request.world > 1 else "none"
         placements[layer] = LayerPlacement(
             names[option.role],
             option.holding,
-            sync,
+            option.sync,
             role.group if option.holding == "sharded" else None,
             option.split,
             option.state,
@@ -60,5 +53,4 @@ def build_plan(
         groups,
         all_reduce=request.all_reduce,
         exact=exact,
-        rounds=rounds,
     )

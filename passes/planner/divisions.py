@@ -1,11 +1,4 @@
-"""Divisions of the world into roles, groups and microbatches, and those that each strategy has.
-
-    single_device       one role on rank 0
-    data_parallel, late_multiply      one role on all ranks
-    modulo_shard        two roles on all ranks, the second in groups of consecutive ranks
-    layer_separation    two or more roles on ranks of their own
-    hybrid_single       one role on all ranks, another on rank 0
-    mixed               two roles on ranks of their own or on all ranks, groups of any size, any microbatches
+"""Divisions of the world into roles, groups and microbatches; which of them a strategy has is in its own file.
 
 As in the papers, the first role reads the data and the last one has the loss.  On unequal clusters `unequal` tries
 other ranks and other shares.
@@ -14,22 +7,15 @@ other ranks and other shares.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import pairwise
 
 from splitc.ir.cluster import Device
-from splitc.ir.shares import serve
-from splitc.ir.strategies import HybridSingle, LayerSeparation, Mixed, ModuloShard, SingleDevice
-from splitc.ir.strategy import Strategy
 from splitc.passes.planner.request import Request, largest
 
 FEW = 24
 """A world of which all numbers of ranks are tried for a role."""
-
-MICROBATCHES = (2, 3, 4)
-"""Numbers of microbatches that are tried where none was asked for."""
 
 
 @dataclass(frozen=True)
@@ -143,74 +129,9 @@ def busiest(request: Request, role: Role, computing: int) -> tuple[Busiest, ...]
     return tuple(Busiest(d, batch, 1.0 if request.memory else have / d.memory) for d, batch in devices)
 
 
-def divisions(request: Request, asked: Strategy) -> Iterator[Division]:
-    """Those of a strategy; `Auto` stands for the whole space, of which all others are a part."""
-    world, everyone = request.world, tuple(range(request.world))
-    if isinstance(asked, SingleDevice):
-        yield Division((Role((0,), request.bounds(1)),))
-    elif isinstance(asked, LayerSeparation):
-        yield from _separations(request, asked)
-    elif isinstance(asked, HybridSingle):
-        bounds = request.bounds(world)
-        yield Division((Role(everyone, bounds), Role((0,), (0, bounds[-1]))))
-    elif isinstance(asked, ModuloShard):
-        bounds, updates = request.bounds(world), asked.updates or "once"
-        for size in _sizes(world):
-            scheme = asked.scheme or ("B/K" if size <= FEW else "BK")  # in pieces of some size
-            if asked.mp in (None, size):
-                yield Division((Role(everyone, bounds), Role(everyone, bounds, size, scheme, updates)))
-    elif not isinstance(asked, Mixed):
-        yield Division((Role(everyone, request.bounds(world)),))
-    else:
-        yield from _whole_space(request)
-
-
-def _whole_space(request: Request) -> Iterator[Division]:
-    world, everyone = request.world, tuple(range(request.world))
-    bounds = request.bounds(world)
-    yield Division((Role(everyone, bounds),))
-    pairs = [Division((Role(everyone, bounds), Role(everyone, bounds, size))) for size in _sizes(world)]
-    pairs += _separations(request, LayerSeparation(), grouped=True)
-    for pair in pairs:
-        yield pair
-        for m in MICROBATCHES[-1 if world > FEW else 0 :] if not request.program.in_batch else ():
-            if m <= min(b - a for role in pair.roles[:1] for a, b in zip(role.bounds, role.bounds[1:], strict=False)):
-                yield replace(pair, microbatches=m)
-
-
-def _separations(request: Request, asked: LayerSeparation, grouped: bool = False) -> Iterator[Division]:
-    """Roles on ranks of their own.  grouped: the last one also in groups."""
-    pinned = any(pin.only_in_groups for pin in request.pins.values())
-    for sizes in _role_sizes(request.world, asked):
-        starts = [0, *accumulate(sizes)]
-        bounds = [request.bounds(sizes[0])]
-        for size in sizes[1:]:
-            bounds.append(serve(bounds[-1], size))
-        ranks = [tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
-        roles = tuple(Role(*each) for each in zip(ranks, bounds, strict=True))
-        yield Division(roles)
-        groups = _sizes(sizes[-1]) if grouped else []
-        for size in groups if request.world <= FEW else groups[-1:]:
-            yield Division((*roles[:-1], replace(roles[-1], group=size)))
-        if pinned and not grouped:
-            choices = [[1, *(k for k in pinned_sizes(request, size) if k > 1 and size % k == 0)] for size in sizes[1:]]
-            for several in product(*choices):
-                if max(several) > 1:
-                    with_groups = (replace(role, group=k) for role, k in zip(roles[1:], several, strict=True))
-                    yield Division((roles[0], *with_groups))
-
-
-def pinned_sizes(request: Request, ranks: int) -> list[int]:
-    """The sizes of groups that pins ask for: all `ranks` of a role where none says one."""
-    return sorted({pin.group for pin in request.pins.values() if pin.group is not None and pin.group > 1}) or [ranks]
-
-
-def _role_sizes(world: int, asked: LayerSeparation) -> list[tuple[int, ...]]:
-    if asked.sizes:
-        return [asked.sizes]
-    if asked.n_c is not None:
-        return [(asked.n_c, world - asked.n_c)]
-    return [(world - n_f, n_f) for n_f in ([asked.n_f] if asked.n_f is not None else counts(world))]
+def all_ranks(request: Request) -> Division:
+    """One role on all ranks."""
+    return Division((Role(tuple(range(request.world)), request.bounds(request.world)),))
 
 
 def _met(mine: tuple[int, ...], others: tuple[int, ...]) -> int:
@@ -225,6 +146,6 @@ def counts(world: int) -> list[int]:
     return sorted({ranks << k for ranks in (1, 3) for k in range(world.bit_length()) if ranks << k < world})
 
 
-def _sizes(ranks: int) -> list[int]:
+def group_sizes(ranks: int) -> list[int]:
     """The sizes of groups of two or more that divide so many ranks."""
     return [size for size in range(2, ranks + 1) if ranks % size == 0]

@@ -6,43 +6,47 @@ what several ranks train are summed.  Every strategy asks here, so that none ign
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from splitc.ir.placements import SPLITS
-from splitc.ir.roles import MAX_STAGES
-from splitc.ir.strategies import Mixed
-from splitc.passes.planner.pins import Pin, quote_layers
+from splitc.passes.planner.cuts import cut_rules, following
+from splitc.passes.planner.pins import UNPINNED, Pin, quote_layers
 from splitc.passes.planner.request import Request
 
-MIXED = Mixed.name
 
-_STAGES = {"layer_separation": MAX_STAGES, "hybrid_single": 2, "modulo_shard": 2, MIXED: 2}
-"""How many roles a strategy has for pins to name; others have one."""
+@dataclass(frozen=True)
+class PinWords:
+    """The words that a strategy knows in pins.
 
-_SYNCS: dict[str, tuple[str, ...]] = {
-    "late_multiply": ("all_reduce", "late_multiply", "none"),
-    "parameter_server": ("parameter_server", "none"),
-    "local_sgd": ("average", "none"),
-    "independent_subnets": ("average", "none"),
-    MIXED: ("all_reduce", "late_multiply", "none"),
-}
-"""How a strategy sums gradients, if not only by all_reduce."""
+    stages: roles that pins can name; 0: the only one is `role`.  syncs: how it sums gradients.  divides: it divides
+    layers over groups of any size.
+    """
 
-_GROUPED = "layer_separation", "modulo_shard", MIXED
-"""The strategies that divide layers over groups of any size."""
+    stages: int = 0
+    role: str = "all"
+    syncs: tuple[str, ...] = ("all_reduce", "none")
+    divides: bool = False
+
+    def roles(self, request: Request, pin: Pin) -> tuple[str, ...]:
+        """Their names; with the pin's own name for one of them, if it has another."""
+        if not self.stages:
+            return (self.role,)
+        names = (*request.role_names(2), *(f"stage{stage}" for stage in range(2, self.stages)))
+        own = pin.role is not None and pin.stage is not None and pin.stage < self.stages
+        return (*names, str(pin.role)) if own else names
 
 
-def contradictions(request: Request, strategy: str) -> list[str]:
+def contradictions(request: Request, strategy: str, words: PinWords) -> list[str]:
     """Why `strategy` cannot follow the pins: one line for each part of a pin that it does not have."""
     layers: dict[tuple[str, str, object, str], list[str]] = {}
-    divides = strategy in _GROUPED
     for layer, pin in request.pins.items():
         for part, value, known in (
-            ("role", pin.role, _known_roles(request, strategy, pin)),
-            ("holding", pin.holding, ("replicated", "sharded") if divides else ("replicated",)),
-            ("sync", pin.sync, _SYNCS.get(strategy, ("all_reduce", "none"))),
-            ("group", pin.group, (pin.group,) if divides else (1,)),
-            ("split", pin.split, SPLITS if divides else ()),
+            ("role", pin.role, words.roles(request, pin)),
+            ("holding", pin.holding, ("replicated", "sharded") if words.divides else ("replicated",)),
+            ("sync", pin.sync, words.syncs),
+            ("group", pin.group, (pin.group,) if words.divides else (1,)),
+            ("split", pin.split, SPLITS if words.divides else ()),
         ):
             if value is not None and value not in known:
                 key = pin.pattern, part, value, ", ".join(str(word) for word in known)
@@ -52,15 +56,6 @@ def contradictions(request: Request, strategy: str) -> list[str]:
         f"but {strategy} {f'has only {known}' if known else 'divides no layer'}"
         for (pattern, part, value, known), matching in layers.items()
     ]
-
-
-def _known_roles(request: Request, strategy: str, pin: Pin) -> tuple[str, ...]:
-    """The roles of a strategy; with the pin's own name for one of them, if it has another."""
-    stages = _STAGES.get(strategy, 0)
-    if not stages:
-        return ("worker",) if strategy == "parameter_server" else ("all",)
-    names = (*request.role_names(2), *(f"stage{stage}" for stage in range(2, stages)))
-    return (*names, pin.role) if pin.role is not None and pin.stage is not None and pin.stage < stages else names
 
 
 def unsummed(request: Request, layers: Iterable[str]) -> list[str]:
@@ -121,12 +116,46 @@ def _of_its_place(pin: Pin, size: int | None) -> Iterator[str]:
         yield "asks for late multiply of ... on one rank, where there is nothing to gather"
 
 
+def unmet_in_groups(request: Request, ranks: int, sizes: Iterable[int]) -> list[str]:
+    """The pins that layers in groups of one size, and those before them, cannot follow; of the size with the fewest."""
+    inside = following(cut_rules(request.program, copies=True), request.linears)
+
+    def unmet_with(size: int) -> list[str]:
+        groups = {
+            layer: pin.group or (size if pin.stage != 0 and (layer in inside or pin.divides) else 1)
+            for layer, pin in request.pins.items()
+        }
+        apart = [layer for layer, each in groups.items() if ranks > each]
+        return unmet(request, ranks, size) + unsummed(request, apart)
+
+    return min(map(unmet_with, sizes), key=len, default=[])
+
+
 def too_small(request: Request, strategy: str) -> list[str]:
     """A line if there is only one rank."""
     return [] if request.world > 1 else [f"{strategy} needs at least 2 ranks"]
 
 
-def pinned_by(request: Request, layers: Mapping[str, object]) -> str:
-    """` (pin 'fc*')`: the pins of these layers, to append to an error; empty if there are none."""
-    patterns = dict.fromkeys(pin.pattern for layer, pin in request.pins.items() if layer in layers)
-    return f" (pin {', '.join(map(repr, patterns))})" if patterns else ""
+def unreplicated(request: Request) -> list[str]:
+    """Why not all ranks can hold all layers."""
+    found = unsummed(request, [layer.name for layer in request.program.layers]) if request.world > 1 else []
+    batch = request.bounds(request.world)[-1]
+    if batch < request.world:
+        found.append(f"{batch} examples cannot be shared out to {request.world} ranks")
+    return found
+
+
+def no_linear(request: Request, strategy: str, what: str, left: str, keeps: Callable[[Pin], bool]) -> list[str]:
+    """Why a strategy has no linear layer to divide or multiply late.
+
+    what: that one must do.  left: that none is left, where each of them has a pin that `keeps` it as it is.
+    """
+    trained = [layer for layer in request.linears if request.gradient_of(layer)]
+    if why := too_small(request, strategy):
+        return why
+    if not trained:
+        return [f"no linear layer of the model {what}"]
+    if not all(keeps(request.pins.get(layer, UNPINNED)) for layer in trained):
+        return []
+    patterns = dict.fromkeys(pin.pattern for layer, pin in request.pins.items() if layer in request.linears)
+    return [left + (f" (pin {', '.join(map(repr, patterns))})" if patterns else "")]

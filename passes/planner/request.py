@@ -168,12 +168,6 @@ class Request:
         copies = gradient_nbytes(held) if summed else 0
         return rank_memory(held, kept, copies, self.optimizer_copies).total
 
-    def served_memory(self, layer: str, batch: int) -> float:
-        """Bytes that a layer needs on a worker; the servers hold the optimizer state and the summed gradients."""
-        held = self.held[layer]
-        pushed = gradient_nbytes(held)
-        return sum(h.nbytes for h in held) + self.program.costs[layer].saved_bytes_at(batch) + pushed
-
     @cached_property
     def dealing(self) -> Dealing:
         """The neurons that independent subnets deal to all ranks."""

@@ -39,11 +39,10 @@ from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
-from splitc.ir.strategy import in_microbatches
 from splitc.passes.analysis import analyse
 from splitc.passes.place import Place
 from splitc.passes.planner.pins import contradicted, unknown_words
+from splitc.passes.planner.strategy import in_microbatches, parse_strategy
 from splitc.report.what_if import advice
 
 T = TypeVar("T")

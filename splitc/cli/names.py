@@ -11,7 +11,7 @@ from pathlib import Path
 from splitc.cost_models.clusters.files import THIS_MACHINE, cluster_files
 from splitc.errors import CaptureError, LaunchError, SplitcError, bullets
 from splitc.ir.names import near_name
-from splitc.ir.strategies import parse_strategy
+from splitc.passes.planner.registry import name_and_options
 
 FORM = "a model is given as path/model.py[:name] or package.module:name"
 
@@ -31,7 +31,7 @@ def check_names(args: argparse.Namespace) -> None:
             problems.append(error)
 
     if "strategy" in asked:
-        attempt(lambda: parse_strategy(args.strategy))
+        attempt(lambda: name_and_options(args.strategy))
     if args.cluster not in (None, THIS_MACHINE):
         attempt(lambda: cluster_files(args.cluster))
     for model in models:

@@ -25,8 +25,8 @@ from splitc.errors import LaunchError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.analysis import analyse, fingerprint
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.use_plan import UsePlan
 
 _MOST_WORLDS = 16  # of a range without a step

@@ -9,8 +9,8 @@ from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import SERVER, Plan
 from splitc.ir.program import PlacedProgram, Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.report.what_if import simulated_step
 
 

@@ -16,7 +16,7 @@ from splitc.ir.plan import Plan
 from splitc.ir.plan_defaults import completed
 from splitc.ir.prediction import KEYS, PREDICTION_KEYS, Prediction
 from splitc.ir.roles import ROLES
-from splitc.ir.strategy import rounds_problems
+from splitc.ir.rounds import rounds_problems
 from splitc.runtime.spec import Rounds
 
 _TYPES = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}

@@ -1,4 +1,4 @@
-"""Say how a plan trains in rounds, in words for reports and generated files."""
+"""Say how a plan trains in rounds, in words for reports and generated files, and what rounds must be."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ def exchanges(rounds: Rounds | None, stage: Stage) -> Iterator[Action]:
         yield Action("average", role=stage.role, bucket=bucket, update=rounds.departure(fragment))
     for bucket, fragment in enumerate(stage.fragments if rounds.delay else ()):
         yield Action("arrive", role=stage.role, bucket=bucket, update=rounds.arrival(fragment))
+
+
+def rounds_problems(rounds: Rounds) -> Iterator[str]:
+    """Yield a line for each number that makes no sense."""
+    if rounds.steps < 1:
+        yield f"a round has {rounds.steps} updates; it must have at least 1"
+    if not rounds.outer_lr > 0:
+        yield f"outer_lr is {rounds.outer_lr:g}; it must be more than 0"
+    if not 0 <= rounds.outer_momentum < 1:
+        yield f"outer_momentum is {rounds.outer_momentum:g}; it must be at least 0 and less than 1"
+    if rounds.nesterov and not rounds.outer_momentum:
+        yield "nesterov is a rule for momentum, but outer_momentum is 0"
+    if not 1 <= rounds.fragments <= max(rounds.steps, 1):
+        yield f"{rounds.fragments} fragments cannot take turns in {rounds.steps} updates; take 1 to {rounds.steps}"
+    if not 0 <= rounds.delay < max(rounds.steps, 1):
+        yield f"delay is {rounds.delay}, but a fragment arrives before it leaves again, {rounds.steps} updates later"
+    if rounds.through not in ("peers", "server"):
+        yield f"through is {rounds.through!r}; it must be peers or server"
+    if not 0 <= rounds.mixing <= 1 or (rounds.mixing and not rounds.delay):
+        yield f"mixing is {rounds.mixing:g}; it must be 0 to 1, and 0 without a delay, which leaves nothing to mix"

@@ -12,10 +12,15 @@ from splitc.ir.placements import SPLITS, Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.ir.roles import has_convolutions, role_names
-from splitc.ir.strategies import Auto, DataParallel, LateMultiply, LayerSeparation, ModuloShard, ParameterServer
-from splitc.ir.strategy import Strategy, in_microbatches
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import Strategy, in_microbatches
 from splitc.report.what_if import choice_text, simulated_step
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.late_multiply import LateMultiply
+from splitc.strategies.layer_separation import LayerSeparation
+from splitc.strategies.modulo_shard import ModuloShard
+from splitc.strategies.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)

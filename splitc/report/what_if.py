@@ -16,11 +16,12 @@ from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan import Plan
 from splitc.ir.program import PlacedProgram, Program
-from splitc.ir.strategies import Auto, DataParallel
-from splitc.ir.strategy import in_microbatches
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import in_microbatches
 from splitc.passes.rewriting import lower_unchecked
 from splitc.report.figures import roles_of
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
 
 _PRECISION = 0.03  # of a breakpoint
 _STEPS = 2  # to simulate: transfers of the first may still be under way in the second

@@ -16,7 +16,8 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.actions import print_actions
 from splitc.ir.placements import SCHEDULES
-from splitc.ir.strategies import ModuloShard, parse_strategy
+from splitc.passes.planner.strategy import parse_strategy
+from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.actions import parse_actions
 from tests.support.compiled import compiled
 from tests.support.delays import delays

@@ -11,10 +11,12 @@ import pytest
 
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation
 from splitc.passes import place as place_module
 from splitc.passes.place import Place
 from splitc.passes.planner.request import Request
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.layer_separation import LayerSeparation
 from tests.support.small_programs import separable, small_cluster
 
 PLACE = Place(small_cluster(1e6), 4, Auto())  # proved: a plan with a gap is not kept

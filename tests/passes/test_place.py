@@ -17,12 +17,15 @@ from splitc.errors import PlacementError
 from splitc.ir.costs import CostLine
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, SingleDevice
-from splitc.ir.strategy import Strategy
 from splitc.passes.place import Place
 from splitc.passes.planner import priced_plan
 from splitc.passes.planner.priced_plan import PricedPlan
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.layer_separation import LayerSeparation
+from splitc.strategies.single_device import SingleDevice
 from tests.support.sampling import sampled
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 

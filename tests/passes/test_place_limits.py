@@ -10,8 +10,11 @@ from splitc.errors import PlacementError
 from splitc.ir.graph import NodeInfo, set_info
 from splitc.ir.placements import Placement
 from splitc.ir.program import SizeSpec
-from splitc.ir.strategies import Auto, DataParallel, HybridSingle, LayerSeparation
-from splitc.ir.strategy import Strategy
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.hybrid_single import HybridSingle
+from splitc.strategies.layer_separation import LayerSeparation
 from tests.support.small_programs import Row, candidate, fc_layers, place, separable, small_cluster, small_program
 
 

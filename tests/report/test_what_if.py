@@ -17,10 +17,10 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import DataParallel
 from splitc.passes.place import Place
 from splitc.report import what_if
 from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, simulated_step, what_fits
+from splitc.strategies.data_parallel import DataParallel
 from tests.support.compiled import analyse
 from tests.support.sampling import sampled
 

@@ -18,7 +18,7 @@ from splitc.cost_models.compute.counting import OpCounter
 from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import is_region
 from splitc.ir.program import LoweredProgram, Program
-from splitc.ir.strategy import Strategy
+from splitc.passes.planner.strategy import Strategy
 
 CLUSTER = "v100-10gbe"
 

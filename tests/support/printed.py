@@ -21,8 +21,8 @@ from splitc.ir.pass_manager import Pass, run_pass
 from splitc.ir.placements import Placement
 from splitc.ir.printer import print_program
 from splitc.ir.program import PlacedProgram, Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.passes.rewriting import ON_THE_GRAPH, ON_THE_STAGES
 from splitc.passes.split_ranks import SplitRanks
 from tests.support.compiled import CLUSTER, analysed

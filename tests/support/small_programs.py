@@ -20,9 +20,9 @@ from splitc.ir.pass_manager import run_pass
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import Candidate
 from splitc.ir.program import Input, Program, TensorSpec
-from splitc.ir.strategies import LayerSeparation
-from splitc.ir.strategy import Strategy
 from splitc.passes.place import Place
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.layer_separation import LayerSeparation
 
 
 @dataclass(frozen=True)

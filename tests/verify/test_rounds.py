@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from splitc.capture.example import Example
 from splitc.compiled import CompiledProgram, Settings, compile_example
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import IndependentSubnets
+from splitc.strategies.independent_subnets import IndependentSubnets
 from tests.support.compiled import CLUSTER, compiled
 from tests.support.sampling import sampled
 

@@ -11,7 +11,8 @@ from splitc.cost_models.clusters.files import known_clusters
 from splitc.cost_models.clusters.named import load_cluster
 from splitc.errors import CostError
 from splitc.ir.cluster_file import parse_cluster
-from splitc.ir.strategies import DataParallel, LayerSeparation
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.layer_separation import LayerSeparation
 from tests import ROOT
 from tests.support.small_programs import candidate, place, separable
 

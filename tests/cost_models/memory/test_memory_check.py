@@ -13,10 +13,10 @@ from splitc.cost_models.clusters.named import load_cluster
 from splitc.cost_models.memory.memory_check import memory_of_all, require_memory
 from splitc.errors import PlacementError
 from splitc.ir.program import Program
-from splitc.ir.strategies import parse_strategy
 from splitc.passes.planner.propose import propose
-from splitc.passes.planner.propose_parameter_server import server_memory
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.strategy import parse_strategy
+from splitc.strategies.parameter_server import served_memory, server_memory
 from tests.cost_models.memory.test_memory import STRATEGIES, example, program
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.every_strategy import Small, images, planned
@@ -31,7 +31,7 @@ def estimated(done: CompiledProgram, known: Program, strategy: str) -> dict[str,
     (first, ranks), batch = next(iter(plan.roles.items())), plan.largest_batch(next(iter(plan.roles)))
     if plan.servers:
         serving = server_memory(request, len(ranks), len(plan.servers), beside := plan.servers[0] in ranks)
-        worker = sum(request.served_memory(layer, batch) for layer in layers)
+        worker = sum(served_memory(request, layer, batch) for layer in layers)
         return {first: worker + serving} if beside else {first: worker, "server": serving}
     few = propose(request, parse_strategy(strategy), by_name=True)
     (found,) = (each.found for each in few if each.plan is not None and each.plan.placements == plan.placements)

@@ -18,11 +18,12 @@ from splitc.ir.pass_manager import run_pass
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import ModuloShard, parse_strategy
 from splitc.passes.place import Place
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.report.figures import Figures
+from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.compiled import analyse, compiled
 from tests.support.models import Made
 from tests.support.paper_models import SplitBrainVGG, splitbrain_vgg

@@ -12,13 +12,18 @@ from splitc.cost_models.network.alpha_beta import recursive_doubling, ring_all_r
 from splitc.cost_models.simulation.timeline import simulate
 from splitc.ir.cluster import Cluster, Link, Rate, Unlike
 from splitc.ir.program import LoweredProgram
-from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, ModuloShard, ParameterServer
-from splitc.ir.strategy import Strategy
 from splitc.passes.planner.divisions import Role
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.propose import propose
 from splitc.passes.planner.reasons import explain
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.hybrid_single import HybridSingle
+from splitc.strategies.late_multiply import LateMultiply
+from splitc.strategies.layer_separation import LayerSeparation
+from splitc.strategies.modulo_shard import ModuloShard
+from splitc.strategies.parameter_server import ParameterServer
 from tests.support.every_strategy import analysed, planned
 from tests.support.sampling import sampled
 from tests.support.small_programs import place, separable, small_cluster

@@ -11,8 +11,8 @@ from splitc.ir.placements import Grouping, Placement
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
 from splitc.passes.planner.pins import resolve_pins
-from splitc.passes.planner.propose_mixed import ALL, ONE, plan_of, where_to_run
 from splitc.passes.planner.request import Request
+from splitc.strategies.mixed import ALL, ONE, plan_of, where_to_run
 from tests.support.small_programs import Row, separable, small_cluster, small_program
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2", "loss")

@@ -19,16 +19,20 @@ from torch import nn
 from splitc.ir.cluster import Cluster
 from splitc.ir.plan_checks import decision_problems
 from splitc.ir.program import Program
-from splitc.ir.strategies import DataParallel, HybridSingle, LateMultiply, LayerSeparation, Mixed, ModuloShard
-from splitc.ir.strategy import Strategy
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.divisions import divisions
 from splitc.passes.planner.options import make_problem, role_options
 from splitc.passes.planner.pins import resolve_pins
 from splitc.passes.planner.priced_plan import simulated
-from splitc.passes.planner.propose import propose, space_of
+from splitc.passes.planner.propose import propose
 from splitc.passes.planner.request import Request, smallest
 from splitc.passes.planner.search import Search, search
+from splitc.passes.planner.strategy import Strategy
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.hybrid_single import HybridSingle
+from splitc.strategies.late_multiply import LateMultiply
+from splitc.strategies.layer_separation import LayerSeparation
+from splitc.strategies.mixed import Mixed
+from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.compiled import analyse
 from tests.support.models import Made
 from tests.support.sampling import sampled
@@ -98,15 +102,15 @@ def request_of(
 
 
 def searched(request: Request, strategy: Strategy) -> Search:
-    divided = [each for each in divisions(request, strategy) if all(smallest(role.bounds) for role in each.roles)]
-    return search(request, cut_rules(request.program), divided, space_of(request, strategy, False))
+    divided = [each for each in strategy.divisions(request) if all(smallest(role.bounds) for role in each.roles)]
+    return search(request, cut_rules(request.program), divided, strategy.space(request, False))
 
 
 def enumerated(request: Request, strategy: Strategy) -> float:
     """Samples per second of the best assignment of all divisions; 0 where there is none."""
-    rules, space = cut_rules(request.program), space_of(request, strategy, False)
+    rules, space = cut_rules(request.program), strategy.space(request, False)
     best = 0.0
-    for division in divisions(request, strategy):
+    for division in strategy.divisions(request):
         if all(smallest(role.bounds) for role in division.roles):
             best = max(best, division.global_batch / least_step(make_problem(request, rules, division, space)))
     return best
@@ -218,7 +222,7 @@ def test_layers_with_the_same_numbers_have_the_options_that_each_would_have_by_i
     request = Request(program, small_cluster(1e6), 4)
     assert 4 < len(set(request.alike.values())) < len(request.alike) - 6, "some repeat, and not all"
     rules = cut_rules(program)
-    several = [each for each in divisions(request, Mixed()) if len(each.roles) > 1]
+    several = [each for each in Mixed().divisions(request) if len(each.roles) > 1]
     shared = [role_options(request, rules, each, role) for each in several for role in (0, 1)]
     object.__setattr__(request, "alike", {layer: layer for layer in request.alike})
     request.options.clear()
@@ -258,8 +262,8 @@ def tied() -> Program:
 def test_a_tied_weight_is_used_in_one_way_so_that_its_gradient_travels_once() -> None:
     program = tied()
     request, rules = Request(program, small_cluster(1e5), 4), cut_rules(program)
-    grouped = next(each for each in divisions(request, Mixed()) if each.roles[-1].group == 4)
-    problem = make_problem(request, rules, grouped, space_of(request, Mixed(), False))
+    grouped = next(each for each in Mixed().divisions(request) if each.roles[-1].group == 4)
+    problem = make_problem(request, rules, grouped, Mixed().space(request, False))
     whole = {
         layer: [o for o in problem.options[layer] if o.role and o.holding == "replicated"] for layer in problem.options
     }

@@ -17,12 +17,12 @@ from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link
 from splitc.ir.plan import Plan
 from splitc.ir.program import Program
-from splitc.ir.strategies import IndependentSubnets
-from splitc.ir.strategy import Strategy
 from splitc.passes.place import Place
 from splitc.passes.planner.price_plan import memory_needed
 from splitc.passes.planner.request import Request
+from splitc.passes.planner.strategy import Strategy
 from splitc.passes.rewriting import lower_unchecked
+from splitc.strategies.independent_subnets import IndependentSubnets
 from tests.cost_models.simulation.test_timeline import toy
 from tests.support.compiled import analyse, class_batch
 

@@ -14,15 +14,20 @@ import torch.nn.functional as F
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
 from splitc.ir.cluster import Cluster, Link, Unlike
-from splitc.ir.strategies import Auto, DataParallel, HybridSingle, LayerSeparation, Mixed, ModuloShard, SingleDevice
-from splitc.ir.strategy import Strategy
 from splitc.passes.planner.cuts import cut_rules
-from splitc.passes.planner.divisions import Division, busiest, divisions
+from splitc.passes.planner.divisions import Division, busiest
 from splitc.passes.planner.options import make_problem
 from splitc.passes.planner.priced_plan import PricedPlan, simulated
-from splitc.passes.planner.propose import space_of
 from splitc.passes.planner.request import Request, smallest
+from splitc.passes.planner.strategy import Strategy
 from splitc.passes.planner.unequal import search_unequal, variants
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.hybrid_single import HybridSingle
+from splitc.strategies.layer_separation import LayerSeparation
+from splitc.strategies.mixed import Mixed
+from splitc.strategies.modulo_shard import ModuloShard
+from splitc.strategies.single_device import SingleDevice
 from tests.passes.planner.test_search import random_program, request_of, three_linear_layers
 from tests.support.compiled import compiled
 from tests.support.ranks import Net, batch_of
@@ -81,12 +86,12 @@ def test_groups_stay_inside_hosts() -> None:
 
 def test_equal_clusters_have_no_variants() -> None:
     request = request_of(separable(), 4, small_cluster())
-    assert not [each for division in divisions(request, Mixed()) for each in variants(request, division)]
+    assert not [each for division in Mixed().divisions(request) for each in variants(request, division)]
 
 
 def test_variants_keep_the_global_batch_and_differ_in_more_than_names() -> None:
     request = request_of(separable(8), 8, with_unlike(small_cluster(), (2, 3, 6), speed=2.0, memory=0.5))
-    for division in divisions(request, Mixed()):
+    for division in Mixed().divisions(request):
         found = list(variants(request, division))
         assert len(set(found)) == len(found) and division not in found
         for each in found:
@@ -125,8 +130,8 @@ def test_the_search_finds_the_best_of_all_ranks_shares_and_assignments(seed: int
     request = unequal_case(seed)
     rules = cut_rules(request.program)
     for strategy in (DataParallel(), HybridSingle(), LayerSeparation(), SingleDevice()):
-        space = space_of(request, strategy, False)
-        divided = [each for each in divisions(request, strategy) if all(smallest(r.bounds) for r in each.roles)]
+        space = strategy.space(request, False)
+        divided = [each for each in strategy.divisions(request) if all(smallest(r.bounds) for r in each.roles)]
         best = 0.0
         for division in divided:
             for each in dict.fromkeys(layouts(request, division)):
@@ -162,7 +167,7 @@ def test_no_plan_for_equal_devices_is_faster(seed: int) -> None:
 def test_a_role_is_as_slow_and_as_small_as_its_own_ranks() -> None:
     cluster = with_unlike(small_cluster(), (0,), speed=4.0, memory=0.25)
     request = replace(request_of(separable(), 4, cluster), memory=None)
-    (division,) = [each for each in divisions(request, LayerSeparation(n_f=1)) if len(each.roles) == 2]
+    (division,) = [each for each in LayerSeparation(n_f=1).divisions(request) if len(each.roles) == 2]
     conv, fc = (busiest(request, role, 4) for role in division.roles)
     assert {each.device.flop_rate["float32"] for each in conv} == {1e6, 4e6}
     assert {each.scale for each in conv} == {0.25, 1.0}

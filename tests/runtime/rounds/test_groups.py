@@ -17,10 +17,10 @@ from splitc.cost_models.network.alpha_beta import through_server
 from splitc.errors import LaunchError, PlacementError
 from splitc.ir.cluster import Link
 from splitc.ir.program import Program
-from splitc.ir.strategies import ModuloShard
 from splitc.ir.wire import wire
 from splitc.ir.wire_op import What
 from splitc.runtime.worker import Worker
+from splitc.strategies.modulo_shard import ModuloShard
 from tests.end_to_end.test_in_batch import TwoTowers
 from tests.runtime.rounds.test_local_sgd import EXACT, Pair
 from tests.runtime.rounds.test_outer_optimizer import stream

@@ -17,9 +17,10 @@ from splitc.cost_models.memory.rank_memory import memory_of
 from splitc.errors import PlacementError
 from splitc.ir.plan import Plan
 from splitc.ir.plan_checks import plan_problems
-from splitc.ir.strategies import LocalSGD, parse_strategy
+from splitc.passes.planner.strategy import parse_strategy
 from splitc.runtime.spec import Rounds
 from splitc.runtime.worker import Worker
+from splitc.strategies.local_sgd import LocalSGD
 from tests.runtime.rounds.test_local_sgd import EXACT, doubles, known, planned
 from tests.support.ranks import adam, assert_same, on_workers, sgd, train
 from tests.support.sampling import sampled

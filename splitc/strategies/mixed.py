@@ -1,9 +1,9 @@
-"""Propose the plan that the pins describe layer by layer; all other layers are replicated and all-reduced.
+"""The whole space, and the plan that pins describe layer by layer; all other layers are replicated and all-reduced.
 
-It may have what the integer program does not look for: groups of several sizes, one after the other.  A layer runs on
-all ranks, each with its own examples, or on all ranks in groups, or on one rank.  Consecutive layers in one kind of
-place are one role; a value that returns to an earlier kind of place starts a new role, so that every role runs once in
-a step:
+That plan may have what the integer program does not look for: groups of several sizes, one after the other.  A layer
+runs on all ranks, each with its own examples, or on all ranks in groups, or on one rank.  Consecutive layers in one
+kind of place are one role; a value that returns to an earlier kind of place starts a new role, so that every role runs
+once in a step:
 
     conv (all)  conv (all)  fc6 (groups of 2)  fc7 (all)   fc8 (rank 0)
     `----- stage0 ----'     `--- stage1 ----'  `- stage2 '  `- stage3 -'
@@ -11,33 +11,71 @@ a step:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from splitc.errors import PlacementError
 from splitc.ir.graph import info
 from splitc.ir.placements import Grouping, LayerPlacement
 from splitc.ir.plan import Plan
-from splitc.ir.strategies import Mixed
 from splitc.passes.planner.cuts import CutRules, cut_rules
-from splitc.passes.planner.pin_checks import contradictions, too_small, unmet, unsummed
-from splitc.passes.planner.pins import UNPINNED
+from splitc.passes.planner.divisions import FEW, Division, all_ranks, group_sizes
+from splitc.passes.planner.pin_checks import PinWords, contradictions, too_small, unmet, unsummed
+from splitc.passes.planner.pins import UNPINNED, Pin
 from splitc.passes.planner.price_plan import price_plan
 from splitc.passes.planner.priced_plan import PricedPlan, idle, infeasible
+from splitc.passes.planner.problem import Option
 from splitc.passes.planner.request import Request, smallest
+from splitc.passes.planner.strategy import Strategy
 from splitc.runtime.collectives.layouts import State
+from splitc.strategies.layer_separation import separations_in_groups
 
 ALL, ONE = 1, 0
 """Where a layer runs: on all ranks, in groups of as many as another number says, or on rank 0 alone."""
 
+MICROBATCHES = (2, 3, 4)
+"""Numbers of microbatches that are tried where none was asked for."""
 
-def mixed(request: Request) -> PricedPlan:
+
+@dataclass(frozen=True)
+class Mixed(Strategy):
+    """What pins ask for, layer by layer; all other layers are replicated and all-reduced."""
+
+    name = "mixed"
+    spans = True
+    pins = PinWords(stages=2, syncs=("all_reduce", "late_multiply", "none"), divides=True)
+
+    def proposals(self, request: Request) -> list[PricedPlan]:
+        return [_of_pins(request)]
+
+    def searches(self, by_name: bool) -> Sequence[bool]:
+        return () if by_name else (False,)
+
+    def divisions(self, request: Request) -> Iterator[Division]:
+        """Two roles on ranks of their own or on all ranks, groups of any size, any microbatches."""
+        yield (one := all_ranks(request))
+        (role,) = one.roles
+        grouped = (Division((role, replace(role, group=size))) for size in group_sizes(request.world))
+        for pair in chain(grouped, separations_in_groups(request)):
+            yield pair
+            for m in MICROBATCHES[-1 if request.world > FEW else 0 :] if not request.program.in_batch else ():
+                if m <= smallest(pair.roles[0].bounds):
+                    yield replace(pair, microbatches=m)
+
+    def allows(self, option: Option, pin: Pin) -> bool:
+        if pin.holding or pin.split:
+            return option.state == pin.state  # which is a part of the pin: None is a state of its own
+        return option.state != "replicate" or pin.state == "replicate"
+
+
+def _of_pins(request: Request) -> PricedPlan:
     """The plan of the pins, where one of them asks for more than a role."""
     name, pins = Mixed.name, request.pins.values()
     if not any(p.holding or p.group or p.split or p.sync in ("late_multiply", "parameter_server") for p in pins):
         roles = f"; use layer_separation for the role of {', '.join(request.pins)}" if pins else ""
         return infeasible(name, [f"no pin asks for a holding or a sync{roles}"])
-    if why := too_small(request, name) or contradictions(request, name):
+    if why := too_small(request, name) or contradictions(request, name, Mixed.pins):
         return infeasible(name, why)
     where = {layer.name: where_to_run(request, layer.name) for layer in request.program.layers}
     copied = [layer for layer, size in where.items() if size != ONE and request.world > size]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from splitc.errors import PlacementError
-from splitc.ir.strategies import Auto, DataParallel, LayerSeparation, parse_strategy
+from splitc.passes.planner.strategy import parse_strategy
+from splitc.strategies.auto import Auto
+from splitc.strategies.data_parallel import DataParallel
+from splitc.strategies.layer_separation import LayerSeparation
 
 
 @pytest.mark.parametrize(("text", "expected"), [

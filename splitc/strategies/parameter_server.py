@@ -1,4 +1,4 @@
-"""Propose synchronous parameter servers: workers compute every layer, servers hold the parameters.
+"""Synchronous parameter servers: workers compute every layer, servers hold the parameters.
 
     t_ps = 2 n_w P / (n_s B) + T_ps        Stanza (Wu et al. 2018), equation (6)
 
@@ -10,33 +10,54 @@ each bucket.  Servers run on the last ranks, which are workers too if the server
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from splitc import units
+from splitc.cost_models.memory.memory import gradient_nbytes
 from splitc.ir.placements import LayerPlacement
 from splitc.ir.plan import SERVER, Plan
-from splitc.ir.strategies import ParameterServer
 from splitc.passes.bucket_gradients import BucketGradients
 from splitc.passes.planner.divisions import counts
-from splitc.passes.planner.pin_checks import contradictions, unsummed
+from splitc.passes.planner.pin_checks import PinWords, unsummed
 from splitc.passes.planner.price_plan import in_microbatches, problems_of
 from splitc.passes.planner.priced_plan import PricedPlan, infeasible, shortage
 from splitc.passes.planner.request import Request, largest, smallest
+from splitc.passes.planner.strategy import Strategy, one_of, whole
 from splitc.runtime.servers.parameter_server import COALESCED_BELOW
 
 NAME = "parameter_server"
 
 
-def parameter_server(request: Request, options: ParameterServer) -> PricedPlan:
-    """The best number of servers, by trying all (Stanza 7.2), or that of `options`; beside workers, all ranks."""
-    given = options.servers or (request.world if options.beside else None)
-    numbers = [given] if given else counts(request.world) or [1]
-    priced = [_priced(request, options, servers) for servers in numbers]
-    return max(priced, key=lambda plan: (plan.feasible, plan.bound))
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Workers push gradients to servers and pull parameters, synchronously (Stanza 2.2, 7.1).
+
+    servers: how many; beside: on ranks that are workers too; overlap: layer by layer while workers compute, or all at
+    once as in the paper.
+    """
+
+    name = NAME
+    pins = PinWords(role="worker", syncs=(NAME, "none"))
+    servers: int | None = whole(1)
+    beside: bool | None = one_of(True, False)
+    overlap: bool | None = one_of(True, False)
+
+    def searches(self, by_name: bool) -> Sequence[bool]:
+        return ()
+
+    def proposals(self, request: Request) -> list[PricedPlan]:
+        """The best number of servers, by trying all (Stanza 7.2), or that asked for; beside workers, all ranks."""
+        given = self.servers or (request.world if self.beside else None)
+        numbers = [given] if given else counts(request.world) or [1]
+        priced = [_priced(request, self, servers) for servers in numbers]
+        return [max(priced, key=lambda plan: (plan.feasible, plan.bound))]
 
 
 def _priced(request: Request, options: ParameterServer, servers: int) -> PricedPlan:
     beside = bool(options.beside)
     workers = request.world if beside else request.world - servers
-    problems = contradictions(request, NAME) + unsummed(request, request.pins)
+    problems = options.impossible(request) + unsummed(request, request.pins)
     if workers < 1 or servers > request.world:
         room = f"a world of {request.world} has no room for {servers} server{'s' if servers > 1 else ''} and a worker"
         return infeasible(NAME, [*problems, room])
@@ -51,7 +72,7 @@ def _priced(request: Request, options: ParameterServer, servers: int) -> PricedP
         problems.append("no parameter trains, so there is nothing to serve")
     if not smallest(bounds):
         problems.append(f"{bounds[-1]} examples cannot be shared out to {workers} workers")
-    needed = {layer: request.served_memory(layer, batch) for layer in layers}
+    needed = {layer: served_memory(request, layer, batch) for layer in layers}
     each, have = server_memory(request, workers, servers, beside), request.memory_of(request.world)
     short_roles: tuple[str, ...] = ("worker", SERVER) if beside else ("worker",)
     short_ranks = serving if beside else roles["worker"]
@@ -95,3 +116,9 @@ def server_memory(request: Request, workers: int, servers: int, beside: bool) ->
     summed, kept = whole - arriving, request.optimizer_copies + (not beside)
     packed = sum(size for size in sizes if size < COALESCED_BELOW)
     return (kept * whole + summed + workers * arriving + packed) / servers + packed * beside
+
+
+def served_memory(request: Request, layer: str, batch: int) -> float:
+    """Bytes that a layer needs on a worker; the servers hold the optimizer state and the summed gradients."""
+    held = request.held[layer]
+    return sum(h.nbytes for h in held) + request.program.costs[layer].saved_bytes_at(batch) + gradient_nbytes(held)

@@ -1,0 +1,1 @@
+"""The strategies, each whole in its file: its options, its plans, what it allows and why it may have none."""

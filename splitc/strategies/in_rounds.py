@@ -1,0 +1,77 @@
+"""What strategies have in common in which units of ranks may train by themselves for some updates, a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from splitc.errors import PlacementError
+from splitc.ir.plan import Plan
+from splitc.ir.rounds import rounds_problems
+from splitc.passes.planner.divisions import Division
+from splitc.passes.planner.request import Request, largest
+from splitc.passes.planner.strategy import Strategy, number, one_of, whole
+from splitc.runtime.spec import Rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class InRounds(Strategy):
+    """Base of strategies in which units of ranks may train by themselves, and average after each `period` updates.
+
+    outer_lr, outer_momentum, nesterov: of an outer SGD, to which the averaged change is a gradient (DiLoCo); nesterov
+    is the rule where there is momentum.
+    fragments: parts of the model that are averaged in turns; delay: updates that one travels; mixing: how much of its
+    own parameters a rank keeps when one arrives, a half unless given (streaming DiLoCo).
+    through: "peers", or a "server", the ranks of the first unit (SplitBrain 4).
+    """
+
+    period: int | None = whole(1)
+    outer_lr: float | None = number()
+    outer_momentum: float | None = number()
+    nesterov: bool | None = one_of(True, False)
+    fragments: int | None = whole(1)
+    delay: int | None = whole(0)
+    mixing: float | None = number()
+    through: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (rounds := self.rounds(unit=1)) is not None and (problems := list(rounds_problems(rounds))):
+            raise PlacementError(f"{self.name}: {'; '.join(problems)}")
+
+    def rounds(self, unit: int) -> Rounds | None:
+        """The rounds of units of so many ranks; None without a period."""
+        own = fields(InRounds)[len(fields(Strategy)) + 1 :]
+        given = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) is not None}
+        if given and self.period is None:
+            raise PlacementError(f"{self.name}: {next(iter(given))} needs a period, the updates between two averages")
+        usual = {"nesterov": bool(self.outer_momentum), "mixing": 0.5 if self.delay else 0.0}
+        return None if self.period is None else Rounds(self.period, unit, **{**usual, **given})
+
+    def unit(self, request: Request) -> int:
+        """The ranks of a unit."""
+        return 1
+
+    def in_unit(self, request: Request) -> Request:
+        if self.period is None:
+            return request
+        unit = self.unit(request)
+        return replace(request, world=unit, global_batch=unit * largest(request.bounds(request.world)))
+
+    def in_world(self, request: Request, plan: Plan, division: Division) -> Plan:
+        if self.period is None:
+            return plan
+        everyone, bounds = tuple(range(request.world)), request.bounds(request.world)
+        averaged = {name for name, role in zip(plan.roles, division.roles, strict=False) if len(role.groups) == 1}
+        placements = {
+            layer: replace(place, sync="average" if request.gradient_of(layer) and request.world > 1 else "none")
+            if place.role in averaged
+            else place
+            for layer, place in plan.placements.items()
+        }
+        return replace(
+            plan,
+            roles=dict.fromkeys(plan.roles, everyone),
+            batch_offsets=dict.fromkeys(plan.batch_offsets, bounds),
+            placements=placements,
+            rounds=self.rounds(division.roles[-1].group),
+        )
