@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from splitc.ir.torch_ops import ops_with
+
 
 def bytes_accessed(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Any, out: Any) -> float | None:
     """Bytes that `func` reads and writes to compute `out`; None where `out` is only a view."""
@@ -84,15 +86,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-_FREE = {  # they set memory aside, or say that a tensor is a constant
-    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize"),
-    *("lift", "lift_fresh"),
-}
-_UNREAD = {  # they look at the shape of what they are given, or write over it
-    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones"),
-    *("new_full", "zero", "fill", "bernoulli", "normal", "uniform", "random", "exponential", "geometric"),
-    *("log_normal", "cauchy"),
-}
+_FREE, _UNREAD = ops_with("no_bytes"), ops_with("unread")
 _LOOKUPS: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], int]] = {  # numbers that are read of a table
     **dict.fromkeys(
         ("embedding", "index_select", "gather", "index", "_unsafe_index", "take"), lambda given, made: made[0].numel()

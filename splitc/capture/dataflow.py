@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from splitc.capture.refusals import table_problems
 from splitc.capture.source_lines import user_line
 from splitc.errors import CaptureError
+from splitc.ir.torch_ops import ops_with
 from splitc.runtime.generators import same_generators
 from splitc.runtime.seeded.table import form_of
 
@@ -34,7 +35,7 @@ _EXITS = {"tolist", "numpy", "__array__", "data_ptr", "__dlpack__", "untyped_sto
 _SIZES = {"shape", "size", "__len__", "numel", "nelement"}
 _MADE = ("empty", "new_", "zero", "ones", "full", "rand", "arange", "fill")
 _PLACED = ("bincount", "histc", "histogram", "index_add", "index_copy", "index_fill", "index_put", "put", "scatter")
-_ACROSS = {"cat", "renorm", "stack", "unique_consecutive", "unique_dim"}  # do not only look along the dim they have
+_ACROSS = ops_with("across")
 
 
 class Flow(TorchDispatchMode):

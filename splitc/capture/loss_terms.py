@@ -18,30 +18,14 @@ from torch import fx
 from splitc.capture.batch_numbers import is_linear, numbers_of_batch
 from splitc.ir.graph import info, is_region, op_name, set_info
 from splitc.ir.program import Program, SizeSpec, TensorSpec
+from splitc.ir.torch_ops import ops_with
 
-_QUOTIENTS = {"div", "divide", "true_divide", "truediv"}
-_PRODUCTS = {"mul", "multiply"}
-_SUMS = {"add", "rsub", "sub", "subtract"}
-_SCALED = _QUOTIENTS | _PRODUCTS | {"neg", "negative"}
-_SAME = {
-    "bfloat16", "clone", "contiguous", "detach", "double", "flatten", "float", "half", "mean", "reshape", "squeeze",
-    "sum", "to", "type", "unsqueeze", "view",
-}  # fmt: skip
-_MOVED = {
-    "T", "broadcast_to", "cat", "chunk", "concat", "diag", "diagonal", "dot", "einsum", "expand", "expand_as", "flip",
-    "getitem", "hstack", "index_select", "inner", "linear", "matmul", "mm", "movedim", "mv", "narrow", "permute",
-    "repeat", "roll", "select", "split", "stack", "swapaxes", "t", "tensordot", "tile", "trace", "transpose", "unbind",
-    "unflatten", "view_as", "vstack",
-}  # fmt: skip
-_OF_SEVERAL = _SUMS | {"cat", "concat", "hstack", "stack", "vstack"}
-_REDUCTIONS = {
-    "addmm", "baddbmm", "bincount", "bmm", "count_nonzero", "cross_entropy", "dot", "einsum", "index_add", "inner",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "linear", "matmul", "mean", "mm", "mv",
-    "nansum", "scatter_add", "sum", "tensordot", "trace", "vdot",
-}  # fmt: skip
-_OF_SIZES = ("new_empty", "new_full", "new_ones", "new_zeros", "empty", "full", "ones", "zeros")
-_LIKE = {"expand_as", "reshape_as", "to", "type_as", "view_as"}  # read only the shape or dtype of what they are given
-_NO_TENSOR = {"device", "dtype", "shape", "size"}
+_QUOTIENTS, _PRODUCTS, _SUMS = ops_with("quotient"), ops_with("product"), ops_with("sum")
+_SCALED = ops_with("quotient", "product", "negation")
+_SAME, _MOVED, _REDUCTIONS = ops_with("kept"), ops_with("moved"), ops_with("reduction")
+_OF_SEVERAL = ops_with("sum", "join")
+_OF_SIZES = tuple(ops_with("factory"))
+_LIKE, _NO_TENSOR = ops_with("shape_only"), ops_with("no_tensor")
 
 
 def isolate_terms(graph: fx.Graph) -> None:

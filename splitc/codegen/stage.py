@@ -29,6 +29,7 @@ from splitc.ir import comm_ops
 from splitc.ir.actions import Action
 from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
 from splitc.ir.program import PlacedProgram, Stage, TensorSpec
+from splitc.ir.torch_ops import ops_with
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside
 from splitc.ir.wire_op import WireOp
@@ -40,7 +41,7 @@ _STATEMENT = 72
 _FOLDED = 52
 """Columns of a value that may be written inside its reader."""
 
-_FRESH = {"clone", "empty", "full", "ones", "zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
+_FRESH = ops_with("fresh")
 """Functions and methods whose result shares no memory with other tensors."""
 
 

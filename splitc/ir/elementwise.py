@@ -11,18 +11,14 @@ from torch import fx
 
 from splitc.ir import comm_ops
 from splitc.ir.graph import arguments_of, op_name, shape_of
+from splitc.ir.torch_ops import ops_with
 
 _FUNCTIONS: frozenset[Any] = frozenset(
     getattr(module, name)
-    for module, names in (
-        (F, "relu gelu silu mish elu selu celu leaky_relu relu6 hardtanh hardswish hardsigmoid softplus softsign "
-            "logsigmoid tanhshrink softshrink hardshrink threshold sigmoid tanh"),
-        (torch, "relu tanh sigmoid exp log sqrt rsqrt square abs neg sin cos clamp add sub mul div true_divide"),
-        (operator, "add sub mul truediv neg pow"),
-    )
-    for name in names.split()
-) | {comm_ops.dropout}  # fmt: skip
-_METHODS = {"relu", "tanh", "sigmoid", "exp", "abs", "neg", "square", "clamp", "add", "sub", "mul", "div"}
+    for module, trait in ((F, "F"), (torch, "torch"), (operator, "operator"))
+    for name in ops_with(trait)
+) | {comm_ops.dropout}
+_METHODS = ops_with("method")
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -37,7 +33,7 @@ def keeps_features(node: fx.Node) -> bool:
     return node.target in ("view_as", "reshape_as")
 
 
-_CASTS = frozenset(["contiguous", "clone", "detach", "float", "double", "half", "bfloat16", "to", "type"])
+_CASTS = ops_with("cast")
 _ALONG = {
     **dict.fromkeys(("transpose", "swapaxes"), slice(1, 3)),
     **dict.fromkeys("sum mean narrow select squeeze unflatten unsqueeze unbind cat concat stack".split(), slice(1, 2)),  # noqa: SIM905

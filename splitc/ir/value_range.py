@@ -15,13 +15,9 @@ from torch import Tensor, fx, nn
 
 from splitc.ir.graph import arguments_of, called_module, info, op_name, shape_of, tensor_spec
 from splitc.ir.program import SizeSpec
+from splitc.ir.torch_ops import ops_with
 
-_SAME = ("contiguous", "long", "int", "to", "clone")
-_VIEWS = (
-    "chunk", "expand", "flatten", "getitem", "index_select", "movedim", "narrow", "permute", "ravel", "reshape",
-    "select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze",
-    "view",
-)  # fmt: skip
+_SAME, _VIEWS = ops_with("same_numbers"), ops_with("view")
 _LARGE = 1 << 24  # elements; more are not followed
 _PLACE = 32  # an element is followed as its place, times two to this power, and what was added to it
 _UNBOUND = 1 << 62
