@@ -5,10 +5,11 @@ Plain numbers, no graph and no torch.  `integer_program` finds the best assignme
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
+from typing import Any
 
 Place = tuple[int, str]
 """A role, and the state of a value there: batch, features, replicate; of a reader also divided, see `Option.reads`."""
@@ -90,25 +91,6 @@ class Value:
 
 
 @dataclass(frozen=True)
-class StepSeconds:
-    """The terms of equation (1), in seconds.
-
-    path: of all that follows one on the other.  load: of the busiest rank or line, in forward and in backward.
-    exposed: of syncs that nothing hides and of the optimizer, as the mean over the batches of an update.
-    """
-
-    path: float
-    load: float
-    exposed: float
-    microbatches: int
-
-    @property
-    def total(self) -> float:
-        m = self.microbatches
-        return self.path / m + (1 - 1 / m) * self.load + self.exposed
-
-
-@dataclass(frozen=True)
 class Problem:
     """The numbers of equations (1) to (12).
 
@@ -139,34 +121,28 @@ class Problem:
         """The classes of ranks."""
         return tuple(dict.fromkeys(self.ranks))
 
-    def step(self, chosen: Mapping[str, Option]) -> StepSeconds:
+    def seconds(self, chosen: Mapping[str, Option]) -> float:
         """The seconds of a step: equations (1) to (4)."""
-        path, loads = 0.0, tuple(defaultdict[tuple[str, int], float](float) for _ in range(2))
-        for option in chosen.values():
-            path += option.computing + option.moving
-            where = self.ranks[option.role]
-            for load, computing, moving in zip(
-                loads, (option.forward, option.backward), (option.there, option.back), strict=True
-            ):
-                load["computing", where] += computing
-                load["moving", where] += moving
-        for _, (start, end), move in self.moved(chosen):
-            path += move.seconds
-            for where in {self.ranks[start[0]], self.ranks[end[0]]}:
-                for load, seconds in zip(loads, (move.there, move.back), strict=True):
-                    load["moving", where] += seconds
-        slowest = sum(max(load.values(), default=0.0) for load in loads)
-        updating = sum(option.updating for option in chosen.values())
-        return StepSeconds(path, slowest, (self._exposed(chosen) + updating) / self.accumulate, self.microbatches)
+        return float(self._equations(chosen).step())
 
-    def _exposed(self, chosen: Mapping[str, Option]) -> float:
-        """Equation (4): what is left of the syncs of each class of ranks when its backward ends."""
-        left = dict.fromkeys(self.classes, 0.0)
-        for layer in reversed(list(self.options)):
-            option, where = chosen[layer], self.ranks[chosen[layer].role]
-            hidden = option.backward / self.microbatches if self.overlap else 0.0
-            left[where] = max(0.0, left[where] - hidden) + option.syncing
-        return sum(left.values())
+    def memory_of(self, chosen: Mapping[str, Option]) -> dict[int, float]:
+        """Bytes that a rank of each class needs: the left side of equation (11)."""
+        equations = self._equations(chosen)
+        return {where: equations.memory(where) for where in self.classes}
+
+    def broken(self, chosen: Mapping[str, Option]) -> list[str]:
+        """The equations that an assignment does not meet, each once, by number."""
+        try:
+            equations = self._equations(chosen)
+        except KeyError:
+            equations = Equations(self, _alone(chosen), [])
+            return [*dict.fromkeys((*equations.broken(), "eq7"))]
+        full = any(equations.memory(where) > self.memory * (1 + 1e-9) for where in self.classes)
+        return [*dict.fromkeys((*equations.broken(), *["eq11"] * full))]
+
+    def _equations(self, chosen: Mapping[str, Option]) -> Equations:
+        """Their left sides in numbers; KeyError where a value cannot be moved as it must."""
+        return Equations(self, _alone(chosen), [(value, *place, 1) for value, place, _ in self.moved(chosen)])
 
     def moved(self, chosen: Mapping[str, Option]) -> list[tuple[Value, tuple[Place, Place], Move]]:
         """Each value once for each place that its readers need it in; KeyError where that is impossible."""
@@ -176,34 +152,6 @@ class Problem:
             for need in {need_of(chosen[reader], how): None for reader, how in value.readers}:
                 found.append((value, (made, need), value.moves[made, need]))
         return found
-
-    def memory_of(self, chosen: Mapping[str, Option]) -> dict[int, float]:
-        """Bytes that a rank of each class needs: the left side of equation (11)."""
-        need = dict.fromkeys(self.classes, 0.0)
-        for option in chosen.values():
-            need[self.ranks[option.role]] += option.memory
-        for _, (start, end), move in self.moved(chosen):
-            for (role, _), nbytes in zip((start, end), move.memory, strict=True):
-                need[self.ranks[role]] += nbytes
-        return need
-
-    def broken(self, chosen: Mapping[str, Option]) -> list[str]:
-        """The equations that an assignment does not meet, each once, by number."""
-        return [*dict.fromkeys(self._broken(chosen))]
-
-    def _broken(self, chosen: Mapping[str, Option]) -> list[str]:
-        role = {layer: option.role for layer, option in chosen.items()}
-        trained = {chosen[layer].role for layer in self.parameters}
-        wrong = ["eq6" for i, j in self.order if role[i] > role[j]]
-        wrong += ["eq8" for i, j in self.together if role[i] != role[j]]
-        wrong += ["eq9" for i, j in self.tied if chosen[i].divides != chosen[j].divides]
-        wrong += ["eq10"] * (not self.filled <= trained)
-        wrong += ["eq12" for part, words in self.wanted if words.isdisjoint(getattr(o, part) for o in chosen.values())]
-        try:
-            wrong += ["eq11" for nbytes in self.memory_of(chosen).values() if nbytes > self.memory * (1 + 1e-9)]
-        except KeyError:
-            wrong.append("eq7")
-        return wrong
 
     def least_seconds(self) -> float:
         """A bound that needs no solver: each layer as is best for the bound, and at least one value crosses.
@@ -220,6 +168,115 @@ class Problem:
         load = (1 - 1 / m) * max(path / classes, crosses)
         last = max(path / m, synced) if self.overlap else path / m  # of the batches of an update
         return path / m + (last - path / m) / self.accumulate + crosses / m + load
+
+
+def _alone(chosen: Mapping[str, Option]) -> dict[str, list[tuple[Option, Any]]]:
+    return {layer: [(option, 1)] for layer, option in chosen.items()}
+
+
+class Equations:
+    """The equations, in x and z that are 0 or 1, or variables of a solver.
+
+    runs: layer -> its options, each with its x.  moved: values with the places that they are moved between, and z.
+    Seconds are counted in units of 1 / `scale`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        runs: Mapping[str, Sequence[tuple[Option, Any]]],
+        moved: Sequence[tuple[Value, Place, Place, Any]],
+        scale: float = 1.0,
+    ) -> None:
+        self.problem, self.runs, self.moved, self._scale = problem, runs, moved, scale
+
+    def total(self, terms: Iterable[Any]) -> Any:
+        """The sum of many terms."""
+        return reduce(add, terms, 0.0)
+
+    def highest(self, name: str, terms: Iterable[Any]) -> Any:
+        """The highest of some terms and 0."""
+        return max(0.0, *terms)
+
+    def step(self) -> Any:
+        """The seconds of a step: equations (1) and (2)."""
+        problem, m = self.problem, self.problem.microbatches
+        path = [self._scale * (option.computing + option.moving) * x for option, x in self._in()]
+        path += [self._scale * value.moves[s, t].seconds * z for value, s, t, z in self.moved]
+        load = self.total(self._load(direction) for direction in ("forward", "backward")) if m > 1 else 0
+        exposed = self.total(self._left(where) for where in problem.classes)
+        exposed += self.total(self._scale * option.updating * x for option, x in self._in() if option.updating)
+        return self.total(path) / m + (1 - 1 / m) * load + exposed / problem.accumulate
+
+    def _in(self, where: int | None = None) -> list[tuple[Option, Any]]:
+        """All options, or those on a class of ranks, with their x."""
+        ranks = self.problem.ranks
+        return [(o, x) for each in self.runs.values() for o, x in each if where in (None, ranks[o.role])]
+
+    def _load(self, direction: str) -> Any:
+        """Equation (3) of one direction."""
+        ranks, name = self.problem.ranks, "there" if direction == "forward" else "back"
+        loads = []
+        for where in self.problem.classes:
+            own = self._in(where)
+            moved = [(v.moves[s, t], z) for v, s, t, z in self.moved if where in (ranks[s[0]], ranks[t[0]])]
+            loads.append([(getattr(option, direction), x) for option, x in own])
+            loads.append([(getattr(each, name), x) for each, x in (*own, *moved)])
+        terms = [self.total(self._scale * seconds * x for seconds, x in load if seconds) for load in loads]
+        return self.highest(f"load[{direction}]", terms)
+
+    def _left(self, where: int) -> Any:
+        """Equation (4) of a class of ranks: what its syncs expose."""
+        problem, left = self.problem, None
+        for layer in reversed(list(problem.options)):
+            own = [(option, x) for option, x in self.runs[layer] if problem.ranks[option.role] == where]
+            sends = any(option.syncing for option, _ in own)
+            if not own or not (sends or left is not None):
+                continue
+            syncing = self.total(self._scale * option.syncing * x for option, x in own)
+            terms: list[Any] = []
+            if left is not None:
+                hidden = self._scale / problem.microbatches if problem.overlap else 0.0
+                terms.append(left - self.total(hidden * option.backward * x for option, x in own) + syncing)
+            left = self.highest(f"left[{where},{layer}]", [*terms, syncing] if sends else terms)
+        return 0 if left is None else left
+
+    def memory(self, where: int) -> Any:
+        """Bytes that a rank of a class needs: the left side of equation (11)."""
+        need = [option.memory * x for option, x in self._in(where)]
+        for value, s, t, z in self.moved:
+            for (role, _), nbytes in zip((s, t), value.moves[s, t].memory, strict=True):
+                if self.problem.ranks[role] == where and nbytes:
+                    need.append(nbytes * z)
+        return self.total(need)
+
+    def rules(self) -> Iterator[tuple[str, Any]]:
+        """Yield equations (6), (8), (9), (10) and (12), each with a name that begins with its number."""
+        problem = self.problem
+        for name, pairs in (("eq6", problem.order), ("eq8", problem.together)):
+            for i, j in dict.fromkeys(pairs):
+                for role in range(1, len(problem.ranks)):
+                    a, b = (self.having(layer, lambda o, r=role: o.role >= r) for layer in (i, j))
+                    yield f"{name}_{i}_to_{j}_{role}", a <= b if name == "eq6" else a == b
+        for i, j in dict.fromkeys(problem.tied):
+            dims = {o.divides for layer in (i, j) for o in problem.options[layer]} - {None}
+            for dim in sorted(dims, key=str):
+                a, b = (self.having(layer, lambda o, d=dim: o.divides == d) for layer in (i, j))
+                yield f"eq9_{i}_{j}_{dim}", a == b
+        for role in sorted(problem.filled):
+            owners = (self.having(layer, lambda o, r=role: o.role == r) for layer in sorted(problem.parameters))
+            yield f"eq10_{role}", self.total(owners) >= 1
+        for part, words in problem.wanted:
+            having = (self.having(layer, lambda o, p=part, w=words: getattr(o, p) in w) for layer in problem.options)
+            yield f"eq12_{part}", self.total(having) >= 1
+
+    def having(self, layer: str, of: Callable[..., bool]) -> Any:
+        """The sum of x over the options of a layer that `of` holds for."""
+        return self.total(x for option, x in self.runs[layer] if of(option))
+
+    def broken(self) -> list[str]:
+        """The numbers of the rules that do not hold."""
+        return [name.partition("_")[0] for name, holds in self.rules() if not holds]
 
 
 def made_at(value: Value, chosen: Mapping[str, Option]) -> Place:

@@ -60,9 +60,9 @@ def _next(request: Request, found: Found, layer: str) -> str:
         late = ", by late multiply" if option.sync == "late_multiply" else ""
         return f"{held} in {roles[option.role]}{late}"
 
-    chosen = problem.step(found.chosen).total
+    chosen = problem.seconds(found.chosen)
     others = [{**found.chosen, layer: each} for each in problem.options[layer] if how(each) != how(found.chosen[layer])]
-    steps = [(problem.step(each).total, how(each[layer])) for each in others if not problem.broken(each)]
+    steps = [(problem.seconds(each), how(each[layer])) for each in others if not problem.broken(each)]
     if not steps:
         return ""
     seconds, instead = min(steps)

@@ -97,7 +97,7 @@ class _Case:
         """Keep an assignment of the small problem where it is the best one and breaks no equation of the whole."""
         if chosen is None or self.problem.broken(whole := self.small.expanded(chosen)):
             return
-        found = Found(self.division, self.problem, whole, self.problem.step(whole).total)
+        found = Found(self.division, self.problem, whole, self.problem.seconds(whole))
         if self.found is None or found.seconds < self.found.seconds:
             self.found = found
 
@@ -155,7 +155,7 @@ def _fullest(cases: list[_Case], deadline: float) -> Found | None:
         if chosen is not None and not set(problem.broken(chosen)) - {"eq11"}:
             need = max(problem.memory_of(chosen).values()) / problem.memory
             if best is None or need < best[0]:
-                best = need, Found(case.division, problem, chosen, problem.step(chosen).total)
+                best = need, Found(case.division, problem, chosen, problem.seconds(chosen))
     return None if best is None else best[1]
 
 
@@ -175,7 +175,7 @@ def first_assignment(problem: Problem) -> Assignment | None:
         chosen = _walk(problem, crossing, syncing, memory)
         if chosen is None or problem.broken(chosen):
             continue
-        seconds = problem.step(chosen).total
+        seconds = problem.seconds(chosen)
         if best is None or seconds < best[0]:
             best = seconds, chosen
     return None if best is None else best[1]

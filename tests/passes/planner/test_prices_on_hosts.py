@@ -57,7 +57,7 @@ def unhidden(cluster: Cluster, strategy: Strategy = SEPARATE) -> float:
     pins = resolve_pins(PINS if strategy is SEPARATE else {}, [layer.name for layer in program.layers])
     found = propose(Request(program, cluster, 4, pins), strategy)[0].found
     assert found is not None
-    return replace(found.problem, overlap=False).step(found.chosen).total
+    return replace(found.problem, overlap=False).seconds(found.chosen)
 
 
 def served(cluster: Cluster, servers: int) -> float:
