@@ -67,6 +67,16 @@ def test_values_that_another_role_reads_are_sent_and_received() -> None:
     """)
 
 
+def test_a_parameter_of_two_roles_is_no_part_of_what_either_sums() -> None:
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    pins = {"0": "trunk", "1": "trunk", "2": "head", "3": "head"}
+    model = nn.Sequential(first, nn.Linear(8, 8), second, nn.Linear(8, 5))
+    program = program_after(InsertComm, placed(model, 4, "layer_separation(n_c=2, n_f=2)", pins=pins))
+    summed = [node.kwargs["parameters"] for node in program.graph.nodes if node.target is comm_ops.all_reduce]
+    assert summed == [("1.weight", "1.bias"), ("3.weight", "3.bias")]
+
+
 def test_a_counter_is_stored_in_every_role_that_reads_it() -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:

@@ -20,6 +20,7 @@ from splitc.ir.wire import wire
 from tests.support.compiled import compiled
 from tests.support.models import Made, made
 from tests.support.sampling import sampled
+from tests.support.wire_bytes import assert_defined
 
 VOCABULARY = 13
 
@@ -359,3 +360,4 @@ def test_a_synchronised_norm_of_own_examples_normalises_over_all_ranks_of_the_ro
     program = planned(model, vectors(classes=5), world, strategy, pins)
     (norm,) = (node for node in program.program.graph.nodes if node.target is comm_ops.batch_norm)
     assert norm.kwargs == {"own": True}
+    assert_defined(program, tuple(each.repeat(*(world, *[1] * (each.dim() - 1))) for each in vectors(classes=5)))
