@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -37,6 +37,42 @@ def staggered(one_in: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
     assert all(any(value is cell[k] for cell in everyday) for k, dim in enumerate(dims) for value in dim)
     marked = [pytest.param(*cell, marks=pytest.mark.slow if place % one_in else ()) for place, cell in cells]
     return pytest.mark.parametrize(tuple(values), marked)
+
+
+def pairwise(everyday: int | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over few combinations in which each value of an axis meets each of any other axis.
+
+    Of these the first `everyday` run every day, all where none is given.
+    """
+    dims = [list(each) for each in values.values()]
+
+    def met(cell: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(cell), 2))
+
+    cells = list(product(*map(_indices, dims)))
+    left, chosen = set().union(*map(met, cells)), list[tuple[int, ...]]()
+    while left:
+        chosen.append(max(cells, key=lambda cell: len(left & met(cell))))
+        left -= met(chosen[-1])
+    return _cells(values, dims, chosen, everyday)
+
+
+def along(everyday: int | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over as many combinations as the longest axis has values, with each of every axis."""
+    dims = [list(each) for each in values.values()]
+    chosen = [tuple(k % len(dim) for dim in dims) for k in range(max(map(len, dims)))]
+    return _cells(values, dims, chosen, everyday)
+
+
+def _cells(names: Iterable[str], dims: list[list[Any]], cells: list[Any], everyday: int | None) -> pytest.MarkDecorator:
+    marked = [
+        pytest.param(
+            *(dim[k] for dim, k in zip(dims, cell, strict=True)),
+            marks=() if everyday is None or place < everyday else pytest.mark.slow,
+        )
+        for place, cell in enumerate(cells)
+    ]
+    return pytest.mark.parametrize(tuple(names), marked)
 
 
 def _indices(values: list[Any]) -> range:

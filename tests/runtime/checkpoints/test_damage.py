@@ -21,7 +21,7 @@ from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, step
 from tests.support.every_strategy import planned
 from tests.support.ranks import adam, on_workers
 from tests.support.run_state import run_state
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 
 
 def flip(path: Path, at: random.Random) -> None:
@@ -68,8 +68,8 @@ def written(strategy: str, folder: Callable[[int], Path]) -> list[list[Any]]:
     return on_workers(program(strategy), run, optimizer=adam)
 
 
-@sampled("disks", [1, 3], everyday=[1])
-@sampled("strategy", ["data_parallel", "layer_separation(n_c=2, n_f=1)", "late_multiply"], everyday=["late_multiply"])
+@pytest.mark.slow
+@along(strategy=["late_multiply", "layer_separation(n_c=2, n_f=1)"], disks=[1, 3])
 def test_whatever_is_damaged_resuming_is_right_or_goes_back_aloud(strategy: str, disks: int, tmp_path: Path) -> None:
     def folder(rank: int) -> Path:
         return run / f"disk{rank % disks}"

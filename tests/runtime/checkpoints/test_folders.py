@@ -19,6 +19,7 @@ from splitc.runtime.worker import Worker
 from tests.runtime.checkpoints.test_resume import assert_equal, batches_of, small, steps
 from tests.support.ranks import on_ranks, on_workers
 from tests.support.run_state import run_state
+from tests.support.sampling import along
 
 FOLDERS: dict[str, Callable[[Path, int], Path]] = {
     "one disk": lambda path, rank: path / "run",
@@ -40,9 +41,7 @@ def test_ranks_that_see_the_same_folder_share_a_disk(where: str, disks: int, tmp
     assert len(set(of[0])) == disks
 
 
-@pytest.mark.parametrize("where", FOLDERS)
-@pytest.mark.parametrize("strategy", ["layer_separation(n_c=2, n_f=1)", "late_multiply"])
-@pytest.mark.parametrize("lost", range(3))
+@along(where=FOLDERS, strategy=["layer_separation(n_c=2, n_f=1)", "late_multiply"], lost=[0, 1, 2])
 def test_losing_a_disk_loses_nothing(where: str, strategy: str, lost: int, tmp_path: Path) -> None:
     program = small(strategy, 3)
     batches = batches_of(program, 4)

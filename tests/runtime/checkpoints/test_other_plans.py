@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Small, images
 from tests.support.ranks import assert_same, on_workers, part_of
-from tests.support.sampling import sampled
+from tests.support.sampling import along, sampled
 
 EXAMPLES = 24
 """The fixed global batch."""
@@ -80,7 +79,7 @@ def train(
 
 @cache
 def uninterrupted() -> tuple[list[float], dict[str, Tensor] | None]:
-    return run("data_parallel", 0, 12)
+    return run("data_parallel", 0, 8)
 
 
 def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -> Any:
@@ -92,9 +91,11 @@ def run(strategy: str, first: int, last: int, *arguments: Any, **options: Any) -
     return found[0]
 
 
-@pytest.mark.parametrize("half", [10, pytest.param(9, id="a batch waits for its update")])
-@sampled("strategy", list(PLANS), everyday=list(PLANS)[1:5:3])
-def test_twenty_batches_are_ten_a_checkpoint_and_ten_bit_for_bit(strategy: str, half: int, tmp_path: Path) -> None:
+@along(1, strategy=PLANS, half=[10, 9])
+def test_twenty_batches_are_some_a_checkpoint_and_the_others_bit_for_bit(
+    strategy: str, half: int, tmp_path: Path
+) -> None:
+    """After 9 batches one waits for its update."""
     losses, state = run(strategy, 0, 20)
     first, _ = run(strategy, 0, half, tmp_path / "run")
     second, last = run(strategy, half, 20, tmp_path / "run", resumed=True)
@@ -104,33 +105,18 @@ def test_twenty_batches_are_ten_a_checkpoint_and_ten_bit_for_bit(strategy: str, 
     assert all(torch.equal(last[name], state[name]) for name in state)
 
 
-CHAINS = [
-    ["layer_separation(n_c=3, n_f=1)", "late_multiply", "modulo_shard(mp=2)"],  # 4 -> 3 -> 6 ranks
-    ["parameter_server(servers=1)", "layer_separation(n_c=1, n_f=2)", "parameter_server(servers=2, beside=True)"],
-    ["modulo_shard(mp=3,scheme=B)", "hybrid_single", "data_parallel"],
-]
+MOVES = [(list(PLANS)[k], list(PLANS)[(k + shift) % len(PLANS)]) for shift in (1, 4) for k in range(len(PLANS))]
+"""A checkpoint has one form whatever wrote it: each plan writes two and reads two."""
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-def test_losses_go_on_under_other_strategies_and_worlds(chain: Sequence[str], tmp_path: Path) -> None:
-    expected, state = uninterrupted()
-    got: list[float] = []
-    for k, strategy in enumerate(chain):
-        losses, last = run(strategy, 4 * k, 4 * k + 4, tmp_path / "run", resumed=k > 0)
-        got += losses
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert state is not None
-    assert_same(last, state, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", PLANS)
-@pytest.mark.parametrize("after", PLANS)
+@sampled(("before", "after"), MOVES, one_in=7)
 def test_any_strategy_goes_on_from_any_other(before: str, after: str, tmp_path: Path) -> None:
-    expected, _ = uninterrupted()
-    run(before, 0, 4, tmp_path / "run")
-    losses, _ = run(after, 4, 8, tmp_path / "run", resumed=True)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[4:8]), rtol=1e-5, atol=1e-5)
+    expected, state = uninterrupted()
+    assert state is not None
+    losses, _ = run(before, 0, 4, tmp_path / "run")
+    more, last = run(after, 4, 8, tmp_path / "run", resumed=True)
+    torch.testing.assert_close(torch.tensor(losses + more), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert_same(last, state, 1e-4)
 
 
 def test_other_global_batches_are_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from splitc.runtime.checkpoints import storage
 from splitc.runtime.worker import Worker
 from tests.runtime.checkpoints.test_resume import batches_of, small, steps
 from tests.support.ranks import on_workers
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 
 FOREIGN = "was written by another run, which would lose it; go on from it with resume, or give another folder"
 
@@ -34,8 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@sampled("number", [1, 2, 3], everyday=[2])
+@along(number=[2, 1, 3], asynchronous=[False, True])
 def test_a_run_that_did_not_resume_leaves_the_checkpoints_of_another_alone(
     number: int, asynchronous: bool, tmp_path: Path
 ) -> None:

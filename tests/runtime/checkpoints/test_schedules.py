@@ -22,7 +22,7 @@ from tests.runtime.checkpoints.test_resume import assert_equal
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers, part_of
 from tests.support.run_state import run_state
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 
 EXAMPLES = 12
 
@@ -126,8 +126,7 @@ def train(worker: Worker, kind: str, first: int, last: int, folder: Path) -> lis
     return losses
 
 
-@sampled("chain", CHAINS, everyday=CHAINS[:1])
-@sampled("kind", list(SCHEDULES), everyday=["LambdaLR of groups", "warm restarts", "plateau", "sequential"])
+@along(2, kind=SCHEDULES, chain=CHAINS)
 def test_rates_of_groups_go_on_under_other_plans(kind: str, chain: tuple[str, ...], tmp_path: Path) -> None:
     expected, got = one_process(kind), []
     with warnings.catch_warnings():
