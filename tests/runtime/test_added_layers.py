@@ -16,6 +16,7 @@ from splitc.runtime.launch.main import load_worker
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.worker import Worker
 from tests.support.ranks import SEPARATION, Net, assert_same, batch_of, compile_net, on_ranks, one_process, sgd, train
+from tests.support.sampling import sampled
 
 Result = TypeVar("Result")
 WARNING = r"weights.pt has no extra.weight of \w+.py, extra.bias of \w+.py: initialised by reset_parameters"
@@ -61,7 +62,7 @@ def on_build(build: Path, world: int, run: Callable[[Worker], Result]) -> list[R
 PLANS = [("data_parallel", 2), (SEPARATION, 3), ("layer_separation(n_c=1, n_f=2)", 3), ("late_multiply", 2)]
 
 
-@pytest.mark.parametrize(("strategy", "world"), PLANS)
+@sampled(("strategy", "world"), PLANS[1:] + PLANS[:1], one_in=4)
 def test_an_added_layer_trains_as_in_one_process_and_is_in_the_state(strategy: str, world: int, tmp_path: Path) -> None:
     build, global_batch = edited(tmp_path, strategy, world)
     batches = [batch_of(global_batch) for _ in range(3)]
@@ -104,7 +105,7 @@ def test_an_added_layer_resumes_with_its_optimizer_bit_for_bit(tmp_path: Path) -
 REFUSED = ["modulo_shard(mp=2)", "parameter_server(servers=1)", "local_sgd(period=2)"]
 
 
-@pytest.mark.parametrize("strategy", REFUSED)
+@sampled("strategy", REFUSED, one_in=3)
 def test_a_layer_whose_gradients_nobody_would_sum_is_refused_on_every_rank(strategy: str, tmp_path: Path) -> None:
     build = compile_net(model(), strategy, 2).save(tmp_path / "build")
     for path in build.glob("*.py"):

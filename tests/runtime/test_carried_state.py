@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from splitc.compiled import CompiledProgram
 from splitc.errors import CaptureError, PlacementError
+from splitc.ir.program import Program
 from splitc.ir.regions import regions
 from splitc.runtime.worker import Worker
 from tests.support.capturing import validated
-from tests.support.compiled import compiled
+from tests.support.compiled import analyse, compiled
 from tests.support.ranks import assert_same, on_workers, sgd
+from tests.support.sampling import sampled
 
 Batch = tuple[Tensor, Tensor]
 
@@ -74,9 +77,6 @@ class Cell(nn.Module):
         return self.decode(h).unsqueeze(1).expand(-1, x.shape[1], -1)
 
 
-SLOW = [("data_parallel", 0), ("auto", 0), ("auto", 1), ("layer_separation", 1), ("hybrid_single", 0)]
-
-
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
@@ -117,21 +117,26 @@ def assert_trains_alike(
     assert_same(state, model.state_dict(), 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dim"),
-    [
-        ("data_parallel", 1),
-        ("layer_separation", 0),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
-    ],
-)
-def test_a_language_model_that_keeps_its_hidden_state_trains_as_in_one_process(strategy: str, dim: int) -> None:
+@cache
+def known(dim: int) -> tuple[nn.Module, Program]:
     torch.manual_seed(0)
     model = Language(Recurrent(dim == 0))
-    program = compiled(model, *batch_of(8, dim), loss_of, 3 if strategy == "layer_separation" else 2, strategy)
-    batches = [batch_of(program.plan.global_batch, dim) for _ in range(12)]
-    assert_trains_alike(model, program, batches, dim, ["inner.0"])
-    assert dim or program.verify(dtype=torch.float64).holds
+    return model, analyse(model, *batch_of(8, dim), loss_of)
+
+
+def planned(strategy: str, dim: int, world: int = 2) -> CompiledProgram:
+    model, program = known(dim)
+    return compiled(model, *batch_of(8, dim), loss_of, world, strategy, analysed=program)
+
+
+@sampled(
+    ("strategy", "dim"), [("layer_separation", 0), ("data_parallel", 1), ("auto", 0), ("hybrid_single", 0)], one_in=4
+)
+def test_a_language_model_that_keeps_its_hidden_state_trains_as_in_one_process(strategy: str, dim: int) -> None:
+    program = planned(strategy, dim, 3 if strategy == "layer_separation" else 2)
+    batches = [batch_of(program.plan.global_batch, dim) for _ in range(9)]
+    assert_trains_alike(known(dim)[0], program, batches, dim, ["inner.0"])
+    assert strategy != "data_parallel" or program.verify(dtype=torch.float64).holds
 
 
 def cell() -> tuple[nn.Module, list[str]]:
@@ -148,7 +153,7 @@ def memories() -> tuple[nn.Module, list[str]]:
     return Language(Remembering(), Remembering()), ["inner.0", "inner.1"]
 
 
-@pytest.mark.parametrize("make", [cell, used_cell, pytest.param(memories, marks=pytest.mark.slow)])
+@sampled("make", [used_cell, cell, memories], one_in=3)
 def test_state_of_other_kinds_and_from_before_goes_from_batch_to_batch(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model, kept = make()
@@ -183,12 +188,12 @@ def test_a_table_and_a_value_that_nothing_reads_are_no_state() -> None:
 
 
 def test_what_kept_state_does_not_allow_is_said_by_name() -> None:
-    model = Language(Recurrent(True))
-    program = compiled(model, *batch_of(8), loss_of, 2, "data_parallel")
-    assert "inner.0.state goes from batch to batch" in " ".join(program.report().split())
+    report = planned("data_parallel", 0).report()
+    assert "inner.0.state goes from batch to batch" in " ".join(report.split())
     for strategy in ("data_parallel(microbatches=2)", "local_sgd(period=2)"):
         with pytest.raises(PlacementError, match=r"whole batch at once: take 1|unlike values in inner.0.state"):
-            compiled(model, *batch_of(8), loss_of, 2, strategy)
+            planned(strategy, 0)
+    model = Language(Recurrent(True))
     model(batch_of(5)[0])
     with pytest.raises(CaptureError, match=r"Expected hidden\[0\] size \(1, 8, 8\), got \[1, 5, 8\]"):
         compiled(model, *batch_of(8), loss_of, 2, "data_parallel")

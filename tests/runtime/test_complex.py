@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from splitc.runtime.transport.flight import Flight, as_bytes
 from splitc.runtime.updates import clip, norm
 from tests.support.compiled import analyse, compiled
 from tests.support.ranks import assert_same, on_ranks, on_workers, one_process, sgd, train
+from tests.support.sampling import along
 
 
 class Waves(nn.Module):
@@ -48,19 +48,18 @@ def known() -> tuple[Waves, Program]:
     return model, analyse(model, *batch(4), F.cross_entropy)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [
-        ("late_multiply", 2),
-        ("data_parallel(all_reduce=recursive_doubling)", 3),
-        ("layer_separation(n_c=1, n_f=1)", 2),
-        ("modulo_shard(mp=2)", 2),
-        ("parameter_server(servers=2,beside=True)", 2),
-    ],
-)
-@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"accumulate": 2}], ids=str)
-def test_complex_parameters_train_as_in_one_process(strategy: str, world: int, options: dict[str, Any]) -> None:
-    model, program = known()
+PLANS = [
+    ("modulo_shard(mp=2)", 2),
+    ("parameter_server(servers=2,beside=True)", 2),
+    ("late_multiply", 2),
+    ("data_parallel(all_reduce=recursive_doubling)", 3),
+    ("layer_separation(n_c=1, n_f=1)", 2),
+]
+
+
+@along(2, plan=PLANS, options=[{"clip_norm": 0.05}, {"accumulate": 2}])
+def test_complex_parameters_train_as_in_one_process(plan: tuple[str, int], options: dict[str, Any]) -> None:
+    (strategy, world), (model, program) = plan, known()
     on_cluster = compiled(model, *batch(4), F.cross_entropy, world, strategy, analysed=program)
     batches = [batch(on_cluster.plan.global_batch) for _ in range(4)]
     results = on_workers(on_cluster, lambda worker: train(worker, batches), **options)

@@ -16,6 +16,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.sampling import along, sampled
 from tests.support.untraceable import sign
 
 Run = Callable[[Any, Tensor], Tensor]
@@ -52,8 +53,7 @@ def counting(run: Run, strategy: str) -> tuple[nn.Module, CompiledProgram]:
     return model, program
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@along(2, run=RUNS, strategy=STRATEGIES)
 def test_a_counter_counts_each_step_once_on_every_rank_that_reads_it(run: Run, strategy: str) -> None:
     model, program = counting(run, strategy)
     size = program.plan.global_batch
@@ -62,19 +62,6 @@ def test_a_counter_counts_each_step_once_on_every_rank_that_reads_it(run: Run, s
     expected, own = one_process(copy.deepcopy(model), batches, accumulate=2)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert_same(state, own, 1e-4)
-
-
-def test_evaluation_does_not_count() -> None:
-    _, program = counting(read_in_the_head, "layer_separation")
-    size = program.plan.global_batch
-    batch = (torch.randn(size, 8), torch.randint(CLASSES, (size,)))
-
-    def evaluated_twice(worker: Worker) -> list[float]:
-        own = part_of(worker, batch, program.plan.local_batches)
-        return [float(worker.evaluate(*own)) for _ in range(2)]
-
-    first, second = on_workers(program, evaluated_twice)[0]
-    assert first == second
 
 
 class Counting(nn.Module):
@@ -104,7 +91,7 @@ def own_counter(strategy: str) -> tuple[nn.Module, CompiledProgram]:
     return model, compiled(model, x, y, F.cross_entropy, OWN[strategy], strategy)
 
 
-@pytest.mark.parametrize("strategy", OWN)
+@sampled("strategy", OWN, one_in=4)
 def test_a_counter_in_own_code_counts_as_in_one_process_whatever_the_microbatches(strategy: str) -> None:
     model, program = own_counter(strategy)
     size = program.plan.global_batch

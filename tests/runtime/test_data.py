@@ -22,9 +22,10 @@ from torch.utils.data import (
 )
 
 from splitc.errors import LaunchError
-from splitc.runtime.data import as_tuple, order, plan_epoch, tail_offsets
+from splitc.runtime.data import as_tuple, order, tail_offsets
 from splitc.runtime.loader import Loader, taken_over
 from splitc.runtime.spec import Input
+from tests.support.sampling import in_pairs
 
 BOUNDS = [(0, 4), (0, 3, 6), (0, 5, 7, 12), (0, 1, 2, 3, 4)]
 
@@ -76,10 +77,7 @@ def one_process(number: int, batch: int, indices: list[int], drop_last: bool) ->
     return [images for (images,) in loader]
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("number", [0, 3, 12, 25, 60])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
+@in_pairs(bounds=BOUNDS, number=[0, 3, 12, 25], shuffle=[False, True], drop_last=[False, True])
 def test_the_readers_parts_are_the_batches_of_one_process(
     bounds: tuple[int, ...], number: int, shuffle: bool, drop_last: bool
 ) -> None:
@@ -110,10 +108,6 @@ def test_a_rank_that_reads_no_data_gets_empty_batches_with_everybodys_sizes() ->
     assert read(10, (0, 2, 4), None, drop_last=False) == [((), (2, 2)), ((), (2, 2)), ((), (1, 1))]
 
 
-def test_a_tail_is_shared_in_proportion_and_all_of_it() -> None:
-    assert [now for _, now in plan_epoch(19, (0, 2, 4, 12), False, all_fit)] == [(0, 2, 4, 12), (0, 1, 2, 7)]
-
-
 @pytest.mark.parametrize(
     ("number", "bounds", "sizes"),
     [(8, (0, 2, 4), [4, 4]), (9, (0, 2, 4), [4, 3, 2]), (10, (0, 2, 4), [4, 4, 2]), (7, (0, 1, 2, 3), [3, 4])],
@@ -130,11 +124,14 @@ def test_a_tail_that_cannot_give_everybody_an_example_is_divided_with_the_batch_
 
 
 def test_each_epoch_and_each_seed_has_its_own_order_which_is_repeated_exactly() -> None:
+    before = torch.get_rng_state()
     orders = {(seed, epoch): tuple(order(50, True, seed, epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
     assert all(sorted(indices) == list(range(50)) for indices in orders.values())
     assert tuple(order(50, True, 1, 1).tolist()) == orders[1, 1]
     assert order(50, False, 1, 1).tolist() == list(range(50))
+    seen(loader_of(8, (0, 2), 0, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)  # torch's own generator is left alone
 
 
 def test_the_order_does_not_depend_on_the_number_of_readers() -> None:
@@ -143,12 +140,6 @@ def test_the_order_does_not_depend_on_the_number_of_readers() -> None:
         return torch.cat([part[step][0][0] for step in range(len(parts[0])) for part in parts])
 
     assert torch.equal(epoch((0, 12)), epoch((0, 5, 7, 12)))
-
-
-def test_shuffling_leaves_the_global_random_generator_alone() -> None:
-    before = torch.get_rng_state()
-    order(50, True, 0, 0)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_options_of_the_data_loader_reach_it() -> None:
@@ -218,9 +209,7 @@ def seen(loader: Loader, steps: int | None = None) -> list[int]:
     return [int(k) for (batch, *_) in islice(loader, steps) for k in batch]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("steps", [0, 1, 3, 4])
-@pytest.mark.parametrize("stream", [False, True])
+@in_pairs(4, steps=[1, 4, 3, 0], stream=[True, False], workers=[0, 1])
 def test_a_position_goes_on_where_another_loader_stood_with_batches_of_another_size(
     steps: int, stream: bool, workers: int
 ) -> None:
@@ -243,12 +232,6 @@ def test_a_loop_that_is_left_early_is_continued_and_set_epoch_begins_again() -> 
     assert [seen(loader, 1), seen(loader, 2), seen(loader), seen(loader, 1)] == [[0, 1], [2, 3, 4, 5], [6, 7], [0, 1]]
     loader.set_epoch(1)
     assert seen(loader, 1) == [0, 1]
-
-
-def test_reading_leaves_the_global_random_generator_alone() -> None:
-    before = torch.get_rng_state()
-    seen(loader_of(8, (0, 2), 0, shuffle=True))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Dealt(Numbers):
@@ -277,7 +260,7 @@ def epoch_over_stops(made: Callable[..., list[Loader]], stops: Sequence[tuple[An
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_epoch_over_any_stops_readers_and_batches_has_each_example_once(stream: bool) -> None:
     numbers = random.Random(7)
-    for _ in range(150):
+    for _ in range(60):
         count = numbers.randint(4, 23)
 
         def made(readers: int, batch: int, number: int = count) -> list[Loader]:
@@ -314,19 +297,17 @@ def test_a_plain_data_loader_says_how_it_reads() -> None:
     assert taken_over(DataLoader(Numbers(3), 2))[1]["batch_size"] == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_a_data_loader_with_a_sampler_of_its_own_is_refused_with_a_way_out() -> None:
+    given: list[tuple[Any, str]] = [
         ({"sampler": DistributedSampler(range(8), 2, 0)}, "DistributedSampler"),  # type: ignore[arg-type]
         ({"sampler": RandomSampler(range(8), replacement=True)}, "RandomSampler"),
         ({"sampler": [1, 2]}, "list"),
         ({"batch_sampler": [[1, 2]]}, "list"),
         ({"batch_size": None}, "batch_size of None"),
-    ],
-)
-def test_a_data_loader_with_a_sampler_of_its_own_is_refused_with_a_way_out(options: Any, named: str) -> None:
-    with pytest.raises(LaunchError, match=rf"the DataLoader has a {named}, but worker\.loader .* without sampler= and"):
-        taken_over(DataLoader(TensorDataset(torch.arange(8)), **options))
+    ]
+    for options, named in given:
+        with pytest.raises(LaunchError, match=rf"DataLoader has a {named}, but worker\.loader .* without sampler= and"):
+            taken_over(DataLoader(TensorDataset(torch.arange(8)), **options))
 
 
 def test_a_batch_is_flattened_to_inputs_and_then_targets() -> None:

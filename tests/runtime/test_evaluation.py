@@ -18,7 +18,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import on_workers, part_of
-from tests.support.sampling import staggered
+from tests.support.sampling import along, sampled
 
 Run = Callable[[Any, Tensor], Tensor]
 
@@ -88,7 +88,7 @@ def losses(program: CompiledProgram, batch: tuple[Tensor, ...], sizes: list[int]
     return on_workers(program, run)[0]
 
 
-@staggered(3, strategy=STRATEGIES, run=SHARED + OWN)
+@along(3, run=[*SHARED, *OWN], strategy=STRATEGIES)
 def test_evaluation_is_that_of_one_process_on_uneven_batches(run: Run, strategy: str) -> None:
     model, program = program_of(run, strategy)
     sizes = [program.plan.local_batches[0] - 1, *program.plan.local_batches[1:]]
@@ -97,13 +97,6 @@ def test_evaluation_is_that_of_one_process_on_uneven_batches(run: Run, strategy:
     expected = F.cross_entropy(copy.deepcopy(model).eval()(batch[0]), batch[1])
     assert first == second == pytest.approx(float(expected.detach()), rel=1e-5)
     assert after != first
-
-
-@pytest.mark.parametrize("run", SHARED + OWN, ids=lambda run: run.__name__)
-def test_the_forward_of_evaluation_is_written_where_it_is_another_one(run: Run) -> None:
-    _, program = program_of(run, "parameter_server")
-    assert ("forward_evaluating" in program.files["worker.py"]) == (run in OWN)
-    assert isinstance(program.program.evaluation, LoweredProgram) == (run in OWN)
 
 
 def test_a_dropout_that_stays_on_draws_the_same_masks_in_every_layout() -> None:
@@ -166,7 +159,10 @@ def dropping(m: Any, x: Tensor) -> Tensor:
     return m.fc(F.dropout(m.b(m.a(x)), 0.5, training=True))
 
 
-@pytest.mark.parametrize("run", [*SHARED, *OWN, dropping], ids=lambda run: run.__name__)
-def test_a_model_that_never_asks_for_its_mode_is_traced_once(run: Run) -> None:
+@sampled("run", [with_recurrent_dropout, another_branch, *SHARED[:2], *OWN[1:], dropping], one_in=4)
+def test_a_model_that_never_asks_for_its_mode_is_traced_once_and_another_forward_is_written(run: Run) -> None:
     _, program = program_of(run, "parameter_server")
     assert program.program.reads_mode == (run not in SHARED)
+    if run is not dropping:
+        assert ("forward_evaluating" in program.files["worker.py"]) == (run in OWN)
+        assert isinstance(program.program.evaluation, LoweredProgram) == (run in OWN)

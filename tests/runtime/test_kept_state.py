@@ -18,6 +18,7 @@ from splitc.runtime.worker import Worker
 from tests.support.capturing import validated
 from tests.support.compiled import compiled
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
+from tests.support.sampling import along, sampled
 
 M = 0.9
 
@@ -140,15 +141,14 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", PLANS)
+@sampled("strategy", PLANS, one_in=4)
 def test_a_momentum_encoder_is_updated_once_a_step_on_every_rank(strategy: str) -> None:
     torch.manual_seed(0)
     model = Momentum()
     assert_trains_alike(model, program_of(model, strategy, **PLANS[strategy]), accumulate=2)
 
 
-@pytest.mark.parametrize("keep", [queue, shifted, centre])
-@pytest.mark.parametrize("strategy", ["data_parallel", "hybrid_single"])
+@along(1, keep=[queue, shifted, centre], strategy=["hybrid_single", "data_parallel"])
 def test_what_is_kept_of_a_batch_is_that_of_the_whole_batch_on_every_rank(keep: Any, strategy: str) -> None:
     torch.manual_seed(0)
     model = Momentum(keep=keep)
@@ -215,8 +215,7 @@ def test_a_loss_may_keep_a_centre() -> None:
     assert program.verify(dtype=torch.float64).holds
 
 
-@pytest.mark.parametrize("mix", [by_data, in_place_on_data, copied, lerped, sliced, None])
-@pytest.mark.parametrize("after", [False, True])
+@along(2, mix=[by_data, None, in_place_on_data, copied, lerped, sliced], after=[False, True])
 def test_a_momentum_encoder_is_captured_however_it_is_written(mix: Callable[..., None] | None, after: bool) -> None:
     example = torch.randn(4, 6), torch.randn(4, 6)
     program = validated(Momentum(mix, after), example, torch.randn(4), weight_zero)

@@ -16,7 +16,7 @@ from splitc.compiled import CompiledProgram
 from splitc.errors import LaunchError
 from tests.support.compiled import compiled
 from tests.support.ranks import assert_same, on_workers, one_process, train
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 
 Params = Iterable[tuple[str, nn.Parameter]]
 
@@ -84,8 +84,7 @@ def by_total(params: Params) -> torch.optim.Optimizer:
 FACTORIES = [by_position, last_faster, first_without_decay, by_total]
 
 
-@pytest.mark.parametrize("factory", FACTORIES)
-@sampled("strategy", list(PLANS), everyday=list(PLANS)[1::3])
+@along(3, strategy=[*PLANS, *PLANS], factory=[*FACTORIES, by_position])
 def test_options_by_position_are_those_of_one_process(strategy: str, factory: Any) -> None:
     model, program = made(strategy)
     batches = [(torch.randn(n, 1, 6, 6), torch.randint(4, (n,))) for n in [program.plan.global_batch] * 4]
@@ -117,16 +116,16 @@ def freezing(params: Params) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"])
-@pytest.mark.parametrize(
-    ("factory", "problem"),
-    [
+@along(
+    strategy=["data_parallel", "layer_separation(n_c=1, n_f=1)", "modulo_shard(mp=2)"],
+    case=[
         (hooked, "puts a hook on trunk.0.weight"),
         (accumulating, "puts a hook on head.2.bias"),
         (freezing, "puts a hook on trunk.0.weight, or freezes it"),
     ],
 )
-def test_what_a_factory_does_to_parameters_is_refused_by_name(strategy: str, factory: Any, problem: str) -> None:
+def test_what_a_factory_does_to_parameters_is_refused_by_name(strategy: str, case: tuple[Any, str]) -> None:
+    factory, problem = case
     with pytest.raises(LaunchError, match=f"the optimizer's factory {problem}"):
         on_workers(made(strategy)[1], lambda worker: None, optimizer=factory)
 

@@ -7,21 +7,19 @@ from itertools import pairwise, product
 import pytest
 
 from splitc.runtime.pieces import Pieces, pieces_of
+from tests.support.sampling import along
 
 BOUNDS = [(0, 8), (0, 5, 7), (0, 4, 9, 12), (0, 1, 2, 9)]
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("whole_shares", [False, True])
-def test_every_example_is_in_one_piece(bounds: tuple[int, ...], number: int, whole_shares: bool) -> None:
-    pieces = Pieces(number, bounds, whole_shares)
-    seen = sorted(x for k in range(number) for a, b in pieces.parts(k) for x in range(a, b))
-    assert seen == list(range(bounds[-1]))
+def test_every_example_is_in_one_piece() -> None:
+    for bounds, number, whole_shares in product(BOUNDS, (1, 2, 3, 5), (False, True)):
+        pieces = Pieces(number, bounds, whole_shares)
+        seen = sorted(x for k in range(number) for a, b in pieces.parts(k) for x in range(a, b))
+        assert seen == list(range(bounds[-1]))
 
 
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("number", [2, 3])
+@along(bounds=BOUNDS, number=[2, 3])
 def test_the_positions_of_neighbours_join_and_count_their_examples_in_the_piece(
     bounds: tuple[int, ...], number: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.support.compiled import compiled, with_files
 from tests.support.every_strategy import images, planned
 from tests.support.models import CLASSES, labels, made, vectors
 from tests.support.ranks import on_workers, part_of
+from tests.support.sampling import along, sampled
 from tests.support.subnet_networks import INPUTS, normed
 
 
@@ -89,9 +90,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(s, marks=[pytest.mark.slow] if k % 3 else []) for k, s in enumerate(NESTED)]
-)
+@sampled("strategy", NESTED, one_in=7)
 def test_nested_outputs_come_back_as_the_model_gives_them(strategy: str) -> None:
     torch.manual_seed(0)
     model = ReturnsItsLoss()
@@ -133,7 +132,7 @@ def flat_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output["flat"], target.flatten())
 
 
-@pytest.mark.parametrize("strategy", ["layer_separation(n_c=2, n_f=1)", "hybrid_single", "modulo_shard(mp=3)"])
+@sampled("strategy", ["modulo_shard(mp=3)", "layer_separation(n_c=2, n_f=1)", "hybrid_single"], one_in=3)
 def test_outputs_of_their_own_are_computed_where_their_layers_are_in_any_layout(strategy: str) -> None:
     torch.manual_seed(0)
     model, x, y = Twice(), torch.randn(6, 3, 8), torch.randint(CLASSES, (6, 3))
@@ -170,10 +169,11 @@ def first_scores(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output["scores"][:, 0], target)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["data_parallel", "layer_separation(n_c=2, n_f=1)", "hybrid_single", "modulo_shard"]
+@along(
+    2,
+    strategy=["modulo_shard", "hybrid_single", "data_parallel", "layer_separation(n_c=2, n_f=1)"],
+    kind=[Apart, ApartInTraining],
 )
-@pytest.mark.parametrize("kind", [Apart, ApartInTraining])
 def test_outputs_whose_rows_lie_apart_come_back_in_the_order_of_one_process(kind: type[Apart], strategy: str) -> None:
     torch.manual_seed(0)
     model, x, y = kind(), torch.randn(4, 3, 8), torch.randint(CLASSES, (4,))
@@ -216,8 +216,7 @@ def another_layer(m: Any, x: Tensor) -> Any:
     return m.fc(h) if m.training else m.own(m.fc(2 * h))
 
 
-@pytest.mark.parametrize("strategy", ["layer_separation", "modulo_shard"])
-@pytest.mark.parametrize("run", [scores_in_evaluation, another_layer], ids=lambda run: run.__name__)
+@along(1, strategy=["layer_separation", "modulo_shard"], run=[another_layer, scores_in_evaluation])
 def test_a_model_that_is_another_one_in_evaluation_predicts_as_that(run: Any, strategy: str) -> None:
     torch.manual_seed(0)
     children = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "fc": nn.Linear(8, CLASSES)}

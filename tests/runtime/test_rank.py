@@ -17,6 +17,7 @@ from splitc.runtime.role_comm import RoleComm
 from splitc.runtime.spec import StepContext
 from splitc.runtime.transport.base import PeerLost, Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of, rank_spec
+from tests.support.sampling import along
 
 ONE_TO_ONE = plan_of(conv=(0, 4), fc=(0, 4))
 MANY_TO_ONE = plan_of(conv=(0, 3, 8), fc=(0, 8))
@@ -44,9 +45,9 @@ def there_and_back(plan: Plan, value: Tensor, dim: int, rows: int, sizes: tuple[
     return on_ranks(plan.world, run)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 1), (0, 3), (2, 2)])
-def test_every_rank_receives_its_examples_and_their_owners_get_them_back(plan: Plan, dim: int, rows: int) -> None:
+@along(plan=[*PLANS, *PLANS], layout=[(0, 1), (1, 1), (0, 3), (2, 2), (0, 3)])
+def test_every_rank_receives_its_examples_and_their_owners_get_them_back(plan: Plan, layout: tuple[int, int]) -> None:
+    dim, rows = layout
     shape = [2, 3, 5]
     shape[dim] = plan.global_batch * rows
     value = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -239,23 +240,7 @@ def test_a_rank_counts_the_bytes_that_it_sends() -> None:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [None, (3, 1), (1, 6)])
-def test_the_shares_of_the_ranks_means_sum_to_the_mean(sizes: tuple[int, ...] | None) -> None:
-    values = torch.randn(sum(sizes or (4, 4)), dtype=torch.float64)
-
-    def run(transport: Transport) -> Tensor:
-        rank = rank_of(plan_of(all=(0, 4, 8)), transport)
-        begin(rank, sizes)
-        (comm,) = rank.comms
-        first, last = comm.examples
-        return comm.sum_loss(comm.scale_by_share(values[first:last].mean())).wait()
-
-    for loss in on_ranks(2, run):
-        torch.testing.assert_close(loss, values.mean())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [False, True])
+@along(dtype=[torch.float64, torch.float32, torch.bfloat16], weighted=[True, False])
 def test_a_weighted_mean_over_ranks_is_that_of_one_process_and_has_its_dtype(
     dtype: torch.dtype, weighted: bool
 ) -> None:
@@ -281,17 +266,6 @@ def test_another_ignore_index_is_kept_out_of_the_weights() -> None:
         return comm.global_weight(target[first:last], ignore_index=7).wait()
 
     assert on_comms(plan_of(all=(0, 1, 2)), run) == [3, 3]
-
-
-def test_a_total_is_summed_over_the_role_only_and_leaves_its_value_alone() -> None:
-    def run(comm: RoleComm) -> float:
-        value = torch.tensor(float(10**comm.shared.transport.rank), requires_grad=True)
-        total = comm.all_reduce_scalar(value)
-        assert not total.requires_grad
-        assert float(value.detach()) == 10**comm.shared.transport.rank
-        return float(total)
-
-    assert on_comms(MANY_TO_ONE, run) == [11.0, 11.0, 100.0]
 
 
 def test_the_loss_is_the_same_on_every_rank_and_is_summed_in_double_precision() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -21,7 +20,7 @@ from splitc.runtime.seeded.draws import Draws, Layout
 from splitc.runtime.seeded.mode import SeededRandom
 from splitc.runtime.transport.base import Transport
 from tests.support.ranks import begin, context_of, on_comms, on_ranks, plan_of, rank_of
-from tests.support.sampling import sampled
+from tests.support.sampling import along, in_pairs
 from tests.support.transitions import TRANSITIONS, Case
 
 Sizes = tuple[int, ...] | None
@@ -41,7 +40,6 @@ def grouped(size: int, scheme: str, updates: str = "once", bounds: tuple[int, ..
 
 SCHEMES = ["BK", "B", "B/K"]
 GROUPED = [grouped(size, scheme) for size in (2, 4) for scheme in SCHEMES]
-IDS = [f"{scheme} in groups of {size}" for size in (2, 4) for scheme in SCHEMES]
 SIZES: list[Sizes] = [None, (3, 1, 5, 3), (1, 1, 1, 1), (2, 7, 1, 4), (6, 6, 6, 6)]
 
 
@@ -56,9 +54,7 @@ BOTH = [
 ]
 
 
-@pytest.mark.parametrize("plan", BOTH)
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 1), (0, 3), (2, 2)])
-@pytest.mark.parametrize("part", [1.0, 0.75, 2.0])
+@along(plan=[*BOTH, *BOTH], dim=[0, 1, 0, 2, 0], rows=[1, 1, 3, 2, 3], part=[0.75, 1.0, 2.0])
 def test_a_rank_in_both_roles_hands_its_examples_over_in_memory(plan: Plan, dim: int, rows: int, part: float) -> None:
     sizes = tuple(int(size * part) for size in plan.local_batches)
     shape = [2, 3, 5]
@@ -135,15 +131,6 @@ def test_a_rank_with_two_comms_says_both_roles_and_its_step_gets_both() -> None:
 # -- a group's turns ---------------------------------------------------------------------------------------------------
 
 
-def in_turns(plan: Plan, sizes: Sizes, function: Callable[[RoleComm], Tensor]) -> list[dict[int, Tensor]]:
-    """What `function` gives on each rank in each turn that is not left out."""
-
-    def run(comm: RoleComm) -> dict[int, Tensor]:
-        return {turn: function(comm[turn]) for turn in comm.microbatches()}
-
-    return on_comms(plan, run, sizes)
-
-
 def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, int]]:
     """The examples that each member of the group of `rank` gives to a turn of a step of these sizes."""
     bounds = list(accumulate(sizes or plan.local_batches, initial=0))
@@ -154,37 +141,37 @@ def pieces(plan: Plan, sizes: Sizes, rank: int, turn: int) -> list[tuple[int, in
     return own if scheme == "BK" else [next((p for p in parts if a <= p[0] and p[1] <= b), (a, a)) for a, b in own]
 
 
-@pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=9)
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 2)])
-def test_modulo_gathers_a_turns_examples_and_every_example_has_one_turn(
-    plan: Plan, sizes: Sizes, dim: int, rows: int
+@in_pairs(6, plan=GROUPED, sizes=SIZES, layout=[(0, 1), (1, 3)])
+def test_modulo_gathers_a_turns_examples_and_a_slice_has_ones_own_of_them(
+    plan: Plan, sizes: Sizes, layout: tuple[int, int]
 ) -> None:
-    total = sum(sizes or plan.local_batches)
-    shape = (total * rows, 3) if dim == 0 else (3, total * rows)
-    value = torch.arange(total * rows * 3).reshape(shape)
+    """Every example has one turn; what was sliced is gathered again."""
+    (dim, rows), total = layout, sum(sizes or plan.local_batches)
+    value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
 
-    def own(comm: RoleComm) -> Tensor:
-        first, last = comm.shared.context.interval(comm.shared.spec.examples)
-        own = value.narrow(dim, first * rows, (last - first) * rows)
-        return comm.modulo(comm.piece(own, dim, rows), dim=dim, rows=rows)
+    def run(comm: RoleComm) -> tuple[Tensor, list[int]]:
+        kept, seen, rank, (first, last) = [], list[int](), comm.shared.transport.rank, comm.examples
+        for turn in comm.microbatches():
+            mine = value.narrow(dim, first * rows, (last - first) * rows)
+            gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
+            given = pieces(plan, sizes, rank, turn)
+            parts = [value.narrow(dim, a * rows, (b - a) * rows) for a, b in given]
+            assert torch.equal(gathered, torch.cat(parts, dim))
+            before = comm.shared.transport.sent_bytes
+            kept.append(comm[turn].slice_batch(gathered, dim=dim, rows=rows))
+            assert torch.equal(kept[-1], parts[comm.members.index(rank)])
+            assert comm.shared.transport.sent_bytes == before
+            assert torch.equal(comm[turn].modulo(kept[-1], dim=dim, rows=rows), gathered)
+            assert comm.shared.transport.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
+            seen += [example for a, b in given for example in range(a, b)] if rank == comm.members[0] else []
+        return torch.cat(kept, dim), seen
 
-    gathered = in_turns(plan, sizes, own)
-    seen = []
-    for rank, by_turn in enumerate(gathered):
-        members = plan.group("all", rank)
-        assert all(torch.equal(got, gathered[members[0]][turn]) for turn, got in by_turn.items())
-        for turn, got in by_turn.items():
-            parts = [value.narrow(dim, a * rows, (b - a) * rows) for a, b in pieces(plan, sizes, rank, turn)]
-            assert torch.equal(got, torch.cat(parts, dim))
-        if rank == members[0]:
-            seen += [e for turn in by_turn for a, b in pieces(plan, sizes, rank, turn) for e in range(a, b)]
-    assert sorted(seen) == list(range(total))
+    own, seen = zip(*on_comms(plan, run, sizes), strict=True)
+    assert torch.equal(torch.cat(own, dim), value)
+    assert sorted(example for each in seen for example in each) == list(range(total))
 
 
-@pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=9)
-@pytest.mark.parametrize("partial", [True, False])
+@in_pairs(6, plan=GROUPED, sizes=SIZES[:4], partial=[True, False])
 def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, sizes: Sizes, partial: bool) -> None:
     total = sum(sizes or plan.local_batches)
     whole = torch.randn(total, 2, dtype=torch.float64)
@@ -211,35 +198,7 @@ def test_the_gradient_of_what_was_gathered_returns_summed_or_sliced(plan: Plan, 
         assert sent == (others * 2 * 8 if partial else 0)  # the whole gradient is everywhere already
 
 
-@pytest.mark.parametrize("plan", GROUPED, ids=IDS)
-@sampled("sizes", SIZES, one_in=9)
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 3)])
-def test_a_slice_has_ones_own_examples_and_a_gather_brings_them_back(
-    plan: Plan, sizes: Sizes, dim: int, rows: int
-) -> None:
-    total = sum(sizes or plan.local_batches)
-    value = torch.randn(*((total * rows, 2) if dim == 0 else (2, total * rows)))
-
-    def run(comm: RoleComm) -> Tensor:
-        kept, (first, last), position = [], comm.examples, comm.members.index(comm.shared.transport.rank)
-        for turn in comm.microbatches():
-            mine = value.narrow(dim, first * rows, (last - first) * rows)
-            gathered = comm[turn].modulo(comm[turn].piece(mine, dim, rows), dim=dim, rows=rows)
-            before = comm.shared.transport.sent_bytes
-            kept.append(comm[turn].slice_batch(gathered, dim=dim, rows=rows))
-            a, b = pieces(plan, sizes, comm.shared.transport.rank, turn)[position]
-            assert torch.equal(kept[-1], value.narrow(dim, a * rows, (b - a) * rows))
-            assert comm.shared.transport.sent_bytes == before
-            assert torch.equal(comm[turn].modulo(kept[-1], dim=dim, rows=rows), gathered)
-            assert comm.shared.transport.sent_bytes == before + (len(comm.members) - 1) * kept[-1].nbytes
-        return torch.cat(kept, dim)
-
-    assert torch.equal(torch.cat(on_comms(plan, run, sizes), dim), value)
-
-
-@pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
-@sampled("sizes", SIZES, one_in=3)
-@pytest.mark.parametrize(("dim", "rows"), [(0, 1), (1, 3)])
+@along(transition=[*TRANSITIONS, *TRANSITIONS], sizes=SIZES[:4], dim=[0, 1], rows=[1, 3])
 def test_the_method_of_every_transition_brings_a_value_to_its_state(
     transition: Transition, sizes: Sizes, dim: int, rows: int
 ) -> None:
@@ -286,8 +245,7 @@ def test_the_communicator_itself_has_the_whole_batch() -> None:
     on_comms(grouped(4, "B/K"), run)
 
 
-@pytest.mark.parametrize("plan", [plan_of(all=(0, 3, 8)), *GROUPED])
-@pytest.mark.parametrize("share", [1.0, 0.5, 2.0])
+@along(plan=[plan_of(all=(0, 3, 8)), *GROUPED], share=[0.5, 1.0, 2.0])
 def test_the_shares_of_all_groups_and_turns_sum_to_one(plan: Plan, share: float) -> None:
     sizes = tuple(max(1, int(size * share)) for size in plan.local_batches)
 
@@ -335,9 +293,7 @@ def test_a_total_is_summed_over_the_replicas_one_of_each_group() -> None:
     assert on_comms(grouped(2, "BK"), run) == [101.0, 1010.0, 101.0, 1010.0]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("sizes", [None, (3, 5, 2, 2)])
-@pytest.mark.parametrize("features", [None, 501])
+@in_pairs(scheme=SCHEMES, sizes=[None, (3, 5, 2, 2)], features=[None, 501])
 def test_every_rank_draws_its_rows_and_columns_of_the_masks_of_one_process(
     scheme: str, sizes: Sizes, features: int | None
 ) -> None:
@@ -410,8 +366,7 @@ def test_a_region_draws_what_one_process_draws_in_it() -> None:
 # -- gradients over turns ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [p for p in GROUPED if len(p.replicas("all", 0)) > 1] + [grouped(1, "B")])
-@pytest.mark.parametrize("sizes", SIZES)
+@along(plan=[p for p in GROUPED if len(p.replicas("all", 0)) > 1] + [grouped(1, "B")], sizes=SIZES)
 def test_gradients_add_up_over_turns_and_are_summed_over_the_replicas_once(plan: Plan, sizes: Sizes) -> None:
     total = sum(sizes or plan.local_batches)
     inputs = torch.randn(total, 3, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import compiled
 from tests.support.every_strategy import analysed, images, planned
 from tests.support.ranks import STRATEGIES, assert_same, batches_for, on_workers, part_of, plain, sgd
+from tests.support.sampling import along, sampled
 
 LAYOUTS = ["data_parallel", "layer_separation(n_c=2, n_f=1)", "modulo_shard(mp=3,scheme=B/K)", "parameter_server"]
 F16 = torch.float16
 
 
+@cache
 def mixed(strategy: str) -> tuple[nn.Module, CompiledProgram]:
     """The small model in float16 on three ranks."""
     model, _ = analysed()
@@ -33,8 +36,7 @@ def mixed(strategy: str) -> tuple[nn.Module, CompiledProgram]:
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [None, 0.05])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@along(strategy=STRATEGIES, limit=[None, 0.05])
 def test_the_norm_is_that_of_one_process_before_clipping(strategy: str, limit: float | None) -> None:
     model, program = plain(strategy)
     (batch,) = batches_for(program, 1)
@@ -116,7 +118,7 @@ def test_without_the_check_training_goes_on() -> None:
 # -- the scale of the loss ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@sampled("strategy", LAYOUTS[::-1], one_in=4)
 def test_parameters_are_those_of_torchs_scaler_in_one_process(strategy: str) -> None:
     model, program = mixed(strategy)
     sizes = program.plan.local_batches
@@ -139,7 +141,7 @@ def test_parameters_are_those_of_torchs_scaler_in_one_process(strategy: str) -> 
     assert_same(on_workers(program, run)[0], alone.state_dict(), tolerance=2e-3)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@sampled("strategy", LAYOUTS[1:] + LAYOUTS[:1], one_in=4)
 def test_all_ranks_skip_an_update_that_overflows_on_one_of_them(strategy: str) -> None:
     _, program = mixed(strategy)
     sizes = program.plan.local_batches

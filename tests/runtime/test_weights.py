@@ -89,23 +89,6 @@ def test_tied_parameters_stay_tied_and_are_copied_once() -> None:
     assert str(caught.value).count("has (2, 3)") == 1
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
-def test_a_recurrent_layer_uses_the_weights_that_it_was_given() -> None:
-    model = Recurrent()
-    stage, x = build(Recurrent, model.state_dict(), CPU), torch.randn(2, 1, 3)
-    assert torch.equal(stage(x), model(x))
-    stage(x).sum().backward()
-    assert all(p.grad is not None for p in stage.parameters())
-
-
 def test_a_tree_takes_the_names_that_a_module_dict_refuses() -> None:
     tree = Tree({"keys": nn.Linear(1, 1), "values": Tree({"pop": nn.ReLU()}), "0": nn.Linear(1, 2)})
     assert list(tree.state_dict()) == ["keys.weight", "keys.bias", "0.weight", "0.bias"]

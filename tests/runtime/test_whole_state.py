@@ -14,6 +14,7 @@ from splitc.runtime.spec import Shard
 from splitc.runtime.transport.base import Transport
 from splitc.runtime.whole_state import broadcast_state, gather_holders, gather_state, scatter_state
 from tests.support.ranks import on_ranks
+from tests.support.sampling import along
 
 DTYPES = {"a": torch.float64, "b": torch.bfloat16, "c": torch.int64, "d": torch.bool}
 
@@ -90,19 +91,6 @@ def test_a_state_of_another_precision_is_cast_as_torch_casts_it() -> None:
     on_ranks(3, run)
 
 
-def test_only_rank_0s_state_counts() -> None:
-    whole = state()
-
-    def run(transport: Transport) -> None:
-        stage = stage_of(transport.rank)
-        own = whole if transport.rank == 0 else {key: torch.zeros_like(t) for key, t in whole.items()}
-        broadcast_state(transport, stage, own, list(whole))
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in stage.state_dict().items())
-        assert transport.rank == 0 or not any(bool(tensor.any()) for tensor in own.values())  # and is left alone
-
-    on_ranks(3, run)
-
-
 def broken(**changes: Any) -> dict[str, Tensor]:
     changed = {**state(), **{key.replace("_", "."): value for key, value in changes.items()}}
     return {key: tensor for key, tensor in changed.items() if tensor is not None}
@@ -166,11 +154,6 @@ def test_ranks_agree_on_who_holds_what_the_lowest_first() -> None:
     assert held[0] == {"whole": None, "left": Shard(0, 0, 2)}
 
 
-def test_a_rank_alone_holds_everything_itself() -> None:
-    assert on_ranks(1, lambda t: gather_holders(t, {"x": None})) == [{"x": {None: (0,)}}]
-    assert on_ranks(2, lambda t: gather_holders(t, {})) == [{}, {}]
-
-
 def shares_of(dim: int, *bounds: int) -> list[Shard]:
     return [Shard(dim, first, last) for first, last in pairwise(bounds)]
 
@@ -191,8 +174,7 @@ def own_part(whole: Tensor, share: Shard) -> Tensor:
     return whole.narrow(dim, first, last - first)
 
 
-@pytest.mark.parametrize("shares", DIVIDED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@along(shares=DIVIDED, dtype=[torch.float32, torch.bfloat16, torch.int64])
 def test_parts_are_put_together_beside_whole_tensors(shares: list[Shard], dtype: torch.dtype) -> None:
     whole, plain = torch.arange(24).reshape(6, 4).to(dtype), torch.arange(3)
 
@@ -249,8 +231,7 @@ def test_of_a_state_every_rank_takes_its_part(shares: list[Shard]) -> None:
     assert on_ranks(3, run) == [{}, {}, {}]
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (5, 4), (7, 4), (6,), (), (4, 6)])
-@pytest.mark.parametrize("dim", [0, 1])
+@along(shape=[(6, 5), (5, 4), (7, 4), (6,), (), (4, 6)], dim=[0, 1, 1])
 def test_a_state_of_which_a_rank_cannot_have_its_part_is_refused_on_every_rank(
     shape: tuple[int, ...], dim: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,26 +35,34 @@ from tests.support.ranks import (
     train,
     worker_of,
 )
-from tests.support.sampling import sampled
+from tests.support.sampling import along, in_pairs
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@sampled("optimizer", [sgd, decaying, adam], everyday=[adam])
-def test_training_is_that_of_one_process(strategy: str, optimizer: Any) -> None:
+OPTIONS: list[dict[str, Any]] = [
+    {"clip_norm": 0.05, "accumulate": 3},
+    {"clip_norm": 1e3},
+    {"accumulate": 2},
+    {"clip_norm": 0.05},
+    {},
+]
+
+
+@in_pairs(5, strategy=STRATEGIES, options=OPTIONS, optimizer=[adam, decaying, sgd])
+def test_training_is_that_of_one_process(strategy: str, options: dict[str, Any], optimizer: Any) -> None:
+    """Whose loss is divided by the number of batches of an update; what is clipped is the gradient of all of them."""
     model, program = plain(strategy)
-    batches = batches_for(program)
-    results = on_workers(program, lambda worker: train(worker, batches), optimizer=optimizer)
-    losses, state = one_process(copy.deepcopy(model), batches, optimizer)
+    batches = batches_for(program, 3 * options.get("accumulate", 1))
+    results = on_workers(program, lambda worker: train(worker, batches), optimizer=optimizer, **options)
+    losses, state = one_process(copy.deepcopy(model), batches, optimizer, **options)
     for got, _ in results:
-        assert got == pytest.approx(losses, rel=1e-5)
+        assert got == pytest.approx(losses, rel=1e-5)  # each batch's own, not divided
     assert_same(results[0][1], state)
     assert [state for _, state in results[1:]] == [None] * (program.plan.world - 1)
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", SEPARATION])
-@pytest.mark.parametrize("share", [1, 3, 7])
+@along(share=[1, 3, 7], strategy=[SEPARATION, "data_parallel"])
 def test_a_smaller_or_larger_batch_is_that_of_one_process_too(strategy: str, share: int) -> None:
     model, program = plain(strategy)
     sizes = [share, share + 1]
@@ -62,35 +71,6 @@ def test_a_smaller_or_larger_batch_is_that_of_one_process_too(strategy: str, sha
     losses, state = one_process(copy.deepcopy(model), batches)
     assert results[-1][0] == pytest.approx(losses, rel=1e-5)
     assert_same(results[0][1], state)
-
-
-@pytest.mark.parametrize("limit", [0.05, 1e3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clipping_is_that_of_one_process_whatever_the_ranks_hold(strategy: str, limit: float) -> None:
-    model, program = plain(strategy)
-    batches = batches_for(program)
-    results = on_workers(program, lambda worker: train(worker, batches), clip_norm=limit)
-    _, state = one_process(copy.deepcopy(model), batches, clip_norm=limit)
-    assert_same(results[0][1], state)
-
-
-def test_in_double_precision_training_agrees_to_the_last_digits() -> None:
-    model = Net(norm=False).double()
-    program = compile_net(model)
-    batches = [batch_of(8, torch.float64) for _ in range(3)]
-
-    def run(worker: Worker) -> tuple[list[float], dict[str, Tensor] | None]:
-        loss = worker.step(*part_of(worker, batches[0], (4, 4)))
-        assert loss.dtype == torch.float64
-        assert all(p.dtype == torch.float64 for p in worker.stage.parameters())
-        losses, state = train(worker, batches[1:])
-        return [float(loss), *losses], state
-
-    results = on_workers(program, run)
-    losses, state = one_process(copy.deepcopy(model), batches)
-    for got, _ in results:
-        assert got == pytest.approx(losses, rel=1e-13)
-    assert_same(results[0][1], state, tolerance=1e-12)
 
 
 class Aside(nn.Module):
@@ -112,14 +92,6 @@ def test_a_parameter_that_the_loss_does_not_reach_is_not_decayed() -> None:
     _, state = one_process(copy.deepcopy(model), batches, decaying)
     assert torch.equal(state["aside.weight"], model.aside.weight)
     assert_same(results[0][1], state)
-
-
-def test_the_loss_of_a_step_is_a_scalar_without_gradient_on_every_rank() -> None:
-    _, program = plain()
-    batch = batch_of(8)
-    for loss in on_workers(program, lambda worker: worker.step(*part_of(worker, batch, (4, 4)))):
-        assert loss.dim() == 0
-        assert not loss.requires_grad
 
 
 def test_dropout_is_repeated_with_its_seed_and_differs_between_steps_and_seeds() -> None:
@@ -229,17 +201,15 @@ def test_an_optimizer_that_needs_the_whole_model_at_once_is_refused() -> None:
 # -- ranks that were started differently -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("seed", (0, 7)), ("accumulate", (1, 2)), ("clip_norm", (None, 1.0))],
-)
-def test_ranks_with_different_settings_are_refused_on_each_of_them(name: str, values: tuple[Any, Any]) -> None:
+def test_ranks_with_different_settings_are_refused_on_each_of_them() -> None:
     _, program = plain("data_parallel")
-    text = rf"the ranks must agree on {name}: rank 0 has {values[0]!r}, rank 1 has {values[1]!r}"
+    settings: dict[str, tuple[Any, Any]] = {"seed": (0, 7), "accumulate": (1, 2), "clip_norm": (None, 1.0)}
 
     def run(transport: Transport) -> None:
-        with pytest.raises(LaunchError, match=text):
-            worker_of(program, transport, **{name: values[transport.rank]})
+        for name, (first, second) in settings.items():
+            text = rf"the ranks must agree on {name}: rank 0 has {first!r}, rank 1 has {second!r}"
+            with pytest.raises(LaunchError, match=text):
+                worker_of(program, transport, **{name: (first, second)[transport.rank]})
 
     on_ranks(2, run)
 
@@ -257,23 +227,22 @@ def test_ranks_of_different_plans_are_refused() -> None:
 # -- wrong batches -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ((), r"rank 0 \(conv\) takes 2 tensors \(images, target\), got 0"),
-        (batch_of(3), r"images is \(3, 1, 8, 8\) torch.float32, this step needs \(4, 1, 8, 8\) torch.float32"),
-        ((torch.zeros(4, 1, 8, 8).double(), torch.zeros(4).long()), "images is .* torch.float64, this step needs"),
-        ((torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int32)), "target is .* torch.int32, this step needs"),
-        ((torch.zeros(4, 1, 8, 8), [0, 1, 2, 3]), "the batch holds int; a batch is tensors"),
-    ],
-)
-def test_a_batch_that_does_not_fit_is_refused_and_a_right_one_may_follow(wrong: tuple[Any, ...], text: str) -> None:
+WRONG: list[tuple[tuple[Any, ...], str]] = [
+    ((), r"rank 0 \(conv\) takes 2 tensors \(images, target\), got 0"),
+    (batch_of(3), r"images is \(3, 1, 8, 8\) torch.float32, this step needs \(4, 1, 8, 8\) torch.float32"),
+    ((torch.zeros(4, 1, 8, 8).double(), torch.zeros(4).long()), "images is .* torch.float64, this step needs"),
+    ((torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int32)), "target is .* torch.int32, this step needs"),
+    ((torch.zeros(4, 1, 8, 8), [0, 1, 2, 3]), "the batch holds int; a batch is tensors"),
+]
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_a_right_one_may_follow() -> None:
     _, program = plain()
     batch = batch_of(8)
 
     def run(worker: Worker) -> float:
         if worker.rank.index == 0:
-            for method in (worker.step, worker.evaluate):
+            for (wrong, text), method in product(WRONG, (worker.step, worker.evaluate)):
                 with pytest.raises(LaunchError, match=text):
                     method(*wrong)
         return float(worker.step(*part_of(worker, batch, (4, 4))))

@@ -39,7 +39,7 @@ def staggered(one_in: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(values), marked)
 
 
-def pairwise(everyday: int | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:
+def in_pairs(everyday: int | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over few combinations in which each value of an axis meets each of any other axis.
 
     Of these the first `everyday` run every day, all where none is given.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,37 +60,6 @@ def test_losing_a_disk_loses_nothing(where: str, strategy: str, lost: int, tmp_p
     assert_equal(on_workers(program, resumed), expected)
     files = [sorted(path.name for path in folder(tmp_path, rank).glob("step-*/*")) for rank in range(3)]
     assert all(each[-3:] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"] for each in files)
-
-
-def warned(worker: Worker, text: str) -> AbstractContextManager[Any]:
-    """What rank 0 alone says."""
-    return nullcontext() if worker.rank.index else pytest.warns(UserWarning, match=re.escape(text))
-
-
-def test_a_checkpoint_without_all_its_files_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    def run(worker: Worker) -> list[int]:
-        worker.save(tmp_path)
-        steps(worker, batches_of(small(), 1))
-        worker.save(tmp_path)
-        worker._transport.barrier()
-        if worker.rank.index == 0:
-            (tmp_path / "step-000001" / "__1_0.distcp").unlink()
-        worker._transport.barrier()
-        with warned(worker, "step-000001: missing or damaged: __1_0.distcp; step-000000 is taken instead"):
-            first = worker.resume(tmp_path)
-        if worker.rank.index == 0:
-            data = (tmp_path / "step-000000" / "__0_0.distcp").read_bytes()
-            (tmp_path / "step-000000" / "__0_0.distcp").write_bytes(data[:-200])
-        worker._transport.barrier()
-        with pytest.raises(LaunchError) as caught:
-            worker.resume(tmp_path)
-        assert str(caught.value).splitlines()[1:] == [
-            "  - step-000001: missing or damaged: __1_0.distcp",
-            "  - step-000000: missing or damaged: __0_0.distcp",
-        ]
-        return [first]
-
-    assert on_workers(small(), run) == [[0], [0]]
 
 
 def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_aside(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from splitc.runtime.collectives.divided_layers import DividedLayers
 from splitc.runtime.collectives.model_parallel import Group, feature_widths
 from tests.runtime.collectives.test_model_parallel import on_group, random
+from tests.support.sampling import along
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -36,10 +37,10 @@ def problem(classes: int, rows: int = 6, dtype: torch.dtype = torch.float64) -> 
     return (30 * random(0, rows, classes)).to(dtype), target
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("size", "classes"), [(2, 11), (3, 11), (4, 11), (6, 4)])
-def test_value_and_gradient_are_those_of_whole_logits(name: str, size: int, classes: int) -> None:
+@along(name=OPTIONS, group=[(6, 4), (2, 11), (3, 11)])
+def test_value_and_gradient_are_those_of_whole_logits(name: str, group: tuple[int, int]) -> None:
     """In groups of more ranks than classes, some have none."""
+    size, classes = group
     options = dict(OPTIONS[name])
     options["weight"] = random(1, classes).abs() if options.get("weight") else None
     logits, target = problem(classes)

@@ -189,18 +189,6 @@ def test_a_second_backward_is_an_error_and_no_wrong_gradient() -> None:
         on_replicas(Stage(), run)
 
 
-def test_outside_of_its_step_a_backward_sums_nothing() -> None:
-    model = Stage()
-
-    def run(transport: Transport, stage: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        GradientSum(stage, BUCKETS)
-        stage(x).backward()
-        return gradients(stage)
-
-    one, two = on_replicas(model, run, world=2)
-    assert not torch.equal(one["first.weight"], two["first.weight"])
-
-
 def test_an_error_inside_backward_passes_through_and_ends_the_summing() -> None:
     def run(transport: Transport, stage: nn.Module, x: Tensor) -> list[str]:
         log = Log(transport, stage)

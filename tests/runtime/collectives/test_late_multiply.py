@@ -13,6 +13,7 @@ from splitc.runtime.late_multiply.layers import LateMultiply
 from splitc.runtime.transport.base import Transport, Work
 from tests.runtime.collectives.test_model_parallel import own_of, random
 from tests.support.ranks import on_ranks
+from tests.support.sampling import along
 from tests.support.transitions import count_sent
 
 ROWS = [(2, 2), (1, 3, 2), (3, 0, 1)]
@@ -41,8 +42,7 @@ def assert_replicas(gotten: Sequence[Sequence[Tensor | None]], expected: Sequenc
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("with_bias", [True, False])
+@along(rows=ROWS, with_bias=[True, False])
 def test_two_layers_have_the_gradients_of_one_process(rows: tuple[int, ...], with_bias: bool) -> None:
     x, weights = random(1, sum(rows), 5), [random(2, 4, 5), random(3, 3, 4)]
     biases = [random(4, 4), random(5, 3)] if with_bias else [None, None]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitc.runtime.collectives.meanwhile import Meanwhile
+from tests.support.sampling import along
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -15,9 +16,11 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("shape", [(6, 5), (3, 2, 5), (2, 3, 2, 5), (0, 5), (5,)])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@along(
+    shape=[(6, 5), (3, 2, 5), (2, 3, 2, 5), (0, 5), (5,)],
+    with_bias=[True, False],
+    dtype=[torch.float64, torch.float64, torch.float32],
+)
 def test_value_and_gradients_are_those_of_a_linear_layer(
     shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype
 ) -> None:

@@ -1,6 +1,7 @@
 """Groups that share layers: every transition is one process's value and gradient, and sends what the table says."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,8 +17,6 @@ from tests.support.ranks import on_ranks
 from tests.support.transitions import TABLE, TRANSITIONS, Case, cases, count_sent, fractions_sent
 
 EVERY = pytest.mark.parametrize("transition", TRANSITIONS, ids=str)
-GROUPS = pytest.mark.parametrize("size", [2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (6, 8))])
-ENTER, REDUCE = Transition(State.REPLICATE, State.DIVIDED), Transition(State.PARTIAL, State.REPLICATE)
 
 
 def on_group(size: int, function: Callable[[Group], Any]) -> list[Any]:
@@ -45,84 +44,60 @@ def moved(group: Group, x: Tensor, source: State, target: State, extents: Extent
 
 
 @EVERY
-@GROUPS
-def test_value_and_gradient_are_those_of_one_process(transition: Transition, size: int) -> None:
-    """One process: loss = sum(value * gradient).  What a rank holds of both follows from their states."""
+def test_value_and_gradient_are_those_of_one_process_by_the_adjoint_and_the_bytes_of_the_table(
+    transition: Transition,
+) -> None:
+    """One process: loss = sum(value * gradient).  What a rank holds of both follows from their states.
+
+    <A x, y> = <x, A* y>: summed over ranks, but once for a value that is alike on all, whose gradient is too.
+    """
+    for size in (2, 3, 4, 6):
+        seen = on_ranks(size, lambda transport, size=size: moved_there_and_back(transport, transition, size))
+        for each in zip(*seen, strict=True):
+            gradients, expected, products = zip(*each, strict=True)
+            if transition.source is State.DIVIDED:  # whose gradients are terms of a sum
+                assert_same(sum(gradients), sum(expected))
+            else:
+                assert_same(list(gradients), list(expected))
+            lefts, rights = zip(*products, strict=True)
+            left = lefts[0] if transition.target is State.REPLICATE else sum(lefts)
+            right = rights[0] if transition.source is State.REPLICATE else sum(rights)
+            tolerance = 1e-12 if gradients[0].dtype == torch.float64 else 1e-4
+            assert left == pytest.approx(right, rel=tolerance, abs=tolerance)
+
+
+def moved_there_and_back(
+    transport: Transport, transition: Transition, size: int
+) -> list[tuple[Tensor, Tensor, tuple[float, float]]]:
+    """For each case the gradient, what it should be, and the products of the adjoint; asserts the bytes that travel."""
     source, target = transition
-
-    def member(group: Group) -> list[tuple[Tensor, Tensor]]:
-        seen = []
-        for case in cases(size, transition):
-            whole, gradient = case.value(1), case.value(2)
-            x = case.held(whole, source, group.index).detach().requires_grad_()
-            value = group.transition(x, transition, case.extents)
-            assert_same(value, case.held(whole, target, group.index))
-            value.backward(case.held(gradient, target.gradient, group.index, seed=50))
-            assert x.grad is not None and x.grad.shape == x.shape
-            seen.append((x.grad, case.held(gradient, source.gradient, group.index)))
-        return seen
-
-    for each in zip(*on_group(size, member), strict=True):
-        gradients, expected = zip(*each, strict=True)
-        if source is State.DIVIDED:  # whose gradients are terms of a sum
-            assert_same(sum(gradients), expected[0] if size == 1 else sum(expected))
-        else:
-            assert_same(list(gradients), list(expected))
+    sent, group, seen = count_sent(transport), Group(transport, range(size)), []
+    for case in cases(size, transition):
+        sent.clear()
+        whole, gradient, extents, index = case.value(1), case.value(2), case.extents, group.index
+        x = case.held(whole, source, index).detach().requires_grad_()
+        before = group.transport.sent_bytes
+        value = group.transition(x, transition, extents)
+        forward = sum(sent)
+        assert_same(value, case.held(whole, target, index))
+        y = case.held(gradient, target.gradient, index, seed=50)
+        value.backward(y)
+        assert x.grad is not None and x.grad.shape == x.shape
+        backward = sum(sent) - forward
+        assert abs(group.transport.sent_bytes - before - sum(sent)) <= len(sent), "which an all-reduce rounds"
+        _, done, undone = TABLE[transition]
+        for travelled, what, move in ((forward, done, transition), (backward, undone, transition.adjoint)):
+            assert travelled == pytest.approx(fractions_sent(what, extents, index) * whole.nbytes), what
+            assert travelled == pytest.approx(nbytes_sent(move, whole.nbytes, extents, index)), what
+        products = float((value.detach() * y).sum()), float((x.detach() * x.grad).sum())
+        seen.append((x.grad, case.held(gradient, source.gradient, index), products))
+    return seen
 
 
 def assert_same(got: Any, expected: Any) -> None:
     first = got[0] if isinstance(got, list) else got
     tolerance = 1e-9 if first.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-
-
-@EVERY
-@GROUPS
-def test_the_backward_is_the_adjoint(transition: Transition, size: int) -> None:
-    """<A x, y> = <x, A* y>: summed over ranks, but once for a value that is alike on all, whose gradient is too."""
-    source, target = transition
-
-    def member(group: Group) -> list[tuple[float, float]]:
-        pairs = []
-        for case in cases(size, transition)[:-2]:  # those of float64
-            x = case.held(case.value(1), source, group.index).detach().requires_grad_()
-            value = group.transition(x, transition, case.extents)
-            y = case.held(case.value(2), target.gradient, group.index, seed=50)
-            value.backward(y)
-            assert x.grad is not None
-            pairs.append((float((value.detach() * y).sum()), float((x.detach() * x.grad).sum())))
-        return pairs
-
-    seen = on_group(size, member)
-    for each in zip(*seen, strict=True):
-        lefts, rights = zip(*each, strict=True)
-        left = lefts[0] if target is State.REPLICATE else sum(lefts)
-        right = rights[0] if source is State.REPLICATE else sum(rights)
-        assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
-
-
-@EVERY
-@GROUPS
-def test_a_rank_sends_the_bytes_of_the_table(transition: Transition, size: int) -> None:
-    """As counted at the transport, in forward and in backward."""
-    source, target = transition
-
-    def member(transport: Transport) -> None:
-        sent, group = count_sent(transport), Group(transport, range(size))
-        for case in cases(size, transition):
-            sent.clear()
-            value, extents = case.value(1), case.extents
-            x = case.held(value, source, group.index).detach().requires_grad_()
-            y = group.transition(x, transition, extents)
-            forward = sum(sent)
-            y.backward(case.held(case.value(2), target.gradient, group.index))
-            backward = sum(sent) - forward
-            _, done, undone = TABLE[transition]
-            for seen, what, move in ((forward, done, transition), (backward, undone, transition.adjoint)):
-                assert seen == pytest.approx(fractions_sent(what, extents, group.index) * value.nbytes), what
-                assert seen == pytest.approx(nbytes_sent(move, value.nbytes, extents, group.index)), what
-
-    on_ranks(size, member)
 
 
 # what one process computes
@@ -136,31 +111,6 @@ def mlp() -> tuple[Tensor, ...]:
     """Examples, targets, and the weights of two linear layers, to be differentiated."""
     x, first, second, bias = random(1, 6, 5), random(2, 8, 5), random(3, 4, 8), random(4, 4)
     return x, torch.arange(6) % 4, first.requires_grad_(), second.requires_grad_(), bias.requires_grad_()
-
-
-def test_a_column_split_then_a_row_split_layer_are_one_process() -> None:
-    x, target, first, second, bias = mlp()
-    x.requires_grad_()
-    loss = F.cross_entropy(F.linear(F.relu(F.linear(x, first)), second, bias), target)
-    expected = torch.autograd.grad(loss, [x, first, second])
-    widths = (3, 4, 1)
-
-    def member(group: Group) -> None:
-        inputs = x.detach().clone().requires_grad_()
-        up = own_of(first.detach(), widths, group.index, 0).clone().requires_grad_()
-        down = own_of(second.detach(), widths, group.index, 1).clone().requires_grad_()
-        hidden = F.relu(F.linear(group.transition(inputs, ENTER, Extents()), up))
-        scores = group.transition(F.linear(hidden, down), REDUCE, Extents()) + bias.detach()
-        ours = F.cross_entropy(scores, target)
-        torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-12)
-        gotten = torch.autograd.grad(ours, [inputs, up, down])
-        wholes = [expected[0], own_of(expected[1], widths, group.index, 0), own_of(expected[2], widths, group.index, 1)]
-        torch.testing.assert_close(list(gotten), wholes, rtol=1e-12, atol=1e-12)
-        assert (
-            group.transport.sent_bytes == 2 * 2 * (8 * 6 * 4) // 3 + 2 * 2 * (8 * 6 * 5) // 3
-        )  # scores, input gradient
-
-    on_group(3, member)
 
 
 def test_modulo_and_shard_layers_are_one_process() -> None:
@@ -195,43 +145,13 @@ def test_modulo_and_shard_layers_are_one_process() -> None:
     on_group(3, member)
 
 
-def test_layers_divided_by_rows_are_one_process() -> None:
-    """An all-to-all before, a reduce-scatter to features between and one to examples after: nothing is whole."""
-    x, target, first, second, bias = mlp()
-    x.requires_grad_()
-    loss = F.cross_entropy(F.linear(F.relu(F.linear(x, first)), second, bias), target, reduction="sum")
-    expected = torch.autograd.grad(loss, [x, first, second, bias])
-    rows, widths, hidden_widths = (1, 3, 2), (2, 2, 1), (3, 0, 5)
-
-    def member(group: Group) -> tuple[Tensor, Tensor | None]:
-        i = group.index
-        up = own_of(first.detach(), widths, i, 1).clone().requires_grad_()
-        down = own_of(second.detach(), hidden_widths, i, 1).clone().requires_grad_()
-        shift = bias.detach().clone().requires_grad_()
-        own = own_of(x, rows, i, 0).detach().requires_grad_()
-        part = moved(group, own, State.BATCH, State.FEATURES, Extents(rows, widths))
-        hidden = moved(group, F.linear(part, up), State.PARTIAL, State.FEATURES, Extents((), hidden_widths))
-        scores = moved(group, F.linear(F.relu(hidden), down), State.PARTIAL, State.BATCH, Extents(rows)) + shift
-        ours = F.cross_entropy(scores, own_of(target, rows, i, 0), reduction="sum")
-        ours.backward()
-        cut = [(rows, 0), (widths, 1), (hidden_widths, 1)]
-        wholes = [own_of(whole, sizes, i, dim) for whole, (sizes, dim) in zip(expected[:3], cut, strict=True)]
-        torch.testing.assert_close([own.grad, up.grad, down.grad], wholes, rtol=1e-12, atol=1e-12)
-        return ours.detach(), shift.grad
-
-    losses, biases = zip(*on_group(3, member), strict=True)
-    torch.testing.assert_close(sum(losses), loss.detach())
-    torch.testing.assert_close(sum(biases), expected[3])  # each rank's is of its own examples
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
-def test_other_dtypes_travel_as_they_are(dtype: torch.dtype) -> None:
-    whole = torch.arange(12).reshape(4, 3).to(dtype)
+def test_other_dtypes_travel_as_they_are() -> None:
     extents = Extents((3, 1), (2, 1))
     case = Case((4, 3), extents)
 
     def member(group: Group) -> None:
-        for source, target in TABLE:
+        for (source, target), dtype in product(TABLE, (torch.bfloat16, torch.float16, torch.complex64)):
+            whole = torch.arange(12).reshape(4, 3).to(dtype)
             terms = [whole * 2, -whole] if source is State.PARTIAL else None
             x = (terms[group.index] if terms else case.held(whole, source, group.index)).clone().requires_grad_()
             value = moved(group, x, source, target, extents)
@@ -242,13 +162,12 @@ def test_other_dtypes_travel_as_they_are(dtype: torch.dtype) -> None:
     on_group(2, member)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bool])
-def test_values_without_a_gradient_move_too(dtype: torch.dtype) -> None:
+def test_values_without_a_gradient_move_too() -> None:
     case = Case((3, 4), Extents((1, 2), (3, 1)))
-    whole = torch.arange(12).reshape(3, 4).remainder(3).to(dtype)
 
     def member(group: Group) -> None:
-        for source, target in TABLE:
+        for (source, target), dtype in product(TABLE, (torch.int64, torch.int16, torch.uint8, torch.bool)):
+            whole = torch.arange(12).reshape(3, 4).remainder(3).to(dtype)
             if source is not State.PARTIAL:  # whose terms a product has made
                 value = moved(group, case.held(whole, source, group.index), source, target, case.extents)
                 assert torch.equal(value, case.held(whole, target, group.index)) and not value.requires_grad
@@ -259,12 +178,12 @@ def test_values_without_a_gradient_move_too(dtype: torch.dtype) -> None:
 # the rest
 
 
-@EVERY
-def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing(transition: Transition) -> None:
+def test_a_group_of_one_rank_passes_everything_through_and_sends_nothing() -> None:
     def alone(transport: Transport) -> None:
         group, x = Group(transport, (transport.rank,)), random(1, 3, 4).requires_grad_()
-        assert group.transition(x, transition, Extents((3,), (4,))) is x
-        assert torch.equal(group.start(x, transition, Extents((3,), (4,))).wait(), x)
+        for transition in TRANSITIONS:
+            assert group.transition(x, transition, Extents((3,), (4,))) is x
+            assert torch.equal(group.start(x, transition, Extents((3,), (4,))).wait(), x)
         assert torch.equal(group.all_reduce_scalar(x), x) and not group.all_reduce_scalar(x).requires_grad
         assert (group.size, group.index, group.transport.sent_bytes) == (1, 0, 0)
 
@@ -298,15 +217,15 @@ def test_groups_of_some_ranks_leave_the_others_alone() -> None:
     assert [gathered.tolist() for gathered in on_ranks(4, action)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-@EVERY
-def test_a_second_derivative_is_refused(transition: Transition) -> None:
+def test_a_second_derivative_is_refused() -> None:
     def member(group: Group) -> None:
-        case = cases(2, transition)[0]
-        x = case.held(case.value(1), transition.source, group.index).detach().requires_grad_()
-        value = group.transition(x, transition, case.extents)
-        (grad,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        for transition in TRANSITIONS:
+            case = cases(2, transition)[0]
+            x = case.held(case.value(1), transition.source, group.index).detach().requires_grad_()
+            value = group.transition(x, transition, case.extents)
+            (grad,) = torch.autograd.grad(value.square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                grad.sum().backward()
 
     on_group(2, member)
 

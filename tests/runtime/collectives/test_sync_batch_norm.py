@@ -11,6 +11,7 @@ from splitc.runtime.collectives import sync_batch_norm
 from splitc.runtime.collectives.model_parallel import Group
 from tests.runtime.collectives.test_model_parallel import on_group, own_of, random
 from tests.support.ranks import on_ranks
+from tests.support.sampling import along
 
 C = 3
 NEITHER: list[Tensor | None] = [None, None]  # weight and bias
@@ -42,9 +43,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [(2, 2), (1, 4, 2), (3, 0, 1), (1, 1)])
-@pytest.mark.parametrize("space", [(), (4,), (2, 5)])
-@pytest.mark.parametrize("affine", [True, False])
+@along(rows=[(2, 2), (1, 4, 2), (3, 0, 1), (1, 1)], space=[(), (4,), (2, 5)], affine=[True, False])
 def test_values_gradients_and_running_statistics_are_those_of_one_process(
     rows: tuple[int, ...], space: tuple[int, ...], affine: bool
 ) -> None:

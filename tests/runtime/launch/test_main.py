@@ -93,18 +93,10 @@ def test_a_build_trains_on_the_users_data_as_one_process_and_its_saved_state_loa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["build", "state.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("local_sgd(period=4)", marks=pytest.mark.slow),
-        pytest.param(
-            "local_sgd(period=4, fragments=2, delay=1, outer_lr=0.7, outer_momentum=0.9)", marks=pytest.mark.slow
-        ),
-        pytest.param("local_sgd(period=4, fragments=2, delay=2, through=server)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(strategy: str, tmp_path: Path) -> None:
+def test_a_build_that_ends_within_a_round_saves_the_average_of_its_units(tmp_path: Path) -> None:
+    strategy = "local_sgd(period=4, fragments=2, delay=2, through=server, outer_lr=0.7, outer_momentum=0.9)"
     x, y = Examples()[:BATCH]
     compiled_net = compiled(Perceptron(), (x,), y, F.cross_entropy, WORLD, strategy)
     folder = compiled_net.save(tmp_path / "build")
@@ -259,10 +251,6 @@ def test_synthetic_batches_are_the_ranks_own_and_repeat_with_their_seed() -> Non
     assert not torch.equal(first[0], second[0])
 
 
-def test_a_rank_that_reads_no_data_gets_empty_synthetic_batches() -> None:
-    assert next(synthetic(rank_spec(plan_of(conv=(0, 10), fc=(0, 10)), 1))) == ()
-
-
 def naive(worker: Worker) -> Iterator[Any]:
     """Data as a user writes it who knows of no ranks: a list a batch, on every rank."""
     for _ in range(2):
@@ -280,18 +268,15 @@ def test_what_a_data_function_gives_is_dropped_on_ranks_that_read_no_data() -> N
     assert on_workers(program(), run) == [[2, 2], [0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tests.support.launched", "write module:function"),
-        ("no_such_module:batches", "No module named 'no_such_module'"),
-        ("tests.support.launched:nothing", "tests.support.launched has no nothing"),
-    ],
-)
-def test_a_data_function_that_is_not_there_is_named(name: str, text: str) -> None:
+def test_a_data_function_that_is_not_there_is_named() -> None:
     def run(worker: Worker) -> None:
-        with pytest.raises(LaunchError, match=f"--data {name}: .*{text}"):
-            found(name, worker)
+        for name, text in (
+            ("tests.support.launched", "write module:function"),
+            ("no_such_module:batches", "No module named 'no_such_module'"),
+            ("tests.support.launched:nothing", "tests.support.launched has no nothing"),
+        ):
+            with pytest.raises(LaunchError, match=f"--data {name}: .*{text}"):
+                found(name, worker)
 
     on_workers(program(), run)
 

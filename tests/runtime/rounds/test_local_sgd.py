@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from splitc.errors import LaunchError, PlacementError
 from splitc.ir.program import Program
 from splitc.runtime.rounds.feature import InRounds
 from splitc.runtime.worker import Worker
-from tests.end_to_end.test_in_batch import TwoTowers
 from tests.support.compiled import analyse, compiled
-from tests.support.ranks import Net, adam, assert_same, batch_of, decaying, on_workers, one_process, part_of, sgd, train
-from tests.support.sampling import staggered
+from tests.support.ranks import Net, adam, assert_same, batch_of, decaying, on_workers, part_of, sgd, train
+from tests.support.sampling import along
 from tests.support.units import plain_sgd, train_units
 
 EXACT = 1e-9
@@ -62,10 +60,6 @@ def planned(name: str, strategy: str, world: int, **options: Any) -> CompiledPro
     return compiled(model, *batch_of(3, torch.double), F.cross_entropy, world, strategy, analysed=program, **options)
 
 
-def shares(program: CompiledProgram) -> list[int]:
-    return [b - a for a, b in pairwise(program.plan.batch_offsets[program.plan.reader])]
-
-
 def doubles(examples: int, steps: int) -> list[tuple[Tensor, Tensor]]:
     return [batch_of(examples, torch.double) for _ in range(steps)]
 
@@ -73,7 +67,7 @@ def doubles(examples: int, steps: int) -> list[tuple[Tensor, Tensor]]:
 # -- a period of one update --------------------------------------------------------------------------------------------
 
 
-@staggered(3, world=[2, 3, 4], name=["net", "counting"], accumulate=[1, 2])
+@along(1, world=[3, 2, 4], name=["counting", "net"], accumulate=[2, 1])
 def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int, accumulate: int) -> None:
     sizes = [2 + k for k in range(world)]
     batches = doubles(sum(sizes), 4)
@@ -91,27 +85,10 @@ def test_a_period_of_one_update_of_sgd_is_data_parallelism(name: str, world: int
     assert_same({k: state[k] for k in state if k in parameters}, {k: other[k] for k in other if k in parameters}, EXACT)
 
 
-def test_the_smaller_batch_at_the_end_of_an_epoch_counts_as_much_as_it_holds() -> None:
-    images, labels = batch_of(22, torch.double)
-    data = list(zip(images, labels, strict=True))
-
-    def epoch(worker: Worker) -> dict[str, Tensor] | None:
-        for batch in worker.shard(data, shuffle=False, drop_last=False):
-            worker.step(*batch)
-        return worker.state_dict()
-
-    states = [
-        on_workers(planned("net", strategy, 3), epoch, optimizer=plain_sgd)[0]
-        for strategy in ("local_sgd(period=1)", "data_parallel")
-    ]
-    assert states[1] is not None
-    assert_same(states[0], states[1], EXACT)
-
-
 # -- longer periods ----------------------------------------------------------------------------------------------------
 
 
-@staggered(3, lengths=[(2, 3, 6), (3, 2, 5), (4, 4, 3)], optimizer=[decaying, adam], name=MODELS)
+@along(1, lengths=[(3, 2, 5), (2, 3, 6), (4, 4, 3)], optimizer=[adam, decaying], name=["counting", "norm", "net"])
 def test_training_is_that_of_processes_averaged_by_hand(
     name: str, lengths: tuple[int, int, int], optimizer: Any
 ) -> None:
@@ -129,9 +106,9 @@ def test_training_is_that_of_processes_averaged_by_hand(
             assert value == pytest.approx(whole if ends else losses[rank][k], rel=EXACT)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"accumulate": 2}, {"accumulate": 2, "clip_norm": 0.05}])
-def test_a_unit_clips_and_accumulates_its_own_gradients(options: dict[str, Any]) -> None:
+def test_a_unit_clips_and_accumulates_its_own_gradients() -> None:
     batches, sizes = doubles(7, 8), [3, 4]
+    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.05}
     results = on_workers(
         planned("net", "local_sgd(period=2)", 2), lambda worker: train(worker, batches, sizes), **options
     )
@@ -203,25 +180,7 @@ def test_a_round_that_ended_early_is_followed_by_a_whole_one() -> None:
     assert_same(got, train_units(model, batches[1:], [sizes] * 4, 3, plain_sgd)[1], EXACT)
 
 
-def test_one_rank_alone_is_plain_training() -> None:
-    batches = doubles(3, 3)
-    _, got = on_workers(planned("norm", "local_sgd(period=2)", 1), lambda worker: train(worker, batches))[0]
-    assert_same(got, one_process(copy.deepcopy(known("norm")[0]), batches)[1], EXACT)
-
-
 # -- what units cannot train alike -------------------------------------------------------------------------------------
-
-
-def test_each_unit_has_an_in_batch_loss_of_its_own_examples() -> None:
-    torch.manual_seed(3)
-    model = TwoTowers().double()
-    program = compiled(
-        model, (torch.randn(4, 8).double(), torch.randn(4, 6).double()), None, None, 3, "local_sgd(period=2)"
-    )
-    batches = [(torch.randn(12, 8).double(), torch.randn(12, 6).double()) for _ in range(4)]
-    results = on_workers(program, lambda worker: train(worker, batches))
-    units = train_units(Pair(model), [(torch.cat(batch, 1),) for batch in batches], [[4, 4, 4]] * 4, 2)[1]
-    assert_same(results[0][1], {key.removeprefix("model."): tensor for key, tensor in units.items()}, EXACT)
 
 
 class Pair(nn.Module):
@@ -234,15 +193,12 @@ class Pair(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(
-    ("strategy", "pins", "why"),
-    [
-        ("local_sgd(sync_batchnorm=True)", {}, "sync_batchnorm"),
-        ("local_sgd(all_reduce=recursive_doubling)", {}, "all_reduce"),
-        ("local_sgd", {"head.0": "fc"}, "asks for role 'fc'"),
-        ("local_sgd(period=0)", {}, "period is 0"),
-    ],
-)
-def test_what_a_unit_of_one_rank_has_not_is_refused(strategy: str, pins: dict[str, str], why: str) -> None:
-    with pytest.raises((PlacementError, LaunchError), match=why):
-        planned("norm", strategy, 2, pins=pins)
+def test_what_a_unit_of_one_rank_has_not_is_refused() -> None:
+    for options, pins, why in (
+        ("(sync_batchnorm=True)", {}, "sync_batchnorm"),
+        ("(all_reduce=recursive_doubling)", {}, "all_reduce"),
+        ("", {"head.0": "fc"}, "asks for role 'fc'"),
+        ("(period=0)", {}, "period is 0"),
+    ):
+        with pytest.raises((PlacementError, LaunchError), match=why):
+            planned("norm", f"local_sgd{options}", 2, pins=pins)

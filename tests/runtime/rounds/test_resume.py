@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,16 +17,16 @@ from tests.runtime.checkpoints.test_resume import after, assert_equal, steps
 from tests.support.compiled import compiled
 from tests.support.ranks import adam, on_workers, part_of, sgd
 from tests.support.run_state import run_state
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 from tests.support.subnet_networks import CLASSES, INPUTS, Chain
 
 STRATEGIES = {
     "independent_subnets(local_steps=2)": 3,
+    "local_sgd(period=4, fragments=2, delay=1, mixing=0.5, outer_lr=0.7, outer_momentum=0.9)": 3,
+    "modulo_shard(mp=2, period=2)": 4,
     "independent_subnets(local_steps=4)": 2,
     "local_sgd(period=2)": 2,
     "local_sgd(period=4, outer_lr=0.7, outer_momentum=0.9)": 2,
-    "local_sgd(period=4, fragments=2, delay=1, mixing=0.5, outer_lr=0.7, outer_momentum=0.9)": 3,
-    "modulo_shard(mp=2, period=2)": 4,
 }
 """Strategy -> ranks."""
 
@@ -47,10 +46,8 @@ def own(worker: Worker, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return part_of(worker, whole, [b - a for a, b in pairwise(worker.rank.spec.batch_offsets)])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@sampled("optimizer", [sgd, adam], everyday=[adam])
-@sampled("before", [3, 4, 5], everyday=[5])
-def test_training_goes_on_from_the_round_that_saving_ended(
+@along(3, strategy=[*STRATEGIES, *STRATEGIES], before=[5, 3, 4, 5], optimizer=[adam, sgd, adam])
+def test_saving_and_exporting_end_a_round_and_training_goes_on_from_there(
     strategy: str, before: int, optimizer: Any, tmp_path: Path
 ) -> None:
     program = planned(strategy)
@@ -58,48 +55,22 @@ def test_training_goes_on_from_the_round_that_saving_ended(
 
     def at_once(worker: Worker) -> Any:
         steps(worker, batches[:before])
-        worker.save(tmp_path)
-        return go_on(worker)
+        worker.save(tmp_path / "run")
+        return run_state(worker), go_on(worker)
 
     def resumed(worker: Worker) -> Any:
         steps(worker, batches[:1])  # which is forgotten
-        assert worker.resume(tmp_path) == before
-        return go_on(worker)
+        assert worker.resume(tmp_path / "run") == before
+        return run_state(worker), go_on(worker)
 
     def go_on(worker: Worker) -> Any:
         evaluated = [float(worker.evaluate(*own(worker, batches[0])))]
         losses = steps(worker, batches[before:])
+        worker.export(tmp_path / "model.pt")
+        whole = worker.state_dict()
+        if whole is not None:
+            assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), whole)
         return after(worker, [*evaluated, *losses, float(worker.evaluate(*own(worker, batches[1])))])
 
     expected = on_workers(program, at_once, optimizer=optimizer)
     assert_equal(on_workers(program, resumed, optimizer=optimizer), expected)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_was_resumed_is_saved_again_as_it_was(strategy: str, tmp_path: Path) -> None:
-    program = planned(strategy)
-
-    def saved(worker: Worker) -> Any:
-        steps(worker, [batch(program.plan.global_batch) for _ in range(5)])
-        worker.save(tmp_path)
-        return run_state(worker)
-
-    def again(worker: Worker) -> Any:
-        worker.resume(tmp_path)
-        return run_state(worker)
-
-    expected = on_workers(program, saved)
-    assert_equal(on_workers(program, again), expected)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rounds_end_before_the_whole_model_is_exported(strategy: str, tmp_path: Path) -> None:
-    program = planned(strategy)
-
-    def run(worker: Worker) -> dict[str, Tensor] | None:
-        steps(worker, [batch(program.plan.global_batch) for _ in range(5)])
-        worker.export(tmp_path / "model.pt")
-        return worker.state_dict()
-
-    expected = on_workers(program, run)[0]
-    assert_equal(torch.load(tmp_path / "model.pt", weights_only=True), expected)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from splitc.errors import PlacementError
 from tests.support.compiled import compiled
 from tests.support.ranks import on_workers, part_of
-from tests.support.sampling import staggered
+from tests.support.sampling import along
 from tests.support.subnet_networks import CLASSES, INPUTS, chain, joined, normed, residual, skipped
 from tests.support.subnets import Network
 
@@ -42,7 +42,7 @@ def with_statistics(model: nn.Module, sample: list[Tensor]) -> nn.Module:
     return model
 
 
-@staggered(3, world=[1, 2, 3], name=NETWORKS)
+@along(2, name=["normed", *NETWORKS], world=[3, 2, 1])
 def test_the_whole_model_is_evaluated_and_saved_with_statistics_of_the_last_batches(name: str, world: int) -> None:
     torch.manual_seed(0)
     network: Network = NETWORKS[name]()

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitc.compiled import CompiledProgram
 from splitc.runtime.collectives.layouts import Extents, State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from splitc.runtime.transport import recorder as machinery
@@ -39,41 +38,9 @@ from splitc.runtime.transport.recorder import Operation, Recorder, Step
 from splitc.runtime.transport.simulated import SimulatedTransport
 from tests.runtime.transport.test_distributed import launch
 from tests.support.every_strategy import images, planned
-from tests.support.ranks import on_ranks, on_workers, part_of, sgd, train, worker_of
+from tests.support.ranks import on_ranks, part_of, worker_of
 
-STEPS = 2
 LATE = 0.1  # seconds that somebody comes late
-
-
-def recorded(
-    program: CompiledProgram, optimizer: Any = sgd
-) -> tuple[list[list[Step]], list[list[int]], list[list[float]]]:
-    """The steps of each rank, the bytes that its seats counted in each, and the losses."""
-    batches = [images(program.plan.global_batch) for _ in range(STEPS)]
-
-    def run(transport: Transport) -> tuple[list[Step], list[int], list[float]]:
-        recorder = Recorder(transport)
-        worker = worker_of(program, recorder, optimizer)
-        recorder.align()
-        counted, losses = [0], []
-        for batch in batches:
-            with recorder.step():
-                losses.append(worker.step(*part_of(worker, batch, program.plan.local_batches)))
-            counted.append(worker.rank.sent_bytes)
-        sent = [after - before for before, after in pairwise(counted)]
-        return recorder.steps, sent, [float(loss) for loss in losses]
-
-    ranks = on_ranks(program.plan.world, run)
-    return [rank[0] for rank in ranks], [rank[1] for rank in ranks], [rank[2] for rank in ranks]
-
-
-def test_losses_are_the_same_with_and_without_a_recorder() -> None:
-    program = planned(3, "layer_separation(n_c=2, n_f=1)")
-    torch.manual_seed(7)
-    with_recorder = recorded(program)[2]
-    torch.manual_seed(7)
-    batches = [images(program.plan.global_batch) for _ in range(STEPS)]
-    assert with_recorder == [losses for losses, _ in on_workers(program, lambda worker: train(worker, batches))]
 
 
 def test_what_is_issued_between_steps_is_passed_on_and_not_recorded() -> None:
@@ -144,9 +111,17 @@ def test_the_optimizer_computes() -> None:
             time.sleep(LATE)
             return super().step(closure)
 
-    ranks, *_ = recorded(planned(2, "data_parallel"), lambda params: Slow(params, lr=0.1))
-    for each in phases([steps[0] for steps in ranks]):
-        assert each.compute > 0.9 * LATE
+    program = planned(2, "data_parallel")
+    batch = images(program.plan.global_batch)
+
+    def run(transport: Transport) -> Step:
+        recorder = Recorder(transport)
+        worker = worker_of(program, recorder, lambda params: Slow(params, lr=0.1))
+        with recorder.step():
+            worker.step(*part_of(worker, batch, program.plan.local_batches))
+        return recorder.steps[0]
+
+    assert all(each.compute > 0.9 * LATE for each in phases(on_ranks(2, run)))
 
 
 class Slowly(Transport):
@@ -339,7 +314,7 @@ def test_a_collective_begins_with_the_last_of_its_ranks_and_ends_for_each_when_i
     assert hidden.name == "all_reduce of ranks 0 1"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(0, 20, 4))
 def test_computing_and_waiting_tile_a_step_whatever_it_issued(seed: int) -> None:
     draw = random.Random(seed)
 
@@ -356,14 +331,14 @@ def test_computing_and_waiting_tile_a_step_whatever_it_issued(seed: int) -> None
     assert (each.compute, each.waiting) == pytest.approx((length(compute), length(waiting)))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_length_of_a_union_is_that_of_the_points_in_it(seed: int) -> None:
-    draw = random.Random(seed)
-    starts = [(draw.randrange(50), draw.randrange(1, 10)) for _ in range(draw.randrange(12))]
-    points = {point for start, size in starts for point in range(start, start + size)}
-    found = union((start, start + size) for start, size in starts)
-    assert sum(b - a for a, b in found) == len(points)
-    assert all(b < c for (_, b), (c, _) in pairwise(found))
+def test_the_length_of_a_union_is_that_of_the_points_in_it() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        starts = [(draw.randrange(50), draw.randrange(1, 10)) for _ in range(draw.randrange(12))]
+        points = {point for start, size in starts for point in range(start, start + size)}
+        found = union((start, start + size) for start, size in starts)
+        assert sum(b - a for a, b in found) == len(points)
+        assert all(b < c for (_, b), (c, _) in pairwise(found))
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
