@@ -3,14 +3,14 @@
 PYTHON ?= python3
 ARGS    =
 ROUNDS  = 20
-PARALLEL = -n auto --dist loadfile
+PARALLEL = -n auto --dist loadfile --no-loadscope-reorder
 
 VENV   := .venv
 RUN    := $(VENV)/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-fast test-all test-steady lint types clean
+.PHONY: help demo test test-all test-steady lint types clean
 
 help:       ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [ARGS=\"extra options of the command\"] [ROUNDS=20]"
@@ -23,10 +23,6 @@ demo: $(VENV)/demo.stamp  ## install splitc into .venv and train a small model o
 test: $(VENV)/dev.stamp  ## run the everyday tests
 	@echo "test: the everyday tests"
 	@$(RUN) pytest $(PARALLEL) $(ARGS)
-
-test-fast: $(VENV)/dev.stamp  ## run the tests that start no processes, as pre-commit does
-	@echo "test-fast: the tests that start no processes"
-	@$(RUN) pytest -q $(PARALLEL) -m "not slow and not processes" $(ARGS)
 
 test-all: $(VENV)/dev.stamp  ## run all tests, including slow ones
 	@echo "test-all: all tests, including slow ones"

@@ -27,12 +27,17 @@ STARTS = re.compile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark with `ranks` the tests of files that start threads or processes, by their helpers too."""
+    """Mark with `ranks` the tests of files that start threads or processes, by their helpers too.
+
+    Files with real processes come first: they wait for each other, so that beside them other tests run.
+    """
     for path in {item.path for item in items}:
         if STARTS.search(path.read_text(encoding="utf-8")):
             for item in items:
                 if item.path == path:
                     item.add_marker("ranks")
+    waiting = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in waiting)
 
 
 os.environ["SPLITC_CACHE"] = "off"  # tests see what is computed, and processes that they start do too
