@@ -16,7 +16,7 @@ from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
 from tests.support.every_strategy import Asked, everywhere, group_size, planned
 from tests.support.models import CASES
-from tests.support.sampling import sampled
+from tests.support.sampling import along, in_pairs, sampled
 
 SHARDED = Placement(holding="sharded", split="columns")
 
@@ -32,7 +32,7 @@ def assert_exact(result: Verification, dtype: torch.dtype = torch.float64) -> No
 # -- the matrix --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(4,), one_in=6))
+@pytest.mark.parametrize(("world", "asked"), everywhere(3, slow=(4,), one_in=8))
 def test_every_strategy_and_mixture_is_one_process(world: int, asked: Asked) -> None:
     assert_exact(planned(world, asked, torch.float64).verify(steps=2))
 
@@ -135,9 +135,9 @@ def test_norms_that_are_not_synchronised_are_another_training_than_one_process_o
 # -- numbers that do not divide ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world", "batch"), [(2, 5), (3, 7), (4, 9), slow(4, 11)])
-@sampled("scheme", ["BK", "B", "B/K"], everyday=["B/K"])
-def test_batches_and_features_that_groups_do_not_divide_are_one_process(world: int, batch: int, scheme: str) -> None:
+@in_pairs(2, at=[(2, 5), (3, 7), (4, 9), (4, 11)], scheme=["B/K", "B", "BK"])
+def test_batches_and_features_that_groups_do_not_divide_are_one_process(at: tuple[int, int], scheme: str) -> None:
+    world, batch = at
     size = group_size(world)
     pins = {"fc*": Placement(holding="sharded", group=size, split="columns")}
     program = planned(world, f"modulo_shard(mp={size},scheme={scheme})", torch.float64, pins=pins, global_batch=batch)
@@ -219,8 +219,7 @@ def masked(scores: Tensor, target: Tensor) -> Tensor:
 TIMED = ["late_multiply", "hybrid_single", *(f"modulo_shard(mp=2,scheme={s})" for s in ("BK", "B", "B/K"))]
 
 
-@sampled("strategy", TIMED, everyday=["late_multiply", "modulo_shard(mp=2,scheme=B)"])
-@sampled("loss", [weighted, summed, squared, masked], everyday=[masked])
+@along(1, strategy=TIMED[::-1], loss=[masked, weighted, summed, squared])
 def test_every_loss_of_values_with_a_time_dimension_is_one_process(strategy: str, loss: Callable[..., Tensor]) -> None:
     """In turns too: each turn's part of a mean, of a weighted mean, of a sum, and of a quotient."""
     torch.manual_seed(2)

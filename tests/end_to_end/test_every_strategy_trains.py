@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -20,7 +19,7 @@ from splitc.runtime.worker import Worker
 from tests.support.compiled import analyse, compiled
 from tests.support.every_strategy import Asked, Small, analysed, every_strategy, images, planned
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
-from tests.support.sampling import sampled
+from tests.support.sampling import in_pairs, sampled
 
 Named = list[tuple[str, nn.Parameter]]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -91,38 +90,28 @@ def assert_trains(program: CompiledProgram, optimizer: Optimizer, **options: Any
     assert_same(results[0][1], state, tolerance=1e-9)
 
 
-@sampled("name", SOME, everyday=SOME[::3])
-def test_every_kind_of_strategy_trains_with_an_optimizer_that_remembers(name: str) -> None:
-    assert_trains(plan_of(name), adamw)
+OPTIMIZERS = [sgd, adam, adamw, grouped]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"accumulate": 2},
+    {"clip_norm": 0.05},
+    {"clip_norm": 1e3},
+    {"accumulate": 2, "clip_norm": 0.05},
+]
+CELLS = [
+    (name, OPTIMIZERS[(k + later) % 4], OPTIONS[(k + 2 * later) % 5])
+    for k, name in enumerate(EVERY)
+    for later in (0, 1)
+]
+"""Every strategy with two optimizers, and every optimizer with all options."""
 
 
-@pytest.mark.parametrize("name", SOME[1::3])
-def test_groups_of_parameters_by_name_keep_their_own_options(name: str) -> None:
-    assert_trains(plan_of(name), grouped)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("optimizer", [sgd, adam, adamw, grouped])
-def test_every_strategy_trains_with_any_elementwise_optimizer(name: str, optimizer: Optimizer) -> None:
-    assert_trains(plan_of(name), optimizer)
-
-
-@sampled("name", SOME, one_in=9)
-@pytest.mark.parametrize("limit", [0.05, pytest.param(1e3, marks=pytest.mark.slow)])
-def test_clipping_counts_each_parameter_once_however_it_is_held(name: str, limit: float) -> None:
-    assert_trains(plan_of(name), sgd, clip_norm=limit)
-
-
-@pytest.mark.parametrize("name", SOME[::2])
-def test_two_batches_to_an_update_are_one_process_that_halves_each_loss(name: str) -> None:
-    assert_trains(plan_of(name), adam, accumulate=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
-def test_clipping_and_accumulation_go_together(name: str) -> None:
-    assert_trains(plan_of(name), sgd, accumulate=2, clip_norm=0.05)
+@sampled(("name", "optimizer", "options"), CELLS, one_in=6)
+def test_every_strategy_trains_with_any_elementwise_optimizer(
+    name: str, optimizer: Optimizer, options: dict[str, Any]
+) -> None:
+    """Clipping counts a parameter once however it is held; two batches to an update are the mean of their losses."""
+    assert_trains(plan_of(name), optimizer, **options)
 
 
 @pytest.mark.parametrize("name", SOME[2::4])
@@ -194,7 +183,13 @@ def trained(name: str) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     return given, state
 
 
-def assert_goes_on(source: str, target: str) -> None:
+NAMES = [*EVERY]
+MOVES = [(name, NAMES[(k + far) % len(NAMES)]) for far in (1, 5) for k, name in enumerate(NAMES)]
+"""A state passes one form, that of the model: every strategy writes it for two others, and reads it from two."""
+
+
+@sampled(("source", "target"), MOVES, one_in=9)
+def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) -> None:
     """Two steps as `source`, one as `target`, are three of one process."""
     before, state = trained(source)
     program = plan_of(target)
@@ -208,19 +203,7 @@ def assert_goes_on(source: str, target: str) -> None:
     assert_same(on_workers(program, run, optimizer=plain_sgd)[0], expected, tolerance=1e-9)
 
 
-@sampled(("source", "target"), list(itertools.pairwise([*SOME, SOME[0]])), one_in=6)
-def test_a_state_moves_from_one_strategy_to_another(source: str, target: str) -> None:
-    assert_goes_on(source, target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", EVERY)
-@pytest.mark.parametrize("target", EVERY)
-def test_a_state_moves_between_every_two_strategies(source: str, target: str) -> None:
-    assert_goes_on(source, target)
-
-
-@pytest.mark.parametrize("name", SOME)
+@sampled("name", SOME, one_in=3)
 def test_a_state_of_the_models_own_loads_and_comes_back_as_it_was(name: str) -> None:
     torch.manual_seed(6)
     other = Small().double().state_dict()
@@ -274,8 +257,12 @@ def test_embeddings_and_tied_weights_train_as_in_one_process(strategy: str, tied
         assert torch.equal(state["head.weight"], state["tokens.weight"])
 
 
-@sampled("strategy", ["data_parallel", "layer_separation", "parameter_server"], everyday=["layer_separation"])
-@pytest.mark.parametrize(("clip_norm", "accumulate"), [(None, 2), (0.05, 1), (0.05, 2)])
+@in_pairs(
+    1,
+    strategy=["data_parallel", "layer_separation", "parameter_server"],
+    clip_norm=[0.05, None],
+    accumulate=[2, 1],
+)
 def test_a_tied_weight_is_averaged_and_clipped_once(strategy: str, clip_norm: float | None, accumulate: int) -> None:
     """Under two names it is one parameter: of the mean over batches, and of the global norm."""
     built, x, y, known = language(tied=True)

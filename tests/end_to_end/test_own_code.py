@@ -20,7 +20,7 @@ from splitc.runtime.worker import Worker
 from tests.support import untraceable
 from tests.support.compiled import CLUSTER, analyse, compiled
 from tests.support.ranks import assert_same, on_workers, one_process, part_of, train
-from tests.support.sampling import staggered
+from tests.support.sampling import along, sampled
 from tests.support.untraceable import CLASSES, FEATURES, Perceptron
 
 
@@ -62,7 +62,12 @@ MODELS = {
 }
 
 
-@staggered(3, strategy=["data_parallel", "layer_separation", "modulo_shard"], name=MODELS)
+STRATEGIES = ["data_parallel", "layer_separation", "modulo_shard"]
+CELLS = [(name, STRATEGIES[(k + later) % 3]) for later in (0, 1) for k, name in enumerate(MODELS)]
+"""Every model under two strategies."""
+
+
+@sampled(("name", "strategy"), CELLS, one_in=7)
 def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str) -> None:
     model, x, program = known(name)
     target = torch.arange(4) % CLASSES
@@ -70,6 +75,7 @@ def test_a_model_with_regions_trains_as_in_one_process(name: str, strategy: str)
     assert done.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None:
     torch.manual_seed(0)
     program = splitc.compile(
@@ -85,13 +91,12 @@ def test_one_example_on_a_rank_is_left_out_by_chance_as_in_one_process() -> None
     assert program.verify(steps=6, dtype=torch.float64).holds
 
 
-@pytest.mark.parametrize("loss", [untraceable.finite_loss, untraceable.FiniteLoss()])
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+@along(1, strategy=["data_parallel", "layer_separation"], loss=[untraceable.finite_loss, untraceable.FiniteLoss()])
 def test_a_loss_that_is_a_region_trains_as_in_one_process(loss: Any, strategy: str) -> None:
     assert program_of(Perceptron(), strategy, loss).verify(dtype=torch.float64).holds
 
 
-@pytest.mark.parametrize("name", ["containers", "BatchNorm", "left out by chance"])
+@sampled("name", ["BatchNorm", "containers", "left out by chance"], one_in=3)
 def test_evaluation_is_that_of_the_model(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -119,7 +124,7 @@ def test_the_report_names_regions_with_their_share_and_the_line() -> None:
     assert "untraceable.py:" in text
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server", "single_device"])
+@sampled("strategy", ["data_parallel", "parameter_server", "single_device"], one_in=3)
 def test_a_model_that_is_one_region_trains_as_in_one_process(strategy: str) -> None:
     torch.manual_seed(0)
     assert program_of(untraceable.Whole(), strategy).verify(dtype=torch.float64).holds
@@ -188,7 +193,7 @@ class Deciding(torch.nn.Module):
     above = 0.3
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation", "hybrid_single", "auto"])
+@sampled("strategy", ["layer_separation", "data_parallel", "hybrid_single", "auto"], one_in=4)
 def test_a_branch_on_the_whole_batch_is_that_of_one_process(strategy: str) -> None:
     torch.manual_seed(0)
     model = Perceptron(Deciding())
@@ -219,6 +224,7 @@ class Merged(untraceable.Noisy):
         return F.dropout(rows.unflatten(1, (2, -1)).flatten(0, 1), 0.1, self.training).view_as(rows)
 
 
+@pytest.mark.slow
 def test_the_report_says_how_draws_of_several_rows_for_an_example_are_taken() -> None:
     said = "take the rows of an example to lie together"
     assert said in " ".join(program_of(Perceptron(Merged())).report().split())

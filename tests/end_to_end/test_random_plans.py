@@ -8,6 +8,7 @@ import torch
 from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.collectives.model_parallel import Group
 from tests.support.random_plans import Outcome, outcome, random_case
+from tests.support.sampling import sampled
 
 NUMBER = 50
 
@@ -17,7 +18,7 @@ def assert_right(got: Outcome) -> None:
     assert not got.refused or got.names_a_layer, f"{got.asked}\n{got.refused}"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@sampled("seed", range(6), one_in=2)
 def test_a_random_plan_is_the_training_of_one_process(seed: int) -> None:
     assert_right(outcome(seed, worlds=(2, 3, 4)))
 
@@ -51,6 +52,7 @@ def moves_of(seed: int) -> tuple[Transition, ...]:
     return outcome(seed, (2, 3)).transitions
 
 
+@pytest.mark.slow
 def test_a_transition_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = Group._scatter_sum
 

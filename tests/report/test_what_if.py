@@ -22,7 +22,6 @@ from splitc.report import what_if
 from splitc.report.what_if import Quantity, advice, breakpoints, choice_text, quantities, simulated_step, what_fits
 from splitc.strategies.data_parallel import DataParallel
 from tests.support.compiled import analyse
-from tests.support.sampling import sampled
 
 NAMES = ["bandwidth", "batch", "world", "memory"]
 SLOW = 2e9  # bytes/s, for which one rank is faster than two
@@ -71,7 +70,8 @@ def test_a_boundary_of_whole_numbers_is_between_neighbours_and_none_is_none() ->
     assert quantity.boundary(lambda value: True, quantity.reach(16)) is None
 
 
-@sampled("batch", [None, 512], everyday=[512])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [None, 512])
 def test_the_choice_on_both_sides_of_a_breakpoint_is_what_it_says(batch: int | None) -> None:
     asked = place(2, 1e10, global_batch=batch)
     by_bandwidth = list(islice(breakpoints(asked, model()), 2))
@@ -103,6 +103,7 @@ def test_all_quantities_are_looked_at_in_their_order() -> None:
     assert list(dict.fromkeys(found)) == NAMES and found == sorted(found, key=NAMES.index)
 
 
+@pytest.mark.slow
 def test_memory_goes_down_to_where_nothing_fits(only: Callable[[str], None]) -> None:
     only("memory")
     found = list(breakpoints(place(2), model()))
@@ -132,6 +133,7 @@ def told() -> tuple[Plan, str]:
     return plan, advice(slow, model(), plan)
 
 
+@pytest.mark.slow
 def test_idle_ranks_are_told_what_would_put_them_to_work() -> None:
     plan, text = told()
     assert plan.strategy == "single_device"
@@ -142,6 +144,7 @@ def test_idle_ranks_are_told_what_would_put_them_to_work() -> None:
     assert place(2, rate * 0.95).run(model()).plan.strategy == "single_device"
 
 
+@pytest.mark.slow
 def test_idle_ranks_that_nothing_within_reach_puts_to_work_are_counted_all_the_same() -> None:
     hopeless = place(2, 10.0)
     text = advice(hopeless, model(), hopeless.run(model()).plan)
@@ -163,6 +166,7 @@ def test_it_is_told_where_one_rank_alone_is_as_fast_with_the_same_examples() -> 
     assert re.fullmatch(rf"One rank alone takes .* for {plan.global_batch} examples, 2 ranks 10 s: .*", text), text
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would_and_that_does() -> None:
     settings = Settings(2, cluster=load_cluster("v100-10gbe"), strategy="data_parallel", memory=13e6)
     with pytest.raises(PlacementError, match="memory") as raised:
@@ -191,6 +195,7 @@ def test_advice_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert not getattr(raised.value, "__notes__", [])
 
 
+@pytest.mark.slow
 def test_with_the_accumulated_batches_that_advice_names_data_parallelism_is_faster_by_simulation() -> None:
     slow = place(2, SLOW)
     alone = slow.run(model())

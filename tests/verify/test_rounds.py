@@ -97,7 +97,7 @@ def subnets(name: str, world: int, local_steps: int = 2, insert_norm: bool = Tru
     return compile_example(model, Example.bind(model, x, torch.arange(8) % 4, F.cross_entropy), settings)
 
 
-@sampled("name", SUBNETS, one_in=2)
+@sampled("name", SUBNETS, one_in=4)
 def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
     for world in (1, 3) if name == "normed" else (3,):
         result = subnets(name, world, local_steps=world).verify(dtype=torch.float64)
@@ -105,6 +105,7 @@ def test_subnets_train_as_masked_ones_do_in_one_process(name: str) -> None:
     assert "against one process that trains 3 masked subnets in turn" in str(result)
 
 
+@pytest.mark.slow
 def test_a_plan_with_inserted_norms_is_followed_again() -> None:
     made = subnets("insert_norm", 2)
     plan, model = Plan.from_json(made.plan.to_json()), SUBNETS["insert_norm"][0]()
@@ -114,6 +115,7 @@ def test_a_plan_with_inserted_norms_is_followed_again() -> None:
     assert again.verify(dtype=torch.float64).holds
 
 
+@pytest.mark.slow
 def test_subnets_are_judged_in_float32() -> None:
     result = subnets("block", 2).verify()
     assert result.holds and result.tolerance == 1e-5 and result.gradient_error == 0, result

@@ -19,7 +19,7 @@ from splitc.runtime.seeded.comm import SeededComm
 from splitc.runtime.seeded.draws import Draws
 from splitc.verify.verify import Verification
 from tests.support.compiled import compiled
-from tests.support.sampling import staggered
+from tests.support.sampling import along, sampled
 from tests.support.untraceable import FEATURES, Single
 
 F64 = torch.float64
@@ -124,7 +124,7 @@ RANDOM: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any]]]
 }
 
 
-@staggered(4, strategy=["data_parallel", SEPARATION, "modulo_shard(mp=2)", "hybrid_single"], name=RANDOM)
+@along(2, name=[*RANDOM] * 2, strategy=["data_parallel", SEPARATION, "modulo_shard(mp=2)", "hybrid_single"])
 def test_random_models_train_as_in_one_process(name: str, strategy: str) -> None:
     run, shape, children = RANDOM[name]
     world = 3 if strategy == SEPARATION else 2
@@ -148,7 +148,7 @@ class Packed(nn.Module):
         return self.fc(out.sum(1))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@sampled("kind", [nn.RNN, nn.GRU, nn.LSTM], one_in=3)
 def test_dropout_inside_packed_sequences_is_that_of_one_process(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     model = Packed(kind, bidirectional=kind is nn.GRU).double()
@@ -158,6 +158,7 @@ def test_dropout_inside_packed_sequences_is_that_of_one_process(kind: type[nn.RN
     assert holds(result), result
 
 
+@pytest.mark.slow
 def test_an_lstm_with_dropout_keeps_its_names_and_trains_twelve_steps_as_in_one_process() -> None:
     children = {**wide("a"), "lstm": nn.LSTM(16, 16, 2, dropout=0.4, batch_first=True).double()}
     made = program(lambda m, x: m.fc(m.lstm(m.a(x))[0][:, -1]), torch.randn(4, 3, 16, dtype=F64), **children)
