@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.paper_models.__main__ import HEADING, page
@@ -17,6 +18,7 @@ def test_every_model_has_a_loss_without_ranks() -> None:
             assert case.value(*case.batch(paper.examples, 1)).isfinite(), name
 
 
+@pytest.mark.slow
 def test_a_model_that_can_be_divided_trains_under_every_strategy() -> None:
     result = measured("neumf")
     assert result.trains, result

@@ -46,6 +46,7 @@ def net(n: int, wrong: bool = False) -> Case:
     return Case(Net(wrong), torch.randn(n, 3, 4, 4), torch.randint(5, (n,)), F.cross_entropy)
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled_compared_with_eager_and_trained_under_three_strategies() -> None:
     result = measured(Entry("ours", net))
     assert (result.failed, result.captured, result.equal, result.trains) == ("", True, True, True), result.why

@@ -34,7 +34,7 @@ from tests.support.command import splitc as command
 from tests.support.compiled import CLUSTER, analyse, compiled, with_files
 from tests.support.models import made, vectors
 from tests.support.ranks import PINS, SEPARATION, Net, batch_of, on_ranks, on_workers, part_of, worker_of
-from tests.support.sampling import sampled
+from tests.support.sampling import along
 
 BF16 = torch.bfloat16
 STRATEGIES = {
@@ -181,8 +181,7 @@ def test_ranks_send_what_the_wire_says() -> None:
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Perceptron, Net])
-@sampled("strategy", STRATEGIES, one_in=12)
+@along(1, strategy=STRATEGIES, kind=[Perceptron, Net])
 def test_every_strategy_trains_as_one_process_under_autocast(strategy: str, kind: type[nn.Module]) -> None:
     result = program(strategy, kind).verify()
     assert result.holds and result.tolerance == 2e-2, str(result)

@@ -20,7 +20,7 @@ from examples.vgg16 import vgg16
 from splitc.compiled import CompiledProgram
 from splitc.ir.program import Program
 from tests.support.compiled import analyse, class_batch, compiled
-from tests.support.sampling import sampled
+from tests.support.sampling import along, sampled
 
 SPLITS = list(itertools.product((1, 2, 3, 5), (1, 2)))
 
@@ -70,22 +70,21 @@ def program(
     return compiled(model, (x,), y, loss, world, strategy, analysed=known, **options)
 
 
-@sampled("name", MODELS, everyday=["vgg_bn", "mlp"])
-@sampled(("n_c", "n_f"), SPLITS, everyday=[(3, 2)])
-def test_layer_separation_is_the_same_training_in_float64(name: str, n_c: int, n_f: int) -> None:
+@along(2, split=SPLITS * 3, name=["mlp", *(name for name in MODELS if name != "mlp")])
+def test_layer_separation_is_the_same_training_in_float64(split: tuple[int, int], name: str) -> None:
+    n_c, n_f = split
     result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})").verify()
     assert result.holds and result.tolerance == 1e-9, str(result)
 
 
-@sampled("name", MODELS, everyday=["mlp"])
-@sampled(("n_c", "n_f"), [(3, 1), (2, 2)], everyday=[(2, 2)])
-def test_layer_separation_is_the_same_training_in_float32(name: str, n_c: int, n_f: int) -> None:
+@along(1, split=[(2, 2), (3, 1)], name=[*MODELS][::-1])
+def test_layer_separation_is_the_same_training_in_float32(split: tuple[int, int], name: str) -> None:
+    n_c, n_f = split
     result = program(name, n_c + n_f, f"layer_separation(n_c={n_c}, n_f={n_f})", torch.float32).verify()
     assert result.holds and result.tolerance == 1e-5, str(result)
 
 
-@sampled("name", MODELS, everyday=["mlp"])
-@sampled("world", [1, 2, 3], everyday=[2])
+@along(1, world=[2, 1, 3], name=[*MODELS][::-1])
 def test_data_parallel_is_the_same_training(name: str, world: int) -> None:
     result = program(name, world, "data_parallel").verify()
     assert result.holds, str(result)

@@ -19,7 +19,7 @@ from splitc.ir.program import Program
 from tests import ROOT
 from tests.support.compiled import analyse, compiled
 from tests.support.models import cast
-from tests.support.sampling import sampled
+from tests.support.sampling import along, sampled
 
 BATCH = 4
 CLASSES = {"num_classes": 10}
@@ -65,15 +65,14 @@ def test_every_model_file_has_a_small_size_here() -> None:
     assert files == SMALL.keys()
 
 
-@sampled("name", SMALL, everyday=["mlp", "recommender"])
+@sampled("name", SMALL, everyday=["mlp"])
 def test_an_example_is_captured_for_every_batch_size(name: str) -> None:
     program = captured(name)
     for batch in (1, 3, 7):
         assert shapes_at(program, batch) == []
 
 
-@sampled("name", SMALL, everyday=["recommender"])
-@pytest.mark.parametrize("strategy", ["data_parallel", "layer_separation"])
+@along(0, name=SMALL, strategy=["data_parallel", "layer_separation"])
 def test_an_example_trains_on_two_ranks_as_in_one_process(name: str, strategy: str) -> None:
     program = compiled(*small(name, torch.float64), 2, strategy)
     scripts = {file: text for file, text in program.files.items() if file.endswith(".py")}

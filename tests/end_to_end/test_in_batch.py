@@ -176,7 +176,7 @@ def program(name: str, strategy: str, **options: Any) -> Any:
     return compiled(model, batch(), None, None, STRATEGIES[strategy], strategy, analysed=known, **options)
 
 
-@sampled(("name", "strategy"), [(name, strategy) for name in MODELS for strategy in STRATEGIES], one_in=7, ids=str)
+@sampled(("name", "strategy"), [(name, strategy) for name in MODELS for strategy in STRATEGIES], one_in=16, ids=str)
 def test_it_trains_as_one_process_does(name: str, strategy: str) -> None:
     try:
         made = program(name, strategy)
