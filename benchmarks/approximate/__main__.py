@@ -3,7 +3,7 @@
     python -m benchmarks.approximate                                    measure what is missing in results.jsonl
     python -m benchmarks.approximate --tasks mnist --ranks 2 --seeds 1  a quick look
     python -m benchmarks.approximate --table                            the table of what was measured
-    python -m benchmarks.approximate --page docs/approximate.md         write the tables there, and the plot beside it
+    python -m benchmarks.approximate --page docs/measurements/approximate.md    write the tables and the plot there
 
 Linux, root, `ip` and `tc`, as for all that needs the network testbed.
 """

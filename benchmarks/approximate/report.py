@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 
 from tabulate import tabulate
@@ -44,11 +45,12 @@ def setting(task: Task, beds: Sequence[Bed]) -> str:
         f"{bed.world} ranks: {bed.rate * 8e-6:.0f} Mbit/s a link, a rank computes {bed.compute * 1e3:.1f} ms"
         for bed in beds
     )
-    return (
+    text = (
         f"Layers of {' - '.join(map(str, task.sizes))}, {task.parameters / 1e6:.2f} M parameters; {task.steps} "
         f"steps of {task.batch} examples over all ranks, {task.steps * task.batch:,} in all; SGD, learning "
         f"rate {rates}; r_P {task.ratio:g}. {speeds}. {'; '.join(sorted({bed.about for bed in beds}))}."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def table(task: Task, curves: Sequence[Curve]) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper_models                                   # all of them
     python -m benchmarks.paper_models simclr dlrm --jobs 2
-    python -m benchmarks.paper_models --page docs/real-models.md        # replaces the page's part for them
+    python -m benchmarks.paper_models --page docs/measurements/real-models.md        # replaces the page's part for them
 
 Each is compiled for 2 ranks under data_parallel and for 4 under auto.  Four steps on simulated ranks, the batches of
 which differ in size, are compared with a plain loop of torch: losses, evaluations, gradients and state.  Models of
@@ -26,10 +26,11 @@ from benchmarks.paper_models.measure import Result, Trained, measured
 
 HEADING = "## Models after their papers"
 INTRODUCTION = """\
-Written by `python -m benchmarks.paper_models --page docs/real-models.md` with torch {torch}. Small models, written by
-hand after the papers named, or tiny configurations of packages, of kinds that are hard to divide. Each trains four
-steps of batches that differ in size, on simulated ranks, under `data_parallel` on 2 and `auto` on 4, and is compared
-with a plain loop of torch in float64: losses, evaluations, gradients, state. The numbers are the errors of `verify`.
+Written by `python -m benchmarks.paper_models --page docs/measurements/real-models.md` with torch {torch}. Small
+models, written by hand after the papers named, or tiny configurations of packages, of kinds that are hard to divide.
+Each trains four steps of batches that differ in size, on simulated ranks, under `data_parallel` on 2 and `auto` on 4,
+and is compared with a plain loop of torch in float64: losses, evaluations, gradients, state. The numbers are the
+errors of `verify`.
 """
 
 
@@ -50,7 +51,12 @@ def page(results: Sequence[Result]) -> str:
         text.append(f"| {r.name} | {r.source} | {r.parameters} | {' | '.join(map(_cell, r.trained))} |")
     refused = {r.name: why for r in results for t in r.trained if (why := t.refused or t.wrong)}
     if refused:
-        text += ["", "Refused or wrong:", "", *(f"- **{name}**: {why}" for name, why in refused.items())]
+        text += [
+            "",
+            "| refused or wrong | why |",
+            "| --- | --- |",
+            *(f"| {name} | {why} |" for name, why in refused.items()),
+        ]
     return "\n".join(text) + "\n"
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.real_models                                   # all of them, one after the other
     python -m benchmarks.real_models resnet18 bert --package timm      # two by name, and all of a package
-    python -m benchmarks.real_models --table docs/real-models.md
+    python -m benchmarks.real_models --table docs/measurements/real-models.md
     python -m benchmarks.real_models --folder results --kept           # go on where a run was ended
 
 Each model runs in a process of its own with a limit of time and of memory.  The packages are those of

@@ -28,7 +28,7 @@ def outcome(result: Result) -> str:
 INTRODUCTION = """\
 # Real models
 
-Written by `python -m benchmarks.real_models --table docs/real-models.md`, with the packages of
+Written by `python -m benchmarks.real_models --table docs/measurements/real-models.md`, with the packages of
 `benchmarks/real_models/requirements.txt`. Every model has random weights and a small configuration. It is compiled in
 train mode for 4 ranks under `auto`, and then compared and trained:
 
@@ -126,8 +126,8 @@ def _count(number: int) -> str:
 
 def _regions(results: Sequence[Result]) -> list[str]:
     """The lines that made regions."""
-    lines = [f"- **{r.name}**: {why}" for r in results for why in r.regions.why]
-    return ["## What stays the user's own code, and why", "", *lines, ""] if lines else []
+    lines = [f"| {r.name} | {why} |" for r in results for why in r.regions.why]
+    return ["## What stays the user's own code", "", "| model | why |", "| --- | --- |", *lines, ""] if lines else []
 
 
 def _failures(results: Sequence[Result]) -> list[str]:
@@ -135,4 +135,5 @@ def _failures(results: Sequence[Result]) -> list[str]:
     failed = [r for r in results if r.failed]
     if not failed:
         return []
-    return ["## Refused or failed", "", *(f"- **{r.name}** ({r.failed}): {r.why}" for r in failed)]
+    rows = (f"| {r.name} | {r.failed} | {r.why} |" for r in failed)
+    return ["## Refused or failed", "", "| model | at | why |", "| --- | --- | --- |", *rows]

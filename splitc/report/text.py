@@ -20,7 +20,7 @@ from splitc.report.figures import Figures, by_bytes, roles_of
 
 WIDTH = 80
 MANY = 24  # layers; above this, repeated blocks are collapsed
-ERROR = 0.1  # of a predicted rate (docs/accuracy.md); plans that differ by less are equal
+ERROR = 0.1  # of a predicted rate (docs/measurements/accuracy.md); plans that differ by less are equal
 REASONS = 16  # layers; above this, reasons are given for the largest layers only
 tables.MIN_PADDING = 0  # columns are as narrow as their text
 

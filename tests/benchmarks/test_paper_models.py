@@ -31,5 +31,5 @@ def test_the_part_of_the_page_says_what_was_refused_and_why() -> None:
     )
     assert "0 of 1 train." in text
     assert "| net | Author, Title, 2020 | 12 | 1e-16 | **refused** |" in text
-    assert "- **net**: CaptureError: no such layer" in text
+    assert "| net | CaptureError: no such layer |" in text
     assert text.startswith(HEADING)

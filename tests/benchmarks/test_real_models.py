@@ -71,7 +71,7 @@ def test_the_stage_that_fails_and_its_error_are_in_the_page() -> None:
 
     result = measured(Entry("ours", broken, shows="widths"))
     assert result.failed == "build"
-    assert "- **net** (build): ValueError: no such width (test_real_models.py:" in page([result], ["other"])
+    assert "| net | build | ValueError: no such width (test_real_models.py:" in page([result], ["other"])
 
 
 def test_names_and_packages_choose_models() -> None:

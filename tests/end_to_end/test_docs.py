@@ -25,7 +25,7 @@ from tests.support.compiled import compiled
 from tests.support.ranks import on_ranks, worker_of
 from tests.support.sampling import sampled
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 class Block(NamedTuple):

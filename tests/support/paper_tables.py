@@ -1,4 +1,4 @@
-"""The tables of docs/papers.md: what the papers print beside what splitc counts, each made from models and clusters."""
+"""The tables of docs/measurements/papers.md: what the papers print beside what splitc counts on models and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/papers.md says what the models say: its tables are made anew and compared."""
+"""docs/measurements/papers.md says what the models say: its tables are made anew and compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests import ROOT
 from tests.support.paper_tables import TABLES
 
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "docs" / "measurements" / "papers.md"
 MARKED = r"(<!-- table: {} -->\n)(.*?)(\n<!-- end -->)"
 
 
