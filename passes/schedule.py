@@ -28,13 +28,13 @@ from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.checks.graph import stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.transitions import name_of
 from splitc.ir.wire import of_action
 from splitc.passes.grid import grid

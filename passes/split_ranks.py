@@ -20,10 +20,10 @@ from torch import fx
 
 from splitc.checks.graph import cuts_are_communicated, shapes_hold, stages_cover_the_graph
 from splitc.ir import comm_ops
-from splitc.ir.actions import RankProgram
 from splitc.ir.graph import copy_node, cut_of, info, tensors_of_node
 from splitc.ir.pass_manager import Check, Pass
 from splitc.ir.program import LoweredProgram, PlacedProgram, Stage
+from splitc.ir.schedule.actions import RankProgram
 
 
 @dataclass(frozen=True)

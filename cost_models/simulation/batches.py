@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from splitc.ir.actions import Action
 from splitc.ir.program import LoweredProgram
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verbs import When
 
 

@@ -22,10 +22,10 @@ from splitc.cost_models.simulation.operations import Begin, Compute, Mark, Opera
 from splitc.cost_models.simulation.prices import UPDATE, Prices
 from splitc.cost_models.simulation.stage_layers import first_nodes, trainable, users
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action
 from splitc.ir.dealt import share_of
 from splitc.ir.graph import info, starts_at_once, tensor_spec
 from splitc.ir.program import Stage, TensorSpec
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verbs import Among, Waits, When
 from splitc.ir.transitions import Collective
 from splitc.ir.wire import inside, of_action

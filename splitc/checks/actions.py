@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.dealt import fetches_ahead
 from splitc.ir.graph import denominators
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
 from splitc.ir.rounds import exchanges
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.transitions import name_of
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from splitc import units
 from splitc.codegen.layout import Line
 from splitc.codegen.stage_names import variables
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage, TensorSpec
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.transitions import COLLECTIVES, options_of
 from splitc.ir.wire import of_action
 from splitc.ir.wire_op import What

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
 
 from splitc.codegen.layout import Line
-from splitc.ir.actions import Action
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.loop_nest import Loop, LoopNest, Unit
 
 _TABLES = 8  # declared in a line

@@ -13,12 +13,12 @@ from splitc.codegen.rank_spec import trained_every_microbatch
 from splitc.codegen.stage import module_imports, shape_text, stage_class
 from splitc.codegen.stage_names import constant
 from splitc.codegen.step_functions import step_functions
-from splitc.ir.actions import RankProgram
 from splitc.ir.constructors import literal
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Stage
 from splitc.ir.regions import regions
 from splitc.ir.roles import ranks_text
+from splitc.ir.schedule.actions import RankProgram
 from splitc.ir.wire import bucket_nbytes, numel_on
 from splitc.runtime.collectives.layouts import Move
 

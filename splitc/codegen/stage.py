@@ -26,9 +26,9 @@ from splitc.codegen.stage_names import (
     weighed,
 )
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action
 from splitc.ir.graph import assigned, cut_of, denominators, info, is_entry, op_name, starts_at_once
 from splitc.ir.program import PlacedProgram, Stage, TensorSpec
+from splitc.ir.schedule.actions import Action
 from splitc.ir.torch_ops import ops_with
 from splitc.ir.transitions import transition_of
 from splitc.ir.wire import inside

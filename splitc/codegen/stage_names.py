@@ -7,11 +7,11 @@ import keyword
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.actions import RankProgram
 from splitc.ir.graph import cut_of, denominators, info, is_entry
 from splitc.ir.names import RESERVED
 from splitc.ir.plan import SERVER
 from splitc.ir.program import Cut, LoweredProgram, PlacedProgram, Program, Stage
+from splitc.ir.schedule.actions import RankProgram
 
 EVALUATING = "_evaluating"
 """Ends the name of a method that runs a stage in evaluation only."""

@@ -23,10 +23,10 @@ from splitc.codegen.stage_names import (
     weighed,
 )
 from splitc.ir import comm_ops
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import cut_of, info, tensor_spec
 from splitc.ir.plan import SERVER
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.loop_nest import loop_nest
 from splitc.ir.schedule.verbs import When
 from splitc.ir.wire import bucket_nbytes

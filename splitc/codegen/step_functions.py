@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from splitc.codegen.stage_names import EVALUATING, own_evaluation, predicting_by
 from splitc.codegen.step import StepWriter
-from splitc.ir.actions import RankProgram
 from splitc.ir.program import LoweredProgram, Stage
+from splitc.ir.schedule.actions import RankProgram
 from splitc.ir.schedule.verbs import When
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from splitc.ir.actions import Action
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import PlacedProgram, Stage
+from splitc.ir.schedule.actions import Action
 from splitc.ir.shares import share_out
 from splitc.ir.transitions import Collective
 from splitc.ir.wire_op import Payload, What, WireOp

@@ -7,11 +7,11 @@ from typing import Any
 from torch import fx
 
 from splitc.ir import comm_ops
-from splitc.ir.actions import print_actions
 from splitc.ir.comm_ops import Over, op_of
 from splitc.ir.graph import copy_node, info
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, Program, SizeSpec, Spec, TensorSpec
+from splitc.ir.schedule.actions import print_actions
 from splitc.runtime.collectives.layouts import State
 
 

@@ -16,10 +16,10 @@ from functools import cached_property
 import torch
 from torch import fx, nn
 
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.costs import CostLine
 from splitc.ir.layers import Coupling, Layer, LossTerm, StateTensor
 from splitc.ir.plan import Plan
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.ir.schedule.verbs import Often
 from splitc.runtime.collectives.layouts import State, Transition
 from splitc.runtime.spec import BatchGuard, DealtDims

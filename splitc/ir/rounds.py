@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from splitc.ir.actions import Action
 from splitc.ir.plan import Plan
 from splitc.ir.program import Stage
+from splitc.ir.schedule.actions import Action
 from splitc.runtime.spec import Rounds
 
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import torch
 
-from splitc.ir.actions import Action
 from splitc.ir.layers import StateTensor
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage
+from splitc.ir.schedule.actions import Action
 from splitc.ir.wire_op import Payload, What, WireOp
 from splitc.runtime.servers import parameter_server
 

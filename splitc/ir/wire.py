@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from splitc.ir.actions import Action
 from splitc.ir.comm_ops import OPS, CommOp, Over, op_of
 from splitc.ir.dealt import STATE_COPIES, dealt_ops, slice_numel
 from splitc.ir.graph import info, is_entry, starts_at_once, tensor_spec
 from splitc.ir.plan import Plan
 from splitc.ir.program import LoweredProgram, PlacedProgram, Program, Stage, TensorSpec
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verbs import Among, Often, When
 from splitc.ir.server_wire import server_ops, worker_ops
 from splitc.ir.shares import share_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitc.codegen.layout import Line
 from splitc.codegen.microbatches import microbatched
-from splitc.ir.actions import Action
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.loop_nest import loop_nest
 
 

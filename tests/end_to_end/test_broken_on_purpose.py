@@ -17,10 +17,10 @@ from splitc.checks.graph import (
 )
 from splitc.compiled import CompiledProgram
 from splitc.errors import InternalError
-from splitc.ir.actions import Action
 from splitc.ir.graph import cut_of, tensor_spec, update_info
 from splitc.ir.pass_manager import run_pass
 from splitc.ir.program import LoweredProgram, PlacedProgram
+from splitc.ir.schedule.actions import Action
 from splitc.passes.insert_comm import InsertComm
 from splitc.passes.schedule import Schedule
 from splitc.passes.split_ranks import SplitRanks

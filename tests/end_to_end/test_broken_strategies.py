@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from splitc.checks.actions import actions_are_complete
 from splitc.checks.deadlock import no_deadlock, sends_meet_receives
 from splitc.compiled import CompiledProgram
-from splitc.ir.actions import Action
 from splitc.ir.placements import Placement
 from splitc.ir.program import LoweredProgram
+from splitc.ir.schedule.actions import Action
 from splitc.passes.schedule import Schedule
 from splitc.runtime.transport.base import Mismatch
 from tests.support.compiled import compiled

@@ -18,12 +18,12 @@ from examples.alexnet import alexnet
 from examples.mlp import mlp
 from examples.resnet import resnet18
 from splitc.compiled import CompiledProgram
-from splitc.ir.actions import print_actions
 from splitc.ir.placements import Placement
 from splitc.ir.plan import Plan
 from splitc.ir.prediction import PREDICTION_KEYS, Prediction
 from splitc.ir.printer import print_program
 from splitc.ir.program import Program
+from splitc.ir.schedule.actions import print_actions
 from tests.support.actions import parse_actions
 from tests.support.compiled import analyse, class_batch, compiled
 

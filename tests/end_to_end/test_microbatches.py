@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from splitc.checks.batch_sizes import microbatch_problems
 from splitc.compiled import CompiledProgram
 from splitc.errors import PlacementError
-from splitc.ir.actions import print_actions
 from splitc.ir.placements import SCHEDULES
+from splitc.ir.schedule.actions import print_actions
 from splitc.passes.planner.strategy import parse_strategy
 from splitc.strategies.modulo_shard import ModuloShard
 from tests.support.actions import parse_actions

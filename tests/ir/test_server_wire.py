@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from splitc.ir.actions import Action
 from splitc.ir.program import LoweredProgram
+from splitc.ir.schedule.actions import Action
 from splitc.ir.server_wire import messages, pieces, server_ops, worker_ops
 from splitc.ir.wire_op import WireOp
 from splitc.passes.rewriting import lower

@@ -6,8 +6,8 @@ from textwrap import dedent
 
 import pytest
 
-from splitc.ir.actions import print_actions
 from splitc.ir.placements import Placement
+from splitc.ir.schedule.actions import print_actions
 from splitc.passes.schedule import Schedule
 from tests.support.pair import placed_pair
 from tests.support.printed import program_after, program_before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from splitc.errors import InternalError
-from splitc.ir.actions import Action
+from splitc.ir.schedule.actions import Action
 from splitc.ir.schedule.verbs import VERBS
 
 _LINE = r"(?:(\w+): )?(\w+)(?: (?!->|<-|\[)(.+?))?(?: (?:->|<-) (\w+))?(?: \[(\d+)\])?"

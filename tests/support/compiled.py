@@ -15,9 +15,9 @@ from splitc.capture.python_state import python_state
 from splitc.compiled import CompiledProgram, Settings, specialise
 from splitc.cost_models.compute.cost_cache import graph_text
 from splitc.cost_models.compute.counting import OpCounter
-from splitc.ir.actions import Action, RankProgram
 from splitc.ir.graph import is_region
 from splitc.ir.program import LoweredProgram, Program
+from splitc.ir.schedule.actions import Action, RankProgram
 from splitc.passes.planner.strategy import Strategy
 
 CLUSTER = "v100-10gbe"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from splitc.ir.actions import Action
+from splitc.ir.schedule.actions import Action
 
 _LAST = ("all_reduce", "push", "multiply")
 

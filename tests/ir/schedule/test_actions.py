@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitc.errors import InternalError
-from splitc.ir.actions import Action, print_actions
+from splitc.ir.schedule.actions import Action, print_actions
 from tests.support.actions import parse_actions
 
 LINES = """\
