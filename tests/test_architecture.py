@@ -58,7 +58,7 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
 
 def import_order() -> list[list[str]]:
     """The levels of docs/design.md, lowest first; rooms of one level do not import each other."""
-    line = re.search(r"^Import order: (.*)\.$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    line = re.search(r"^Import order: (.*?)\.$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE | re.DOTALL)
     assert line is not None
     return [re.findall(r"`(\w+)`", level) for level in line[1].split("<")]
 

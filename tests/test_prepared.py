@@ -37,7 +37,7 @@ def test_at_most_ten_lines_of_a_plain_script_change() -> None:
 
 
 def test_the_docs_show_the_change_as_it_is() -> None:
-    text = (ROOT / "docs" / "from-ddp.md").read_text()
+    text = (ROOT / "docs" / "training.md").read_text()
     shown = [line for line in re.search(r"```diff\n(.*?)```", text, re.DOTALL)[1].splitlines() if line[1:].strip()]  # type: ignore[index]
     for sign, lines in zip("-+", changed_lines(), strict=True):
         assert [line[1:].strip() for line in shown if line[0] == sign] == [line[2:].strip() for line in lines]

@@ -87,7 +87,7 @@ options, after the folder
                           there; :2 are the ranks of one (default: even)
 
 A launch.py that you wrote yourself gets all but --hosts as they stand. On
-several machines you can also start torchrun yourself (docs/multi-node.md);
+several machines you can also start torchrun yourself (docs/training.md);
 launch.py --measure FILE then writes what was measured:
   torchrun --nnodes 2 --nproc-per-node 4 ... build/launch.py
 """,

@@ -25,7 +25,7 @@ from tests.support.compiled import compiled
 from tests.support.ranks import on_ranks, worker_of
 from tests.support.sampling import sampled
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 class Block(NamedTuple):
@@ -51,13 +51,13 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "json", "text", "diff"}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_product_file_that_a_page_names_exists(page: Path) -> None:
     names = re.findall(r"\b(?:splitc|passes|cost_models|tests|benchmarks)/[\w/.-]+\.py\b", page.read_text())
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "prices.md", "tutorial.md")
+LONG = ("README.md", "clusters.md", "commands.md", "papers.md", "tutorial.md")
 """Pages whose commands train on real ranks, measure this machine or compile large models."""
 
 
@@ -131,7 +131,7 @@ def _run_python(page: Path, block: Block, folder: Path) -> None:
         "offsets": torch.arange(0, 24, 3),
     }
     text = block.text.split("# or train with it")[0]
-    if page.name in ("training.md", "subnets.md"):
+    if page.name == "training.md":
         _run_on_a_rank(page, text, names)
         return
     exec(compile(text, f"{page.name} block", "exec"), names)
