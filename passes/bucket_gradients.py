@@ -3,7 +3,8 @@
 This pass rewrites the stages: it fills `Stage.buckets`, `Stage.served` with the gradients that go to servers, and
 `Stage.averaged` with what units average after a round.
 Backward computes gradients from the last layer to the first, so buckets are filled in that order; every rank starts
-them in that order (docs/design/runtime.md, "Order on the wire").  The last bucket holds what remains.  Small ones start early.
+them in that order (docs/design/runtime.md, "Order on the wire").  The last bucket holds what remains; small ones
+start early.
 """
 
 from __future__ import annotations

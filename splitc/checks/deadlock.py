@@ -50,7 +50,7 @@ def _match(left: str, right: str, a: list[WireOp], b: list[WireOp], verbs: tuple
 
 
 def no_deadlock(program: LoweredProgram) -> list[str]:
-    """The ranks' orders, with matching operations merged, form no cycle (docs/design/runtime.md, "Order on the wire")."""
+    """The ranks' orders, matching operations merged, form no cycle (docs/design/runtime.md, "Order on the wire")."""
     graph: nx.DiGraph[Any] = nx.DiGraph()
     counts: dict[Any, int] = defaultdict(int)
     for rank in range(program.plan.world):
