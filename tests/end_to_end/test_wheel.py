@@ -137,7 +137,7 @@ def test_the_sdist_makes_the_same_wheel(checkout: Path, wheel: Path, tmp_path: P
     with tarfile.open(build(checkout, "sdist")) as archive:
         assert not any(member.issym() for member in archive.getmembers())
         there = {name.partition("/")[2] for name in archive.getnames()}
-        pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").iterdir()}
+        pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
         assert pages | {"Makefile", "CHANGELOG.md", "constraints.txt", "examples/mlp.py", "tests/__init__.py"} <= there
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.iterdir()
