@@ -53,7 +53,8 @@ class Unused(nn.Module):
 def made(strategy: str) -> tuple[nn.Module, CompiledProgram]:
     torch.manual_seed(4)
     model = Unused()
-    pins = {"trunk*": "conv", "middle": "fc", "head*": "fc"} if strategy.startswith("layer") else {}
+    middle = "conv" if "n_c=2" in strategy else "fc"  # which has the weight of the head's first layer
+    pins = {"trunk*": "conv", "middle": middle, "head*": "fc"} if strategy.startswith("layer") else {}
     options: dict[str, Any] = {"pins": pins} if pins else {}
     x, y = torch.randn(4, 1, 6, 6), torch.randint(4, (4,))
     return model, compiled(model, (x,), y, F.cross_entropy, PLANS[strategy], strategy, **options)
