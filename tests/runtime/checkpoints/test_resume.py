@@ -114,6 +114,22 @@ def test_numbers_in_the_optimizer_keep_their_precision(tmp_path: Path) -> None:
         assert_goes_on(program, batches, tmp_path / optimizer.__name__, optimizer=optimizer)
 
 
+def test_a_rate_that_was_set_by_hand_goes_on_under_any_plan(tmp_path: Path) -> None:
+    def saved(worker: Worker) -> None:
+        assert worker.optimizer is not None
+        worker.optimizer.param_groups[0]["lr"] = 0.025
+        worker.save(tmp_path)
+
+    def resumed(worker: Worker) -> float:
+        worker.resume(tmp_path)
+        assert worker.optimizer is not None
+        return float(worker.optimizer.param_groups[0]["lr"])
+
+    on_workers(small(), saved)
+    for strategy in ("data_parallel", "late_multiply"):
+        assert on_workers(small(strategy), resumed) == [0.025, 0.025]
+
+
 def test_a_checkpoint_is_read_by_torch_alone_under_the_models_names(tmp_path: Path) -> None:
     program = planned(2, "modulo_shard(mp=2)", pins={"fc*": Placement(holding="sharded", group=2, split="columns")})
 

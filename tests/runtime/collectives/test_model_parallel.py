@@ -1,6 +1,7 @@
 """Groups that share layers: every transition is one process's value and gradient, and sends what the table says."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_value_and_gradient_are_those_of_one_process_by_the_adjoint_and_the_byte
     <A x, y> = <x, A* y>: summed over ranks, but once for a value that is alike on all, whose gradient is too.
     """
     for size in (2, 3, 4, 6):
-        seen = on_ranks(size, lambda transport, size=size: moved_there_and_back(transport, transition, size))
+        seen = on_ranks(size, partial(moved_there_and_back, transition=transition, size=size))
         for each in zip(*seen, strict=True):
             gradients, expected, products = zip(*each, strict=True)
             if transition.source is State.DIVIDED:  # whose gradients are terms of a sum
