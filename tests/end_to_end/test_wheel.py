@@ -126,7 +126,10 @@ def test_the_page_of_the_index_has_urls_and_no_link_into_the_checkout(wheel: Pat
         text = archive.read(metadata).decode()
     for name in ("Homepage", "Documentation", "Changelog", "Issues"):
         assert re.search(rf"^Project-URL: {name}, https://", text, re.MULTILINE)
-    links = re.findall(r"\]\(([^)]+)\)", text.partition("\n\n")[2])
+    page = text.partition("\n\n")[2]
+    links = re.findall(r"^\[\w+\]: (\S+)$", page, re.MULTILINE)
+    assert {*re.findall(r"\]\[(\w+)\]", page)} == {*re.findall(r"^\[(\w+)\]: ", page, re.MULTILINE)}
+    links += re.findall(r"\]\(([^)]+)\)", page)
     assert links and [link for link in links if not link.startswith("https://")] == []
     for path in (link.partition("/main/")[2].partition("#")[0] for link in links if "/main/" in link):
         assert (ROOT / path).exists(), path
