@@ -109,7 +109,8 @@ class Disks:
                 os.close(lock)
 
         attempt(self.transport, f"{self.folder}: no checkpoint was written", rename if stands else list)
-        if stands:
+
+        def tidy() -> None:
             steps = steps_in(self.folder)
             for later in (each for each in steps if each > step):
                 steps[later].rename(self.folder / f"{named(later)}.superseded")
@@ -117,6 +118,10 @@ class Disks:
             for other in self.folder.iterdir():
                 if other.name not in kept and _REMOVED.fullmatch(other.name):
                     shutil.rmtree(other, ignore_errors=True)
+
+        # All wait: a folder that is half removed reads as a checkpoint of nobody.
+        title = f"{path}: written, but the checkpoints before it could not be removed"
+        attempt(self.transport, title, tidy if stands else lambda: None)
 
     def send(self, path: Path, src: int, dst: int) -> None:
         """Copy a file from one rank's disk to that of another, to the path that this one gives.  Others do nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,45 @@ def test_the_last_ones_are_kept_and_those_of_a_future_that_was_given_up_are_set_
 
     on_workers(small(), run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003", "step-000004.superseded"]
+
+
+def test_no_rank_goes_on_while_another_removes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed = shutil.rmtree
+
+    def slow(path: Path, **options: Any) -> None:
+        for file in sorted(path.iterdir()):  # the manifest first
+            file.unlink()
+        time.sleep(0.1)
+        removed(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+
+    def run(worker: Worker) -> None:
+        for worker._steps in range(1, 5):  # no step between two saves makes the ranks meet
+            worker.save(tmp_path, keep=1)
+        worker.resume(tmp_path)
+
+    on_workers(small(), run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(path: Path, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def run(worker: Worker) -> str:
+        worker.save(tmp_path)
+        steps(worker, batches_of(small(), 1))
+        with pytest.raises(LaunchError) as caught:
+            worker.save(tmp_path, keep=1)
+        return str(caught.value)
+
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    for text in on_workers(small(), run):
+        assert "step-000001: written, but the checkpoints before it could not be removed" in text
+    assert sorted(steps_in(tmp_path)) == [0, 1]
 
 
 def test_a_full_disk_is_told_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
